@@ -1,0 +1,36 @@
+"""What an engine is told at its start. One frozen value, checked once, written as msgpack to the process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagoda.engine.messages import WorkerConfig
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds."""
+
+    base_s: float = 0.0
+    per_token_s: float = 0.0
+    num_blocks: int = 8192
+    block_size: int = 16
+    max_model_len: int = 131072
+    vocab_size: int = 512
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: a scheduler over one model replica."""
+
+    worker: WorkerConfig
+    executor: str = "local"
+    """`local` (a worker process) or `sim` (a cost model, no weights)."""
+    sim: SimConfig = SimConfig()
+    max_num_seqs: int = 256
+    """The most requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """The token budget of one step."""
+    max_num_waiting: int = 4096
+    """Requests beyond this many waiting are refused."""
+    enable_prefix_caching: bool = True
+    step_timeout_s: float = 300.0
+    """A worker that takes longer for one step is killed and started again."""

@@ -1,0 +1,383 @@
+"""Every type that crosses a process boundary, in the order in which a request meets them.
+
+    GenerateRequest ─> engine ─> StepPlan ─> worker ─> StepResult ─> engine ─> TokenChunk
+
+All of them are `msgspec.Struct`s, written as msgpack (`pagoda.ipc.codec`); nothing is pickled. This module
+is on the ground floor: it imports nothing of Pagoda but the errors, and both ends of every wire import it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Annotated
+
+import msgspec
+
+from pagoda.errors import InvalidRequestError
+
+PROTOCOL_VERSION = 1
+"""Raised whenever a message changes in a way that an older process would misread."""
+
+MAX_LOGPROBS = 20
+MAX_SEQUENCES_PER_REQUEST = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_TOKEN_LIST = 1024
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens`, or the model's context, is used up."""
+    ABORT = "abort"
+    """The client went away, or the server is shutting down."""
+    ERROR = "error"
+    """This request failed; `TokenChunk.error` says why."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Spelled as vLLM users know it.
+
+    The fields `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served at the edge,
+    where token ids become text; the rest by the engine and the worker.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the error names the field.
+    """
+
+    temperature: float = 1.0
+    """0 takes the most likely token; above, logits are divided by it before sampling."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probabilities add up to this (Holtzman et al. 2020)."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 or -1 means all."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this times the most likely one (Nguyen et al. 2024)."""
+    seed: int | None = None
+    """Together with the position it determines every random number. Drawn at the frontend when absent."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that has been generated (OpenAI)."""
+    frequency_penalty: float = 0.0
+    """Subtracted, times its count, from the logit of every token that has been generated (OpenAI)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
+    logit_bias: dict[TokenId, float] | None = None
+    """Added to the logits of single tokens."""
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    """When given, no other token is ever sampled."""
+    max_tokens: int | None = 16
+    """The most tokens to generate; None means as many as the context holds."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are not sampled before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it unless `include_stop_str_in_output`."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Token ids that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Return the log-probability of each sampled token and of this many most likely ones."""
+    n: int = 1
+    """How many answers to the same prompt."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("top_k", self.top_k, -1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_range("n", self.n, 1, MAX_SEQUENCES_PER_REQUEST)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                _refuse("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop))
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                _refuse("stop", f"takes strings of 1 to {MAX_STOP_STRING_CHARS} characters", len(text))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", "must name at least one token", "an empty list")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if ids is not None and len(ids) > MAX_TOKEN_LIST:
+                _refuse(name, f"takes at most {MAX_TOKEN_LIST} tokens", len(ids))
+        for bias in (self.logit_bias or {}).values():
+            _check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError when a token id is not below `vocab_size`."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token_id in ids or ():
+                if token_id >= vocab_size:
+                    _refuse(name, f"takes token ids below the vocabulary size {vocab_size}", token_id)
+
+
+def _refuse(name: str, rule: str, value: object) -> None:
+    raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    inside = low < value <= high if low_open else low <= value <= high
+    if not inside or not math.isfinite(value):
+        bracket = "(" if low_open else "["
+        _refuse(name, f"must be in {bracket}{low}, {high}]", value)
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
+    """A request as a value: with these fields alone, any replica continues the answer token for token.
+
+    `output_token_ids` is empty for a first arrival and holds the tokens so far for a request that returns
+    after an engine was restarted or that moves elsewhere; the receiver goes on behind them.
+    `sampling.seed` and `sampling.max_tokens` are resolved (not None), and `eos_token_ids` are the model's
+    (empty with `ignore_eos`), so the engine needs no tokenizer and no defaults.
+    """
+
+    request_id: str
+    prompt_token_ids: list[TokenId]
+    sampling: SamplingParams
+    output_token_ids: list[TokenId] = []
+    eos_token_ids: tuple[TokenId, ...] = ()
+    priority: int = 0
+    """Lower comes first, as in vLLM."""
+    cache_salt: str | None = None
+    """Prefix-cache hits happen only among requests of the same salt."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget these requests; unknown ids are ignored. No chunk follows for them."""
+
+    request_ids: list[str]
+
+
+class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
+    """Asks for a `LoadReport`."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, of the model's own distribution (before penalties and temperature)."""
+
+    logprob: float
+    """Of the sampled token."""
+    rank: int
+    """Of the sampled token; 1 is the most likely."""
+    top_token_ids: list[int]
+    """The most likely tokens, best first; as many as were asked for."""
+    top_logprobs: list[float]
+
+
+class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the answer; None for the model's own end-of-sequence."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per token id, where asked for."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the cache at first admission."""
+    error: str | None = None
+    """One sentence, with `FinishReason.ERROR`."""
+
+
+class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
+    """All chunks that one step made for one frontend."""
+
+    chunks: list[TokenChunk]
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
+    """What a dispatcher and `/health` need to know about an engine."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_tokens: int
+    """Prompt and output tokens not yet computed."""
+    num_free_blocks: int
+    """Free or evictable, on the device."""
+    num_blocks: int
+    num_steps: int
+    """Finished since start."""
+    num_preemptions: int
+    num_worker_restarts: int
+    num_prefix_hit_tokens: int
+    num_prompt_tokens: int
+    """Prompt tokens admitted; hits over this is the hit rate."""
+    step_time_s: float
+    """Moving average."""
+    stalled_for_s: float
+    """Seconds since a step last finished while work was waiting; 0 when idle."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine's first message: the limits that requests are checked against at the door."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_waiting: int
+    summary: str
+    """One line for the operator: device, dtype, KV cache size."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot start, or has given up; it ends after this message."""
+
+    error: str
+    is_user_error: bool
+    """The error is one sentence meant for the user rather than a bug."""
+
+
+class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The waiting queue is full; the request was not taken."""
+
+    request_id: str
+    retry_after_s: int
+
+
+FrontendMessage = GenerateRequest | AbortRequests | LoadQuery
+EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend can do; the scheduler obeys these and knows no device by name."""
+
+    block_sizes: tuple[int, ...]
+    """KV block sizes in tokens; the first is preferred."""
+    max_batch_tokens: int
+    """The most tokens in one step."""
+    max_batch_seqs: int
+    """The most sequences in one step."""
+    max_model_len: int
+    """The longest sequence."""
+    batch_multiple: int = 1
+    """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
+    mixed_steps: bool = True
+    """Whether a step may hold prompt chunks and single decode tokens together."""
+    kv_dtypes: tuple[str, ...] = ("float32",)
+    weight_formats: tuple[str, ...] = ("float32",)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker process is told at its start."""
+
+    model: str
+    """A model directory, or the name of a shape preset when `load_format` is `dummy`."""
+    load_format: str = "auto"
+    """`auto` reads safetensors; `dummy` makes random weights."""
+    dtype: str = "auto"
+    """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
+    backend: str = "reference"
+    seed: int = 0
+    """Of dummy weights."""
+    max_model_len: int | None = None
+    """None takes the model's own."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    """None takes the backend's preferred one."""
+    num_blocks: int | None = None
+    """None sizes the KV cache from `kv_cache_memory_bytes`, or from free memory."""
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.5
+    """The share of free memory that the KV cache may take when nothing else is said."""
+    num_threads: int | None = None
+    """None takes the cores that this process may use."""
+
+
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):
+    """The worker's first message: weights are loaded and the KV cache is allocated."""
+
+    capabilities: Capabilities
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    summary: str
+    """One line for the operator, such as `reference on cpu, 2 threads, float32, 4.2 GiB weights`."""
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
+    """The worker cannot start; it ends after this message."""
+
+    error: str
+    is_user_error: bool
+
+
+class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request new to the worker, in full. It keeps its slot until a later plan lists it in `freed_slots`."""
+
+    slot: int
+    token_ids: list[int]
+    """Prompt, then output so far."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Leading tokens whose K and V are in the cache."""
+    block_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step of one batch. Carries only what changed, so its size does not grow with context length.
+
+    The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
+    `num_tokens[i]` further tokens of `slots[i]`. A slot samples when its computed tokens have reached all
+    its tokens, and the worker appends the sampled token to the slot by itself: a following plan may
+    already count on it before the engine has seen it.
+    """
+
+    step: int
+    slots: list[int]
+    num_tokens: list[int]
+    """Parallel to `slots`; each at least 1."""
+    starts: list[SlotStart] = []
+    new_blocks: list[tuple[int, list[int]]] = []
+    """(slot, block ids appended to its block table)."""
+    freed_slots: list[int] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
+    """What a step gave. All lists but `slots` and `token_ids` are sparse."""
+
+    step: int
+    slots: list[int]
+    """Slots that sampled, in the order of the plan."""
+    token_ids: list[int]
+    """Parallel to `slots`: the sampled token."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By slot, where the request asked for them."""
+    errors: dict[int, str] = {}
+    """By slot: what broke for this request alone. Such a slot is not in `slots`."""
+    step_time_s: float = 0.0
+
+
+WorkerMessage = WorkerReady | WorkerFailed | StepResult

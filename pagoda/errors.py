@@ -1,0 +1,39 @@
+"""What can go wrong through no fault of Pagoda's, said in one sentence each.
+
+Everything that a user can get wrong raises a `PagodaError` whose text is one clear sentence that names the field,
+file or flag and what would be right. The command line prints that sentence and exits with code 2; the HTTP API
+turns an `InvalidRequestError` into an OpenAI error object with status 400. Any other exception is a bug.
+"""
+
+from __future__ import annotations
+
+
+class PagodaError(Exception):
+    """Base of all errors whose text is meant for a person."""
+
+
+class ConfigError(PagodaError):
+    """A flag, a configuration file, a model directory or the machine does not allow what was asked."""
+
+
+class InvalidRequestError(PagodaError, ValueError):
+    """A request is refused at the door.
+
+    `param` is the name of the field at fault, as the client spells it, or None for the body as a whole.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class OverloadedError(PagodaError):
+    """The waiting queue is full; the client may come again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(PagodaError):
+    """The engine ended and will not be started again."""

@@ -1,0 +1,106 @@
+"""Child processes that never outlive their parent, and parents that notice a dead child at once.
+
+Parent and child hold the two ends of one socket pair and never write to it. When either process ends, whatever
+the cause, the kernel closes its end and the other side reads end-of-file: no timeouts, no polling.
+On Linux the kernel also kills the child (`PR_SET_PDEATHSIG`), in case it is stuck in native code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+LIFELINE_ENV = "PAGODA_LIFELINE_FD"
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """A Python module run as a process that ends when this one does.
+
+    `fileno()` becomes readable when the child has ended, so the object itself can be put into a poller.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], *, config: bytes = b"") -> None:
+        """Starts `python -m module arguments...`; the child reads `config` from its standard input.
+
+        Must be called from a thread that lives as long as the child may: on Linux the child is killed when
+        the thread that started it ends.
+        """
+        self._lifeline, child_end = socket.socketpair()
+        with child_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                pass_fds=[child_end.fileno()],
+                env={**os.environ, LIFELINE_ENV: str(child_end.fileno())},
+            )
+        assert_stdin = self._process.stdin
+        if assert_stdin is not None:
+            with contextlib.suppress(BrokenPipeError), assert_stdin:
+                assert_stdin.write(config)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._lifeline.fileno()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def describe_end(self) -> str:
+        """How the child ended, such as `was killed by SIGKILL` or `exited with code 1`. Waits for it."""
+        code = self._process.wait()
+        if code >= 0:
+            return f"exited with code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def terminate(self) -> None:
+        """Asks the child to end (SIGTERM); returns at once."""
+        if self.is_alive():
+            self._process.terminate()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the child: hangs up, waits, and kills it if it stays. Leaves no zombie. May be called twice."""
+        self._lifeline.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """Ends the child with SIGKILL and waits for it."""
+        self._process.kill()
+        self.close()
+
+
+def hold_lifeline() -> None:
+    """Called first in a child's main: from now on this process ends when its parent does.
+
+    Does nothing in a process that was not started by `ChildProcess`.
+    """
+    fd = os.environ.pop(LIFELINE_ENV, None)
+    if fd is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    lifeline = socket.socket(fileno=int(fd))
+    lifeline.set_inheritable(False)
+    threading.Thread(target=_exit_at_hangup, args=(lifeline,), name="lifeline", daemon=True).start()
+
+
+def _exit_at_hangup(lifeline: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        lifeline.recv(1)
+    os._exit(0)
