@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import WorkerConfig
-
-
-class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds."""
-
-    base_s: float = 0.0
-    per_token_s: float = 0.0
-    num_blocks: int = 8192
-    block_size: int = 16
-    max_model_len: int = 131072
-    vocab_size: int = 512
+from pagoda.engine.messages import SimConfig, WorkerConfig
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

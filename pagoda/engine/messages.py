@@ -101,7 +101,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
-                _refuse("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
+                _refuse(
+                    "min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens
+                )
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
@@ -110,7 +112,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop))
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-                _refuse("stop", f"takes strings of 1 to {MAX_STOP_STRING_CHARS} characters", len(text))
+                _refuse(
+                    "stop", f"takes strings of 1 to {MAX_STOP_STRING_CHARS} characters", len(text)
+                )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse("allowed_token_ids", "must name at least one token", "an empty list")
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
@@ -132,21 +136,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ):
             for token_id in ids or ():
                 if token_id >= vocab_size:
-                    _refuse(name, f"takes token ids below the vocabulary size {vocab_size}", token_id)
+                    _refuse(
+                        name, f"takes token ids below the vocabulary size {vocab_size}", token_id
+                    )
 
 
 def _refuse(name: str, rule: str, value: object) -> None:
     raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
 
 
-def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+def _check_range(
+    name: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
     inside = low < value <= high if low_open else low <= value <= high
     if not inside or not math.isfinite(value):
         bracket = "(" if low_open else "["
         _refuse(name, f"must be in {bracket}{low}, {high}]", value)
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
+class GenerateRequest(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"
+):
     """A request as a value: with these fields alone, any replica continues the answer token for token.
 
     `output_token_ids` is empty for a first arrival and holds the tokens so far for a request that returns
@@ -172,8 +182,18 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A frontend's first message; answered by `EngineReady` as soon as the engine is."""
+
+    protocol_version: int = PROTOCOL_VERSION
+
+
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
     """Asks for a `LoadReport`."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End the workers, then the engine."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -232,6 +252,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Moving average."""
     stalled_for_s: float
     """Seconds since a step last finished while work was waiting; 0 when idle."""
+    is_worker_ready: bool = True
+    """False while a lost worker is being replaced."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -263,7 +285,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: int
 
 
-FrontendMessage = GenerateRequest | AbortRequests | LoadQuery
+FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | Shutdown
 EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport
 
 
@@ -311,6 +333,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The share of free memory that the KV cache may take when nothing else is said."""
     num_threads: int | None = None
     """None takes the cores that this process may use."""
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds."""
+
+    base_s: float = 0.0
+    per_token_s: float = 0.0
+    num_blocks: int = 8192
+    block_size: int = 16
+    max_model_len: int = 131072
+    vocab_size: int = 512
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):

@@ -44,7 +44,9 @@ class Endpoint(Protocol):
 
     async def load(self) -> LoadReport: ...
 
-    def health(self) -> Health: ...
+    async def health(self) -> Health:
+        """Asks what is behind this endpoint; answers within two seconds."""
+        ...
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests and returns when the last running one has ended, or after `timeout_s`.

@@ -27,8 +27,17 @@ class ChildProcess:
     `fileno()` becomes readable when the child has ended, so the object itself can be put into a poller.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], *, config: bytes = b"") -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        config: bytes = b"",
+        stdout: int | None = None,
+    ) -> None:
         """Starts `python -m module arguments...`; the child reads `config` from its standard input.
+
+        `stdout` is a file descriptor that takes its standard output, instead of this process's own.
 
         Must be called from a thread that lives as long as the child may: on Linux the child is killed when
         the thread that started it ends.
@@ -38,13 +47,13 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
+                stdout=stdout,
                 pass_fds=[child_end.fileno()],
                 env={**os.environ, LIFELINE_ENV: str(child_end.fileno())},
             )
-        assert_stdin = self._process.stdin
-        if assert_stdin is not None:
-            with contextlib.suppress(BrokenPipeError), assert_stdin:
-                assert_stdin.write(config)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(config)
 
     @property
     def pid(self) -> int:
@@ -65,11 +74,6 @@ class ChildProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
 
-    def terminate(self) -> None:
-        """Asks the child to end (SIGTERM); returns at once."""
-        if self.is_alive():
-            self._process.terminate()
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the child: hangs up, waits, and kills it if it stays. Leaves no zombie. May be called twice."""
         self._lifeline.close()
@@ -88,11 +92,15 @@ class ChildProcess:
 def hold_lifeline() -> None:
     """Called first in a child's main: from now on this process ends when its parent does.
 
+    SIGINT and SIGTERM are left to the parent, which decides when its children end: a terminal and a service
+    manager send them to the whole group, and answers that still run must be finished first.
     Does nothing in a process that was not started by `ChildProcess`.
     """
     fd = os.environ.pop(LIFELINE_ENV, None)
     if fd is None:
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     lifeline = socket.socket(fileno=int(fd))

@@ -1,0 +1,176 @@
+"""One engine: a scheduler, an executor, and what happens when a worker is lost. No sockets of its own."""
+
+from __future__ import annotations
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import (
+    EngineReady,
+    GenerateRequest,
+    LoadReport,
+    RequestRefused,
+    StepResult,
+    TokenChunk,
+    WorkerReady,
+)
+from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.executor.base import Executor, WorkerLost
+from pagoda.ipc.clock import Clock
+from pagoda.kv.manager import KVManager
+
+MAX_LOSSES_IN_ROW = 8
+"""Workers lost without one finished step between, after which the engine gives up."""
+_STEP_TIME_WEIGHT = 0.1
+
+
+class EngineCore:
+    """Drives an executor from a scheduler; `step` does whatever can be done now and never waits."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Clock) -> None:
+        self._config = config
+        self._executor = executor
+        self._clock = clock
+        self._scheduler: Scheduler | None = None
+        self._worker: WorkerReady | None = None
+        self._is_worker_ready = False
+        self._restart_at: float | None = None
+        self._losses_in_row = 0
+        self._num_restarts = 0
+        self._step_time_s = 0.0
+        self._last_progress = clock.now()
+        executor.start()
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """The engine's limits, as soon as its first worker is ready."""
+        if self._scheduler is None or self._worker is None:
+            return None
+        return EngineReady(
+            max_model_len=self._scheduler.limits.max_model_len,
+            vocab_size=self._worker.vocab_size,
+            num_blocks=self._worker.num_blocks,
+            block_size=self._worker.block_size,
+            max_num_seqs=self._scheduler.limits.max_num_seqs,
+            max_num_waiting=self._config.max_num_waiting,
+            summary=self._worker.summary,
+        )
+
+    def add(self, request: GenerateRequest) -> RequestRefused | list[TokenChunk]:
+        """Takes a request. What returns after a restart is never refused for want of room."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return RequestRefused(request.request_id, retry_after_s=1)
+        if scheduler.num_waiting >= self._config.max_num_waiting and not request.output_token_ids:
+            return RequestRefused(request.request_id, retry_after_s=1)
+        if not scheduler.has_requests():
+            self._last_progress = self._clock.now()
+        return scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.abort(request_id)
+
+    def step(self) -> list[TokenChunk]:
+        """Collects results, then hands out as many plans as may be under way.
+
+        Raises:
+            ConfigError: the worker cannot start, for a reason that the user can mend.
+            EngineDeadError: the worker cannot start, or was lost too often in a row.
+        """
+        chunks: list[TokenChunk] = []
+        for event in self._executor.poll():
+            match event:
+                case StepResult():
+                    chunks += self._take_result(event)
+                case WorkerReady():
+                    self._take_worker(event)
+                case WorkerLost():
+                    chunks += self._lose_worker(event)
+        if self._restart_at is not None and self._clock.now() >= self._restart_at:
+            self._restart_at = None
+            self._executor.start(self._worker.num_blocks if self._worker else None)
+        self._submit_plans()
+        return chunks
+
+    def _submit_plans(self) -> None:
+        scheduler = self._scheduler
+        if scheduler is None or not self._is_worker_ready:
+            return
+        while scheduler.num_in_flight < self._executor.max_in_flight:
+            plan = scheduler.schedule()
+            if plan is None:
+                return
+            self._executor.submit(plan)
+
+    def _take_result(self, result: StepResult) -> list[TokenChunk]:
+        if self._scheduler is None:
+            raise RuntimeError("A worker answered a step before it was ready.")
+        self._losses_in_row = 0
+        self._last_progress = self._clock.now()
+        self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
+        return self._scheduler.update(result)
+
+    def _take_worker(self, worker: WorkerReady) -> None:
+        self._is_worker_ready = True
+        self._last_progress = self._clock.now()
+        if self._scheduler is not None:
+            return
+        limits = SchedulerLimits.within(
+            worker.capabilities,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_model_len=worker.max_model_len,
+        )
+        kv = KVManager(
+            worker.num_blocks, worker.block_size, prefix_caching=self._config.enable_prefix_caching
+        )
+        self._worker = worker
+        self._scheduler = Scheduler(limits, kv)
+
+    def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
+        self._is_worker_ready = False
+        if self._scheduler is None:
+            raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
+        if self._losses_in_row >= MAX_LOSSES_IN_ROW:
+            raise EngineDeadError(
+                f"{MAX_LOSSES_IN_ROW} workers were lost in a row; last: {loss.reason}"
+            )
+        backoff_s = min(10.0, 0.25 * 2**self._losses_in_row) if self._losses_in_row else 0.0
+        self._losses_in_row += 1
+        self._num_restarts += 1
+        self._restart_at = self._clock.now() + backoff_s
+        return self._scheduler.recover()
+
+    def next_wakeup(self) -> float | None:
+        """When `step` has something to do even if no event comes, on the clock; None for never."""
+        instants = [
+            instant
+            for instant in (self._restart_at, self._executor.next_event_at())
+            if instant is not None
+        ]
+        return min(instants, default=None)
+
+    def load(self) -> LoadReport:
+        """Raises RuntimeError before the engine is ready."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            raise RuntimeError("The engine is not ready.")
+        busy = scheduler.has_requests()
+        return LoadReport(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_pending_tokens=scheduler.num_pending_tokens,
+            num_free_blocks=scheduler.kv.pool.num_available,
+            num_blocks=scheduler.kv.pool.num_blocks,
+            num_steps=scheduler.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_worker_restarts=self._num_restarts,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            step_time_s=self._step_time_s,
+            stalled_for_s=self._clock.now() - self._last_progress if busy else 0.0,
+            is_worker_ready=self._is_worker_ready,
+        )
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,180 @@
+"""The engine process: `python -m pagoda.engine.main DIRECTORY`, with an `EngineConfig` on standard input.
+
+One synchronous loop. It sleeps in one poll over all its sockets, its workers and the next deadline; nothing
+is ever asked "are you there yet?".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.core import EngineCore
+from pagoda.engine.messages import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    EngineFailed,
+    EngineMessage,
+    FrontendMessage,
+    GenerateRequest,
+    Hello,
+    LoadQuery,
+    RequestRefused,
+    Shutdown,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.errors import PagodaError
+from pagoda.executor.base import Executor
+from pagoda.executor.local import LocalExecutor
+from pagoda.executor.sim import SimExecutor
+from pagoda.ipc.clock import Clock, MonotonicClock
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.lifeline import hold_lifeline
+
+
+def engine_address(directory: Path) -> str:
+    """Where the engine of a runtime directory listens."""
+    return f"ipc://{directory / 'engine'}"
+
+
+class EngineProcess:
+    """Joins an `EngineCore` to the frontends that talk to it."""
+
+    def __init__(
+        self, config: EngineConfig, directory: Path, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        self._clock = MonotonicClock()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.bind(engine_address(directory))
+        self._codec_in = Codec[FrontendMessage](FrontendMessage)
+        self._codec_out = Codec[EngineMessage](EngineMessage)
+        self._executor = _make_executor(config, directory, self._clock)
+        self._core = EngineCore(config, self._executor, self._clock)
+        self._frontends: list[bytes] = []
+        self._greeted: set[bytes] = set()
+        self._owners: dict[str, bytes] = {}
+        """Which frontend a running request belongs to."""
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serves until a frontend says `Shutdown` or the workers cannot be kept alive."""
+        try:
+            while not self._stopping:
+                self._sleep()
+                self._receive()
+                self._send_chunks(self._core.step())
+                self._greet()
+        except PagodaError as error:
+            self._wait_for_a_frontend()
+            for frontend in self._frontends:
+                self._send(frontend, EngineFailed(str(error), is_user_error=True))
+        finally:
+            self._core.close()
+            self._socket.close()
+
+    def _sleep(self) -> None:
+        wakeup = self._core.next_wakeup()
+        timeout_ms = -1
+        if wakeup is not None:
+            timeout_ms = max(0, math.ceil((wakeup - self._clock.now()) * 1000))
+        sources: list[Any] = [self._socket, *self._executor.pollables()]
+        zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frontend, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._handle(frontend, self._codec_in.decode(payload))
+
+    def _handle(self, frontend: bytes, message: FrontendMessage) -> None:
+        match message:
+            case GenerateRequest():
+                self._admit(frontend, message)
+            case AbortRequests():
+                for request_id in message.request_ids:
+                    self._core.abort(request_id)
+                    self._owners.pop(request_id, None)
+            case LoadQuery():
+                self._send(frontend, self._core.load())
+            case Hello():
+                self._welcome(frontend, message)
+            case Shutdown():
+                self._stopping = True
+
+    def _welcome(self, frontend: bytes, hello: Hello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            problem = f"The frontend speaks protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}."
+            self._send(frontend, EngineFailed(problem, is_user_error=True))
+            return
+        self._frontends.append(frontend)
+
+    def _greet(self) -> None:
+        ready = self._core.ready
+        if ready is not None and len(self._greeted) < len(self._frontends):
+            for frontend in self._frontends:
+                if frontend not in self._greeted:
+                    self._greeted.add(frontend)
+                    self._send(frontend, ready)
+
+    def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
+        answer = self._core.add(request)
+        if isinstance(answer, RequestRefused):
+            self._send(frontend, answer)
+            return
+        self._owners[request.request_id] = frontend
+        self._send_chunks(answer)
+
+    def _send_chunks(self, chunks: list[TokenChunk]) -> None:
+        by_frontend: dict[bytes, list[TokenChunk]] = {}
+        for chunk in chunks:
+            by_frontend.setdefault(self._owners[chunk.request_id], []).append(chunk)
+            if chunk.finish_reason is not None:
+                del self._owners[chunk.request_id]
+        for frontend, batch in by_frontend.items():
+            self._send(frontend, TokenChunks(batch))
+
+    def _send(self, frontend: bytes, message: EngineMessage) -> None:
+        self._socket.send_multipart([frontend, self._codec_out.encode(message)])
+
+    def _wait_for_a_frontend(self) -> None:
+        """A start that fails at once must still be told to the frontend that is just connecting."""
+        if not self._frontends and self._socket.poll(5000):
+            self._receive()
+
+
+def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:
+    if config.executor == "sim":
+        return SimExecutor(config.sim, clock=clock)
+    return LocalExecutor(
+        config.worker,
+        socket_prefix=f"ipc://{directory / 'worker'}",
+        step_timeout_s=config.step_timeout_s,
+        clock=clock,
+    )
+
+
+def main() -> None:
+    hold_lifeline()
+    directory = Path(sys.argv[1])
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    process = EngineProcess(config, directory, context)
+    gc.freeze()  # what exists now lives as long as the process; no need to look at it again
+    process.run()
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A request inside the engine: its tokens and three numbers.
+
+    num_tokens            prompt and output, as far as the engine has seen them
+    num_scheduled_tokens  given to a step, whether or not its result has come
+    num_computed_tokens   K and V are in the cache for certain
+
+With run-ahead, a step may be planned before the sampled token of the step before is known to the engine
+(the worker knows it). Such tokens are counted in `num_pending_samples`.
+"""
+
+from __future__ import annotations
+
+from pagoda.engine.messages import GenerateRequest
+from pagoda.kv.manager import BlockTable
+
+
+class Request:
+    """The scheduler's view of one `GenerateRequest`."""
+
+    __slots__ = (
+        "admission",
+        "eos_token_ids",
+        "finished",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending_samples",
+        "num_prompt_tokens",
+        "num_scheduled_tokens",
+        "rank",
+        "request_id",
+        "sampling",
+        "slot",
+        "stop_token_ids",
+        "strikes",
+        "table",
+        "token_ids",
+    )
+
+    def __init__(
+        self, message: GenerateRequest, *, arrival: int, table: BlockTable, max_model_len: int
+    ) -> None:
+        self.request_id = message.request_id
+        self.sampling = message.sampling
+        self.eos_token_ids = frozenset(message.eos_token_ids)
+        self.stop_token_ids = frozenset(message.sampling.stop_token_ids)
+        self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        max_tokens = message.sampling.max_tokens
+        self.max_total_tokens = (
+            max_model_len
+            if max_tokens is None
+            else min(max_model_len, self.num_prompt_tokens + max_tokens)
+        )
+        self.rank = (message.priority, arrival)
+        """Requests are served in this order and preempted in the reverse of it."""
+        self.table = table
+        self.slot: int | None = None
+        """The request's place in the worker while it runs; None while it waits."""
+        self.admission = 0
+        """Counts admissions; tells results of this one from those of one before a preemption."""
+        self.num_scheduled_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_pending_samples = 0
+        self.num_cached_tokens: int | None = None
+        """Prefix tokens found in the cache at first admission; None before it."""
+        self.strikes = 0
+        """Worker deaths in a row during a step of this request."""
+        self.finished = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens that the next step may compute; 0 when the last sample that counts is on its way."""
+        expected = len(self.token_ids) + self.num_pending_samples
+        if expected >= self.max_total_tokens and self.num_pending_samples:
+            return 0
+        return expected - self.num_scheduled_tokens
+
+    def forget_kv(self) -> None:
+        """Back to a value: all tokens are kept, none is computed."""
+        self.slot = None
+        self.num_scheduled_tokens = 0
+        self.num_computed_tokens = 0

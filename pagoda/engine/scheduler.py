@@ -1,0 +1,488 @@
+"""Which request computes how many tokens in the next step.
+
+There is no prefill phase and no decode phase. A request has tokens and computed tokens; a step gives each
+chosen request some of those not yet computed, within a token budget. Chunked prefill, prefix hits, preemption
+and recovery only change the two numbers. A request samples when its computed tokens reach its tokens.
+
+The scheduler is pure: it knows no sockets, no devices and no time. `schedule` makes a plan, `update` takes the
+results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
+which is why a block that is freed while a step still writes to it can be handed to a later plan at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from operator import attrgetter
+from typing import NamedTuple
+
+import msgspec
+
+from pagoda.engine.messages import (
+    Capabilities,
+    FinishReason,
+    GenerateRequest,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TokenChunk,
+    TokenLogprobs,
+)
+from pagoda.engine.request import Request
+from pagoda.kv.block_pool import Block
+from pagoda.kv.manager import KVManager
+
+MAX_STRIKES = 3
+"""A request during whose steps the worker died this often, without a finished step between, is given up."""
+SOLO_STRIKES = 2
+"""From this many strikes on, a request is tried alone, so that it cannot give strikes to others."""
+
+_by_rank = attrgetter("rank")
+
+
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    batch_multiple: int = 1
+    mixed_steps: bool = True
+
+    @classmethod
+    def within(
+        cls,
+        capabilities: Capabilities,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> SchedulerLimits:
+        """What was asked for, cut to what the backend can do."""
+        return cls(
+            max_num_seqs=min(max_num_seqs, capabilities.max_batch_seqs),
+            max_num_batched_tokens=min(max_num_batched_tokens, capabilities.max_batch_tokens),
+            max_model_len=min(max_model_len, capabilities.max_model_len),
+            batch_multiple=capabilities.batch_multiple,
+            mixed_steps=capabilities.mixed_steps,
+        )
+
+
+class _Share(NamedTuple):
+    """One request's part of a step."""
+
+    request: Request
+    admission: int
+    slot: int
+    num_tokens: int
+    samples: bool
+
+
+class _Flight(NamedTuple):
+    """A step under way."""
+
+    step: int
+    shares: list[_Share]
+
+
+class Scheduler:
+    """Continuous batching over one KV cache."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVManager) -> None:
+        if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
+            raise ValueError(
+                f"A KV cache of {kv.pool.num_blocks} blocks of {kv.block_size} tokens cannot hold one "
+                f"sequence of {limits.max_model_len} tokens."
+            )
+        self.limits = limits
+        self.kv = kv
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_prompt_tokens = 0
+        self._requests: dict[str, Request] = {}
+        self._running: list[Request] = []
+        """In order of rank, as is `_waiting`."""
+        self._waiting: list[Request] = []
+        self._suspects: set[Request] = set()
+        self._in_flight: deque[_Flight] = deque()
+        self._free_slots = list(range(limits.max_num_seqs))
+        self._freed_slots: list[int] = []
+        """Slots that the worker has not yet been told about."""
+        self._num_arrivals = 0
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return sum(r.num_tokens - r.num_computed_tokens for r in self._requests.values())
+
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    # ---- requests come and go
+
+    def add(self, message: GenerateRequest) -> list[TokenChunk]:
+        """Takes a request: a first arrival or a return; both are the same.
+
+        A request whose answer is already complete, or that can never run, is answered at once.
+        """
+        request = Request(
+            message,
+            arrival=self._num_arrivals,
+            table=self.kv.new_table(message.cache_salt),
+            max_model_len=self.limits.max_model_len,
+        )
+        self._num_arrivals += 1
+        problem = self._refusal(request)
+        if problem is not None:
+            return [TokenChunk(message.request_id, [], FinishReason.ERROR, error=problem)]
+        if request.num_output_tokens:
+            finish, stop_reason = self._finish_of(request)
+            if finish is not None:
+                return [TokenChunk(message.request_id, [], finish, stop_reason)]
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_by_rank)
+        return []
+
+    def _refusal(self, request: Request) -> str | None:
+        if request.request_id in self._requests:
+            return f"A request with id {request.request_id} is already running."
+        if request.num_prompt_tokens == 0:
+            return "The prompt has no tokens."
+        if request.num_prompt_tokens >= self.limits.max_model_len:
+            return (
+                f"The prompt has {request.num_prompt_tokens} tokens, "
+                f"the context holds {self.limits.max_model_len} including at least one of the answer."
+            )
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request without a word; returns whether there was one."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    def _end(self, request: Request) -> None:
+        request.finished = True
+        del self._requests[request.request_id]
+        self._suspects.discard(request)
+        if request.slot is None:
+            _remove(self._waiting, request)
+        else:
+            self._leave_slot(request)
+        self.kv.free(request.table)
+
+    def _leave_slot(self, request: Request) -> None:
+        slot = request.slot
+        if slot is None:
+            raise RuntimeError(f"Request {request.request_id} has no slot.")
+        _remove(self._running, request)
+        heapq.heappush(self._free_slots, slot)
+        self._freed_slots.append(slot)
+        request.slot = None
+
+    # ---- planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing that can be computed now."""
+        draft = _Draft(self._step, self.limits)
+        if self._suspects:
+            self._schedule_alone(min(self._suspects, key=_by_rank), draft)
+        else:
+            self._yield_to_higher_priority()
+            preempted = self._schedule_running(draft)
+            if not preempted:
+                self._schedule_waiting(draft)
+        if not draft.shares:
+            return None
+        self._step += 1
+        self._in_flight.append(_Flight(draft.step, draft.shares))
+        return draft.plan(self._take_freed_slots())
+
+    def _take_freed_slots(self) -> list[int]:
+        freed, self._freed_slots = self._freed_slots, []
+        return freed
+
+    def _schedule_alone(self, request: Request, draft: _Draft) -> None:
+        if request.slot is not None:
+            self._extend(request, draft)
+            return
+        hits = self._fitting_prefix(request)
+        while hits is None and self._running:
+            self._preempt(self._running[-1])
+            hits = self._fitting_prefix(request)
+        if hits is not None:
+            self._admit(request, hits, draft)
+
+    def _yield_to_higher_priority(self) -> None:
+        """Makes room for the first waiting request, as far as those that run have a lower priority."""
+        while self._waiting and self._running:
+            first, last = self._waiting[0], self._running[-1]
+            outranked = first.rank[0] < last.rank[0]
+            if not outranked or self._fitting_prefix(first) is not None:
+                return
+            self._preempt(last)
+
+    def _schedule_running(self, draft: _Draft) -> bool:
+        """Gives tokens to running requests in order of rank; returns whether any was preempted."""
+        preemptions = self.num_preemptions
+        index = 0
+        while index < len(self._running) and draft.budget > 0:
+            request = self._running[index]
+            self._extend(request, draft)
+            index += 1
+        return self.num_preemptions > preemptions
+
+    def _extend(self, request: Request, draft: _Draft) -> None:
+        """Gives a running request tokens, preempting requests of higher rank for blocks if need be."""
+        slot = request.slot
+        count = draft.share_of(request)
+        if count == 0 or slot is None:
+            return
+        new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
+        while new_blocks is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return
+            new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
+        if new_blocks:
+            draft.new_blocks.append((slot, new_blocks))
+        draft.add(request, slot, count)
+
+    def _preempt(self, request: Request) -> None:
+        """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
+        self._leave_slot(request)
+        self.kv.free(request.table)
+        request.forget_kv()
+        insort(self._waiting, request, key=_by_rank)
+        self.num_preemptions += 1
+
+    def _schedule_waiting(self, draft: _Draft) -> None:
+        """Admits waiting requests in order of rank, until one does not fit."""
+        while self._waiting and draft.budget > 0:
+            request = self._waiting[0]
+            hits = self._fitting_prefix(request)
+            if hits is None or not self._admit(request, hits, draft):
+                return
+
+    def _fitting_prefix(self, request: Request) -> list[Block] | None:
+        """The request's cached prefix if it can be admitted now, else None.
+
+        It can when there is a slot and all its known tokens find room, besides what running requests still
+        need for theirs and one more block for each of them: a newcomer must not be preempted right away.
+        A request whose last sample is still under way waits for it.
+        """
+        if not self._free_slots or request.num_pending_samples:
+            return None
+        hits = self.kv.find_prefix(request.table, request.token_ids)
+        taken_hits = sum(block.ref_count > 0 for block in hits)
+        wanted = self.kv.num_blocks_for(request.num_tokens) - taken_hits
+        reserved = sum(
+            max(0, self.kv.num_blocks_for(r.num_tokens) - len(r.table.blocks)) + 1
+            for r in self._running
+        )
+        return hits if wanted + reserved <= self.kv.pool.num_available else None
+
+    def _admit(self, request: Request, hits: list[Block], draft: _Draft) -> bool:
+        """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
+        num_hit_tokens = len(hits) * self.kv.block_size
+        request.num_scheduled_tokens = num_hit_tokens
+        count = draft.share_of(request)
+        if count == 0:
+            request.num_scheduled_tokens = 0
+            return False
+        self.kv.adopt(request.table, hits)
+        if self.kv.grow(request.table, num_hit_tokens + count) is None:
+            raise RuntimeError("A request was admitted that does not fit.")
+        _remove(self._waiting, request)
+        insort(self._running, request, key=_by_rank)
+        slot = request.slot = heapq.heappop(self._free_slots)
+        request.admission += 1
+        request.num_computed_tokens = num_hit_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            self.num_prefix_hit_tokens += request.num_cached_tokens
+            self.num_prompt_tokens += request.num_prompt_tokens
+        draft.starts.append(
+            SlotStart(
+                slot=slot,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=num_hit_tokens,
+                block_ids=request.table.block_ids(),
+                sampling=request.sampling,
+                eos_token_ids=tuple(request.eos_token_ids),
+            )
+        )
+        draft.add(request, slot, count)
+        return True
+
+    # ---- results
+
+    def update(self, result: StepResult) -> list[TokenChunk]:
+        """Takes the result of the oldest step under way; returns what its requests gained.
+
+        Raises:
+            RuntimeError: the result does not belong to that step; the worker cannot be trusted any more.
+        """
+        if not self._in_flight or self._in_flight[0].step != result.step:
+            raise RuntimeError(
+                f"The worker answered step {result.step}, which is not the next one."
+            )
+        flight = self._in_flight.popleft()
+        self.num_steps += 1
+        sampled = dict(zip(result.slots, result.token_ids, strict=True))
+        chunks: list[TokenChunk] = []
+        for share in flight.shares:
+            request = share.request
+            request.num_pending_samples -= share.samples
+            if request.finished:
+                continue
+            error = result.errors.get(share.slot)
+            if error is not None:
+                chunks.append(self._fail(request, error))
+                continue
+            self._confirm(share)
+            if share.samples:
+                token_id = sampled.get(share.slot)
+                if token_id is None:
+                    raise RuntimeError(
+                        f"The worker's result of step {result.step} lacks slot {share.slot}."
+                    )
+                chunks.append(self._append(request, token_id, result.logprobs.get(share.slot)))
+        return chunks
+
+    def _confirm(self, share: _Share) -> None:
+        request = share.request
+        if request.strikes:
+            request.strikes = 0
+            self._suspects.discard(request)
+        if share.admission == request.admission and request.slot is not None:
+            request.num_computed_tokens += share.num_tokens
+            self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
+
+    def _append(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    ) -> TokenChunk:
+        request.token_ids.append(token_id)
+        finish, stop_reason = self._finish_of(request)
+        if finish is not None:
+            self._end(request)
+        return TokenChunk(
+            request.request_id,
+            [token_id],
+            finish,
+            stop_reason,
+            None if logprobs is None else [logprobs],
+            request.num_cached_tokens or 0,
+        )
+
+    def _finish_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
+        """Whether the last output token ends the answer, and the stop token if one was asked for."""
+        token_id = request.token_ids[-1]
+        if request.num_output_tokens >= request.sampling.min_tokens:
+            if token_id in request.eos_token_ids:
+                return FinishReason.STOP, None
+            if token_id in request.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if len(request.token_ids) >= request.max_total_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _fail(self, request: Request, error: str) -> TokenChunk:
+        self._end(request)
+        return TokenChunk(request.request_id, [], FinishReason.ERROR, error=error)
+
+    # ---- when the worker is lost
+
+    def recover(self) -> list[TokenChunk]:
+        """The worker and all KV are gone: every request waits again, with the tokens it has.
+
+        Requests of the steps that were under way get a strike; one with `MAX_STRIKES` is failed, and its
+        chunk returned.
+        """
+        struck = {share.request for flight in self._in_flight for share in flight.shares}
+        self._in_flight.clear()
+        chunks: list[TokenChunk] = []
+        for request in list(self._running):
+            self._leave_slot(request)
+            self.kv.free(request.table)
+            insort(self._waiting, request, key=_by_rank)
+        for request in self._waiting:
+            request.forget_kv()
+            request.num_pending_samples = 0
+        self.kv.pool.clear_cache()
+        self._freed_slots.clear()
+        for request in sorted(struck, key=_by_rank):
+            if request.finished:
+                continue
+            request.strikes += 1
+            if request.strikes >= MAX_STRIKES:
+                chunks.append(
+                    self._fail(request, f"The worker died {MAX_STRIKES} times on this request.")
+                )
+            elif request.strikes >= SOLO_STRIKES:
+                self._suspects.add(request)
+        return chunks
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self, step: int, limits: SchedulerLimits) -> None:
+        self.step = step
+        self.budget = limits.max_num_batched_tokens
+        self.shares: list[_Share] = []
+        self.starts: list[SlotStart] = []
+        self.new_blocks: list[tuple[int, list[int]]] = []
+        self._limits = limits
+        self._decodes: bool | None = None
+        """With `mixed_steps` off: whether this step holds single tokens only; None while it is empty."""
+
+    def share_of(self, request: Request) -> int:
+        """How many tokens this step gives to the request; 0 if none."""
+        available = request.num_schedulable_tokens
+        kind_fits = self._limits.mixed_steps or self._decodes in (None, available == 1)
+        if available <= 0 or not kind_fits:
+            return 0
+        count = min(available, self.budget)
+        if count < available:
+            count -= count % self._limits.batch_multiple
+        return count
+
+    def add(self, request: Request, slot: int, count: int) -> None:
+        available = request.num_schedulable_tokens
+        samples = count == available
+        request.num_scheduled_tokens += count
+        request.num_pending_samples += samples
+        self.shares.append(_Share(request, request.admission, slot, count, samples))
+        self.budget -= count
+        self._decodes = available == 1
+
+    def plan(self, freed_slots: list[int]) -> StepPlan:
+        return StepPlan(
+            self.step,
+            [share.slot for share in self.shares],
+            [share.num_tokens for share in self.shares],
+            self.starts,
+            self.new_blocks,
+            freed_slots,
+        )
+
+
+def _remove(ordered: list[Request], request: Request) -> None:
+    del ordered[bisect_left(ordered, request.rank, key=_by_rank)]

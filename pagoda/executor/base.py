@@ -1,0 +1,59 @@
+"""How an engine reaches the workers that compute its steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from pagoda.engine.messages import StepPlan, StepResult, WorkerReady
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """The workers are gone, and with them all KV and every step under way."""
+
+    reason: str
+    """A clause: `the worker was killed by SIGKILL`."""
+    is_user_error: bool = False
+    """The worker could not start for a reason that trying again does not mend; `reason` is a sentence."""
+
+
+ExecutorEvent = WorkerReady | StepResult | WorkerLost
+
+
+class Executor(Protocol):
+    """One set of workers that executes step plans in order.
+
+    Nothing here blocks for long: what happens is collected by `poll`. After `WorkerLost`, the executor does
+    nothing until `start` is called again.
+    """
+
+    max_in_flight: int
+    """How many plans may be under way: 2 lets the engine plan one step while the worker runs another."""
+
+    def start(self, num_blocks: int | None = None) -> None:
+        """Begins to start the workers; a `WorkerReady` or `WorkerLost` event follows.
+
+        `num_blocks` is the size of the KV cache that workers before these had: theirs must be the same.
+        """
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hands over a plan; a `StepResult` or `WorkerLost` event follows."""
+        ...
+
+    def poll(self) -> list[ExecutorEvent]:
+        """What has happened since the last call. Never waits."""
+        ...
+
+    def pollables(self) -> list[object]:
+        """File descriptors and sockets (as `zmq.Poller` takes them) that become readable with news."""
+        ...
+
+    def next_event_at(self) -> float | None:
+        """When to call `poll` even if nothing became readable, on the engine's clock; None for never."""
+        ...
+
+    def close(self) -> None:
+        """Ends the workers."""
+        ...

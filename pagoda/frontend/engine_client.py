@@ -1,0 +1,361 @@
+"""An engine process as an `Endpoint`: started, watched, restarted, and given its requests back.
+
+The frontend holds the value of every request until the client has the last byte. When the engine dies, a new
+one is started and every request is admitted again with the tokens so far; clients see a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.main import engine_address
+from pagoda.engine.messages import (
+    AbortRequests,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    Hello,
+    LoadQuery,
+    LoadReport,
+    RequestRefused,
+    Shutdown,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
+from pagoda.frontend.endpoint import Health
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.lifeline import ChildProcess
+from pagoda.ipc.rundir import RuntimeDirectory
+
+MAX_DEATHS_IN_ROW = 5
+"""Engines that may end without having produced a token between, before the frontend gives up."""
+STALL_LIMIT_S = 60.0
+"""An engine with work that finishes no step for this long is not ready."""
+
+_log = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """Starts one engine process and keeps it running until `close`.
+
+    Must be used from one event loop, whose thread lives as long as the engine may.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._directory = RuntimeDirectory()
+        self._context = zmq.asyncio.Context()
+        self._encode = Codec[FrontendMessage](FrontendMessage).encode
+        self._decode = Codec[EngineMessage](EngineMessage).decode
+        self._streams: dict[str, _Stream] = {}
+        self._load_queries: deque[asyncio.Future[LoadReport]] = deque()
+        self._limits: EngineReady | None = None
+        self._engine: _Engine | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._failure: EngineDeadError | None = None
+        self._draining = False
+        self._deaths_in_row = 0
+
+    @property
+    def limits(self) -> EngineReady:
+        if self._limits is None:
+            raise RuntimeError("The engine has not started.")
+        return self._limits
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.child.pid if self._engine else None
+
+    async def start(self) -> None:
+        """Returns when the engine is ready.
+
+        Raises:
+            ConfigError: the engine says why it cannot start.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise())
+        try:
+            await self._started
+        except BaseException:
+            await self.close()
+            raise
+
+    # ---- Endpoint
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if self._failure is not None:
+            raise self._failure
+        if self._draining:
+            raise OverloadedError("The server is shutting down.", retry_after_s=10)
+        stream = _Stream(request)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        try:
+            await self._send(request)
+            async for chunk in stream:
+                yield chunk
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not self._streams:
+                self._idle.set()
+            if not stream.finished:
+                await self._send(AbortRequests([request.request_id]))
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.finished:
+            stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
+            await self._send(AbortRequests([request_id]))
+
+    async def load(self) -> LoadReport:
+        if self._failure is not None:
+            raise self._failure
+        answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+        self._load_queries.append(answer)
+        await self._send(LoadQuery())
+        return await answer
+
+    async def health(self) -> Health:
+        if self._failure is not None:
+            return Health(False, str(self._failure))
+        if self._draining:
+            return Health(False, "the server is shutting down")
+        if self._limits is None:
+            return Health(False, "the model is loading")
+        try:
+            async with asyncio.timeout(2.0):
+                report = await self.load()
+        except (TimeoutError, EngineDeadError):
+            return Health(False, "the engine does not answer")
+        if not report.is_worker_ready:
+            return Health(False, "the worker is restarting")
+        if report.stalled_for_s > STALL_LIMIT_S:
+            return Health(False, f"no step has finished for {report.stalled_for_s:.0f} s")
+        return Health(True)
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        for request_id in list(self._streams):
+            await self.abort(request_id)
+
+    async def close(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+            self._supervisor = None
+        if self._engine is not None:
+            await self._engine.stop(self._encode(Shutdown()))
+            self._engine = None
+        self._fail(EngineDeadError("The engine was closed."))
+        self._context.term()
+        self._directory.close()
+
+    # ---- supervision
+
+    async def _supervise(self) -> None:
+        """Runs one engine after another until one says that it cannot start, or too many die."""
+        try:
+            while True:
+                reason = await self._run_engine()
+                self._deaths_in_row += 1
+                if self._deaths_in_row > MAX_DEATHS_IN_ROW:
+                    raise EngineDeadError(
+                        f"The engine {reason}, {self._deaths_in_row} times in a row."
+                    )
+                _log.error("the engine %s; starting it again", reason)
+                await asyncio.sleep(
+                    0.25 * 2 ** (self._deaths_in_row - 1) if self._deaths_in_row > 1 else 0
+                )
+        except EngineDeadError as error:
+            self._fail(error)
+        except Exception as error:
+            _log.exception("the engine's messages cannot be served any more")
+            self._fail(EngineDeadError(f"The engine cannot be reached: {error}"))
+
+    async def _run_engine(self) -> str:
+        """Starts an engine and serves it until it ends; returns how it ended."""
+        self._engine = _Engine(self._config, self._directory, self._context)
+        try:
+            await self._engine.send(self._encode(Hello()))
+            await self._receive_until_death(self._engine)
+            return self._engine.child.describe_end()
+        finally:
+            if not self._engine.child.is_alive():
+                self._engine.drop()
+                self._engine = None
+
+    async def _receive_until_death(self, engine: _Engine) -> None:
+        died = asyncio.ensure_future(engine.died.wait())
+        try:
+            while True:
+                received = asyncio.ensure_future(engine.socket.recv())
+                await asyncio.wait((received, died), return_when=asyncio.FIRST_COMPLETED)
+                if not received.done():
+                    received.cancel()
+                    return
+                await self._take(engine, received.result())
+        finally:
+            died.cancel()
+
+    async def _take(self, engine: _Engine, payload: bytes) -> None:
+        message = self._decode(payload)
+        match message:
+            case TokenChunks():
+                self._deaths_in_row = 0
+                for chunk in message.chunks:
+                    stream = self._streams.get(chunk.request_id)
+                    if stream is not None:
+                        stream.push(chunk)
+            case EngineReady():
+                await self._admit_all(engine, message)
+            case LoadReport():
+                answer = self._load_queries.popleft()
+                if not answer.done():
+                    answer.set_result(message)
+            case RequestRefused():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.fail(
+                        OverloadedError(
+                            "The waiting queue is full.", retry_after_s=message.retry_after_s
+                        )
+                    )
+            case EngineFailed():
+                self._refuse_start(message)
+
+    async def _admit_all(self, engine: _Engine, ready: EngineReady) -> None:
+        """First start or restart: what is not finished is admitted with the tokens so far."""
+        self._limits = ready
+        engine.ready = True
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+        for stream in self._streams.values():
+            await engine.send(self._encode(stream.as_request()))
+        for _ in self._load_queries:
+            await engine.send(self._encode(LoadQuery()))
+
+    def _refuse_start(self, failure: EngineFailed) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(ConfigError(failure.error))
+        raise EngineDeadError(failure.error)
+
+    def _fail(self, error: EngineDeadError) -> None:
+        self._failure = error
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(ConfigError(str(error)))
+        for stream in self._streams.values():
+            stream.fail(error)
+        while self._load_queries:
+            answer = self._load_queries.popleft()
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def _send(self, message: FrontendMessage) -> None:
+        """Sends to a ready engine; one that is not will be given all requests when it is."""
+        if self._engine is not None and self._engine.ready:
+            await self._engine.send(self._encode(message))
+
+
+class _Engine:
+    """One incarnation of the engine process."""
+
+    def __init__(
+        self, config: EngineConfig, directory: RuntimeDirectory, context: zmq.asyncio.Context
+    ) -> None:
+        self.ready = False
+        self.died = asyncio.Event()
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.child = ChildProcess(
+            "pagoda.engine.main", [str(directory.path)], config=msgspec.msgpack.encode(config)
+        )
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.child.fileno(), self._on_hangup)
+        self.socket.connect(engine_address(directory.path))
+
+    def _on_hangup(self) -> None:
+        self._loop.remove_reader(self.child.fileno())
+        self.died.set()
+
+    async def send(self, payload: bytes) -> None:
+        await self.socket.send(payload)
+
+    async def stop(self, shutdown: bytes) -> None:
+        """Asks the engine to end, and ends it if it does not."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await self.send(shutdown)
+                await self.died.wait()
+        self.drop()
+
+    def drop(self) -> None:
+        self._loop.remove_reader(self.child.fileno())
+        self.socket.close()
+        self.child.kill()
+
+
+class _Stream:
+    """The tokens of one request on their way to its reader."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._token_ids = list(request.output_token_ids)
+        self._chunks: deque[TokenChunk] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.finished = False
+
+    def push(self, chunk: TokenChunk) -> None:
+        if self.finished:
+            return
+        self._token_ids += chunk.token_ids
+        self._chunks.append(chunk)
+        self.finished = chunk.finish_reason is not None
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.finished = True
+        self._wake()
+
+    def as_request(self) -> GenerateRequest:
+        """The request as a value, with the tokens so far."""
+        return msgspec.structs.replace(self._request, output_token_ids=self._token_ids)
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        while True:
+            while self._chunks:
+                chunk = self._chunks.popleft()
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

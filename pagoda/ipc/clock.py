@@ -1,0 +1,30 @@
+"""Time as a parameter: whoever needs it is given a `Clock`, so the same code runs in virtual time."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds from some fixed point; never goes back."""
+        ...
+
+
+class MonotonicClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """Stands still until told to move."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance_to(self, instant: float) -> None:
+        self._now = max(self._now, instant)

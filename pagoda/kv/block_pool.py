@@ -1,0 +1,160 @@
+"""The pool of KV blocks of one device: who holds what, and what may be evicted first.
+
+Every block is in exactly one of three states:
+
+    free        no reference, no key: holds nothing of value
+    cached      no reference, a key: holds K and V that a later request may reuse
+    referenced  listed by at least one live request
+
+Free and cached blocks are linked into one list, from which blocks are taken at the head. Free blocks are put
+back at the head and cached ones at the tail, so a cached block is evicted only when no free one is left, and
+then the one that was released longest ago. The links are in the blocks themselves: taking, returning and
+pulling a cached block out of the middle are all O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class Block:
+    """One block of the KV cache; identified by its index into the device tensors."""
+
+    __slots__ = ("block_id", "key", "next", "previous", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: bytes | None = None
+        """Digest of all tokens up to the end of this block, once it is full and computed."""
+        self.previous: Block = self
+        self.next: Block = self
+
+    def __repr__(self) -> str:
+        key = self.key.hex()[:8] if self.key else None
+        return f"Block({self.block_id}, ref_count={self.ref_count}, key={key})"
+
+
+class BlockPool:
+    """Hands out blocks, counts references and remembers cached blocks by key."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
+        self.num_blocks = num_blocks
+        self._ends = Block(-1)
+        """Closes the list into a ring: its `next` is the head, its `previous` the tail."""
+        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._by_key: dict[bytes, Block] = {}
+        self._num_available = 0
+        for block in self._blocks:
+            self._link_before(self._ends, block)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give: free, or cached and evictable."""
+        return self._num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks, referenced or not, that can be found by key."""
+        return len(self._by_key)
+
+    def take(self, count: int) -> list[Block]:
+        """`count` blocks with one reference each, evicting cached ones as needed.
+
+        Raises:
+            ValueError: there are fewer than `count` available.
+        """
+        if count > self._num_available:
+            raise ValueError(f"{count} blocks wanted, {self._num_available} available.")
+        taken = []
+        for _ in range(count):
+            block = self._ends.next
+            self._unlink(block)
+            self._forget(block)
+            block.ref_count = 1
+            taken.append(block)
+        return taken
+
+    def find(self, key: bytes) -> Block | None:
+        """The block that holds the tokens of `key`, if any. Takes no reference."""
+        return self._by_key.get(key)
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Adds one reference to each block; cached ones leave the list of available blocks."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self._unlink(block)
+            block.ref_count += 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Drops one reference from each block of a chain.
+
+        The last block goes back first, so that the ends of chains are evicted before their roots: a root
+        serves more prefixes.
+
+        Raises:
+            ValueError: a block has no reference to drop.
+        """
+        for block in reversed(blocks):
+            if block.ref_count < 1:
+                raise ValueError(f"{block} is released more often than it was taken.")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._link_before(self._ends if block.key else self._ends.next, block)
+
+    def publish(self, block: Block, key: bytes) -> None:
+        """Makes a full, computed block findable. The first block published under a key keeps it.
+
+        Raises:
+            ValueError: the block is not referenced, or has another key.
+        """
+        if block.ref_count < 1 or (block.key is not None and block.key != key):
+            raise ValueError(f"{block} cannot be published.")
+        if self._by_key.setdefault(key, block) is block:
+            block.key = key
+
+    def clear_cache(self) -> None:
+        """Forgets all keys: the device's memory has been lost. References stay."""
+        for block in self._blocks:
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        if block.key is not None and self._by_key.get(block.key) is block:
+            del self._by_key[block.key]
+        block.key = None
+
+    def _link_before(self, successor: Block, block: Block) -> None:
+        block.previous, block.next = successor.previous, successor
+        successor.previous.next = block
+        successor.previous = block
+        self._num_available += 1
+
+    def _unlink(self, block: Block) -> None:
+        block.previous.next = block.next
+        block.next.previous = block.previous
+        self._num_available -= 1
+
+    def check(self) -> None:
+        """Verifies the pool's own bookkeeping; for tests and debugging.
+
+        Raises:
+            ValueError: an invariant is broken; says which.
+        """
+        listed: list[Block] = []
+        block = self._ends.next
+        while block is not self._ends and len(listed) <= self.num_blocks:
+            listed.append(block)
+            block = block.next
+        unreferenced = [block for block in self._blocks if block.ref_count == 0]
+        if sorted(block.block_id for block in listed) != [block.block_id for block in unreferenced]:
+            raise ValueError("The list of available blocks is not the set of unreferenced blocks.")
+        if len(listed) != self._num_available:
+            raise ValueError(f"{len(listed)} blocks are listed, {self._num_available} are counted.")
+        for key, block in self._by_key.items():
+            if block.key != key:
+                raise ValueError(f"{block} is filed under another key.")
+        keyed = sum(block.key is not None for block in self._blocks)
+        if keyed != len(self._by_key):
+            raise ValueError(f"{keyed} blocks have a key, {len(self._by_key)} are filed.")

@@ -1,0 +1,111 @@
+"""Block tables: which blocks hold the K and V of which request, and which of them others may reuse.
+
+A block's key is a digest over its parent's key and its own token ids, so equal keys mean equal prefixes:
+
+    key(root)  = SHA-256("pagoda-kv-1", block size, cache salt)
+    key(block) = SHA-256(key(parent), token ids as little-endian 32-bit integers)
+
+The salt is in the root and so in every key of the chain: requests with different salts never share a block.
+SHA-256 rather than Python's `hash`: keys are the same in every process, and nobody can craft a collision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+from pagoda.kv.block_pool import Block, BlockPool
+
+
+class BlockTable:
+    """The blocks of one request, in the order of its tokens."""
+
+    __slots__ = ("blocks", "keys", "num_published")
+
+    def __init__(self, root_key: bytes) -> None:
+        self.blocks: list[Block] = []
+        self.keys: list[bytes] = [root_key]
+        """`keys[i + 1]` is the key of block i; computed once, also across preemptions."""
+        self.num_published = 0
+        """Leading blocks that have been offered to the prefix index."""
+
+    def block_ids(self) -> list[int]:
+        return [block.block_id for block in self.blocks]
+
+
+class KVManager:
+    """Gives blocks to requests and takes them back; knows tokens, but no requests and no devices."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self._prefix_caching = prefix_caching
+
+    def new_table(self, cache_salt: str | None = None) -> BlockTable:
+        root = hashlib.sha256(f"pagoda-kv-1:{self.block_size}:".encode())
+        root.update(
+            b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+        )
+        return BlockTable(root.digest())
+
+    def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[Block]:
+        """The longest cached prefix of `token_ids`, as blocks; takes no references.
+
+        It never covers the last token: that one is computed, so that the request can sample.
+        """
+        hits: list[Block] = []
+        if not self._prefix_caching:
+            return hits
+        for index in range((len(token_ids) - 1) // self.block_size):
+            block = self.pool.find(self._key(table, token_ids, index))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def adopt(self, table: BlockTable, hits: list[Block]) -> None:
+        """Starts an empty table with cached blocks; they become shared and are never written again."""
+        self.pool.share(hits)
+        table.blocks.extend(hits)
+        table.num_published = len(hits)
+
+    def grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
+        """Extends the table to hold `num_tokens`; returns the new block ids, or None if there are too few."""
+        missing = self.num_blocks_for(num_tokens) - len(table.blocks)
+        if missing <= 0:
+            return []
+        if missing > self.pool.num_available:
+            return None
+        new = self.pool.take(missing)
+        table.blocks.extend(new)
+        return [block.block_id for block in new]
+
+    def publish(
+        self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int
+    ) -> None:
+        """Makes the blocks that `num_computed_tokens` fill available to later requests."""
+        if not self._prefix_caching:
+            return
+        for index in range(table.num_published, num_computed_tokens // self.block_size):
+            self.pool.publish(table.blocks[index], self._key(table, token_ids, index))
+            table.num_published = index + 1
+
+    def free(self, table: BlockTable) -> None:
+        """Returns all blocks; what was published stays cached until it is evicted."""
+        self.pool.release(table.blocks)
+        table.blocks.clear()
+        table.num_published = 0
+
+    def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
+        while len(table.keys) <= index + 1:
+            start = (len(table.keys) - 1) * self.block_size
+            tokens = array("I", token_ids[start : start + self.block_size])
+            if sys.byteorder == "big":
+                tokens.byteswap()
+            table.keys.append(hashlib.sha256(table.keys[-1] + tokens.tobytes()).digest())
+        return table.keys[index + 1]

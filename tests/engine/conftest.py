@@ -1,0 +1,154 @@
+"""What the scheduler and engine tests share: requests, and an engine that runs in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.core import EngineCore
+from pagoda.engine.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SimConfig,
+    TokenChunk,
+    WorkerConfig,
+)
+from pagoda.executor.base import Executor
+from pagoda.executor.sim import SimExecutor, sim_token
+from pagoda.ipc.clock import VirtualClock
+
+VOCAB_SIZE = 50
+
+
+def make_request(
+    request_id: str, prompt: list[int], *, max_tokens: int = 8, **fields: object
+) -> GenerateRequest:
+    sampling = SamplingParams(seed=len(request_id) + sum(prompt), max_tokens=max_tokens)
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, **fields
+    )  # type: ignore[arg-type]
+
+
+def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
+    """What the simulated model answers, computed without any engine."""
+    sampling = request.sampling
+    tokens = list(request.prompt_token_ids)
+    output: list[int] = []
+    stops = {*request.eos_token_ids, *sampling.stop_token_ids}
+    while len(output) < (sampling.max_tokens or max_model_len) and len(tokens) < max_model_len:
+        token = sim_token(sampling.seed or 0, len(output), tokens[-1], VOCAB_SIZE)
+        while len(output) < sampling.min_tokens and token in stops:
+            token = (token + 1) % VOCAB_SIZE
+        tokens.append(token)
+        output.append(token)
+        if token in stops and len(output) >= sampling.min_tokens:
+            break
+    return output
+
+
+class Harness:
+    """An engine core in virtual time that records what every request got."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 32,
+        prefix_caching: bool = True,
+        wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        sim = SimConfig(
+            base_s=0.01,
+            per_token_s=0.001,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+        )
+        executor: Executor = SimExecutor(sim, clock=self.clock, check_kv=True)
+        if wrap is not None:
+            executor = wrap(executor, self.clock)  # type: ignore[arg-type]
+        config = EngineConfig(
+            worker=WorkerConfig(model="sim"),
+            executor="sim",
+            sim=sim,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=prefix_caching,
+        )
+        self.core = EngineCore(config, executor, self.clock)
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, TokenChunk] = {}
+        self.step()
+
+    @property
+    def scheduler(self):  # type: ignore[no-untyped-def]
+        assert self.core._scheduler is not None
+        return self.core._scheduler
+
+    def add(self, request: GenerateRequest) -> None:
+        self.tokens[request.request_id] = list(request.output_token_ids)
+        answer = self.core.add(request)
+        assert isinstance(answer, list)
+        self._record(answer)
+        self.step()
+
+    def step(self) -> list[TokenChunk]:
+        chunks = self.core.step()
+        self._record(chunks)
+        return chunks
+
+    def _record(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            assert chunk.request_id not in self.finished
+            self.tokens[chunk.request_id] += chunk.token_ids
+            if chunk.finish_reason is not None:
+                self.finished[chunk.request_id] = chunk
+
+    def tick(self) -> bool:
+        """Moves time to the next event and handles it; False when nothing will happen any more."""
+        wakeup = self.core.next_wakeup()
+        if wakeup is None:
+            return False
+        self.clock.advance_to(wakeup)
+        self.step()
+        return True
+
+    def run(self, max_ticks: int = 20_000) -> None:
+        self.step()
+        for _ in range(max_ticks):
+            if not self.tick():
+                break
+        assert not self.scheduler.has_requests(), "requests are stuck"
+
+    def check_nothing_left(self) -> None:
+        scheduler = self.scheduler
+        scheduler.kv.pool.check()
+        assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
+        assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
+        assert not scheduler._requests
+        assert not scheduler._suspects
+        assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
+
+
+def assert_complete(
+    harness: Harness, requests: list[GenerateRequest], max_model_len: int = 64
+) -> None:
+    for request in requests:
+        assert harness.tokens[request.request_id] == expected_tokens(request, max_model_len)
+        assert harness.finished[request.request_id].finish_reason in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        )

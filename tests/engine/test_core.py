@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from conftest import Harness, assert_complete, make_request
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.core import MAX_LOSSES_IN_ROW, EngineCore
+from pagoda.engine.messages import RequestRefused, SimConfig, StepPlan, WorkerConfig
+from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.sim import SimExecutor
+from pagoda.ipc.clock import VirtualClock
+
+
+class ScriptedExecutor:
+    """A simulated executor that loses its worker when told to."""
+
+    max_in_flight = 2
+
+    def __init__(self, inner: SimExecutor) -> None:
+        self._inner = inner
+        self.loss: WorkerLost | None = None
+        self.starts: list[int | None] = []
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self.starts.append(num_blocks)
+        self._inner.start(num_blocks)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._inner.submit(plan)
+
+    def poll(self) -> list[ExecutorEvent]:
+        if self.loss is None:
+            return self._inner.poll()
+        loss, self.loss = self.loss, None
+        self._inner.close()
+        return [loss]
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def next_event_at(self) -> float | None:
+        return self._inner.next_event_at()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def scripted(**fields: object) -> tuple[Harness, ScriptedExecutor]:
+    made: list[ScriptedExecutor] = []
+
+    def wrap(inner: SimExecutor, _clock: VirtualClock) -> ScriptedExecutor:
+        made.append(ScriptedExecutor(inner))
+        return made[0]
+
+    harness = Harness(wrap=wrap, **fields)  # type: ignore[arg-type]
+    return harness, made[0]
+
+
+def test_a_lost_worker_costs_a_pause_and_no_token() -> None:
+    harness, executor = scripted()
+    requests = [make_request(f"r{i}", [i, i + 1], max_tokens=20) for i in range(6)]
+    for request in requests:
+        harness.add(request)
+    for _ in range(5):
+        for _ in range(4):
+            harness.tick()
+        executor.loss = WorkerLost("the worker was killed by SIGKILL")
+        harness.step()
+    harness.run()
+    assert_complete(harness, requests)
+    assert harness.core.load().num_worker_restarts == 5
+    harness.check_nothing_left()
+
+
+def test_a_new_worker_gets_a_cache_of_the_same_size() -> None:
+    harness, executor = scripted(num_blocks=33)
+    executor.loss = WorkerLost("gone")
+    harness.step()
+    assert executor.starts == [None, 33]
+
+
+def test_losses_in_a_row_are_retried_later_and_later_then_given_up() -> None:
+    harness, executor = scripted()
+
+    def lose() -> float:
+        executor.loss = WorkerLost("gone")
+        before = harness.clock.now()
+        harness.step()
+        while not harness.core.load().is_worker_ready:
+            harness.tick()
+        return harness.clock.now() - before
+
+    pauses = [lose() for _ in range(MAX_LOSSES_IN_ROW)]
+    with pytest.raises(EngineDeadError, match="lost in a row; last: gone"):
+        lose()
+    assert pauses[0] == 0
+    assert pauses[1:] == sorted(pauses[1:])
+    assert max(pauses) == 10
+
+
+@pytest.mark.parametrize(
+    ("is_user_error", "error"), [(True, ConfigError), (False, EngineDeadError)]
+)
+def test_a_worker_that_cannot_start_ends_the_engine(
+    is_user_error: bool, error: type[Exception]
+) -> None:
+    clock = VirtualClock()
+    executor = ScriptedExecutor(SimExecutor(SimConfig(), clock=clock))
+    core = EngineCore(EngineConfig(worker=WorkerConfig(model="sim")), executor, clock)
+    executor.loss = WorkerLost("No such model.", is_user_error)
+    with pytest.raises(error, match="No such model"):
+        core.step()
+
+
+def test_a_full_queue_refuses_new_requests_but_not_returning_ones() -> None:
+    clock = VirtualClock()
+    config = EngineConfig(worker=WorkerConfig(model="sim"), max_num_seqs=1, max_num_waiting=1)
+    core = EngineCore(config, SimExecutor(SimConfig(base_s=1.0), clock=clock), clock)
+    core.step()
+    assert core.add(make_request("a", [1])) == []
+    assert isinstance(core.add(make_request("b", [1])), RequestRefused)
+    returning = msgspec.structs.replace(make_request("c", [1]), output_token_ids=[4])
+    assert core.add(returning) == []
+
+
+def test_requests_are_refused_until_the_worker_is_ready() -> None:
+    clock = VirtualClock()
+    core = EngineCore(
+        EngineConfig(worker=WorkerConfig(model="sim")), SimExecutor(SimConfig(), clock=clock), clock
+    )
+    assert core.ready is None
+    assert isinstance(core.add(make_request("a", [1])), RequestRefused)
+    core.step()
+    assert core.ready is not None
+
+
+def test_stalling_is_measured_from_the_last_finished_step() -> None:
+    harness = Harness()
+    assert harness.core.load().stalled_for_s == 0
+    harness.clock.advance_to(100)
+    harness.add(make_request("a", [1, 2, 3]))
+    harness.clock.advance_to(107)
+    assert harness.core.load().stalled_for_s == 7
+    harness.step()
+    assert harness.core.load().stalled_for_s == 0

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from conftest import Harness, assert_complete, expected_tokens, make_request
+
+from pagoda.engine.messages import FinishReason, SamplingParams, StepPlan, StepResult
+from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.kv.manager import KVManager
+
+
+def make_scheduler(
+    num_blocks: int = 64, prefix_caching: bool = True, **limits: object
+) -> Scheduler:
+    merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
+    return Scheduler(
+        SchedulerLimits(**merged),  # type: ignore[arg-type]
+        KVManager(num_blocks, 4, prefix_caching=prefix_caching),
+    )
+
+
+def plan_of(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def answer(plan: StepPlan, sampling_slots: list[int], token_id: int = 7) -> StepResult:
+    return StepResult(plan.step, sampling_slots, [token_id] * len(sampling_slots))
+
+
+def test_a_pool_that_cannot_hold_one_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot hold one sequence of 64 tokens"):
+        make_scheduler(num_blocks=15)
+
+
+def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", list(range(40))))
+    counts = []
+    for samples in (False, False, True):
+        plan = plan_of(scheduler)
+        counts.append(plan.num_tokens)
+        scheduler.update(answer(plan, plan.slots if samples else []))
+    assert counts == [[16], [16], [8]]
+    assert plan_of(scheduler).num_tokens == [1]
+
+
+def test_decodes_and_a_prompt_chunk_share_a_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3]))
+    plan = plan_of(scheduler)
+    scheduler.add(make_request("b", list(range(40))))
+    mixed = plan_of(scheduler)
+    assert mixed.num_tokens == [1, 15]
+    assert [start.slot for start in mixed.starts] == [mixed.slots[1]]
+    scheduler.update(answer(plan, plan.slots))
+
+
+def test_without_mixed_steps_a_step_is_of_one_kind() -> None:
+    scheduler = make_scheduler(mixed_steps=False)
+    scheduler.add(make_request("a", [1, 2, 3]))
+    plan_of(scheduler)
+    scheduler.add(make_request("b", list(range(12))))
+    assert plan_of(scheduler).num_tokens == [1]
+
+
+def test_chunks_that_do_not_end_the_prompt_are_cut_to_the_batch_multiple() -> None:
+    scheduler = make_scheduler(batch_multiple=8, max_num_batched_tokens=20)
+    scheduler.add(make_request("a", list(range(30))))
+    assert [plan_of(scheduler).num_tokens for _ in range(2)] == [[16], [14]]
+
+
+def test_steps_run_ahead_of_results_and_stop_at_the_last_sample() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=2))
+    first = plan_of(scheduler)
+    second = plan_of(scheduler)
+    assert (first.num_tokens, second.num_tokens) == ([3], [1])
+    assert second.starts == []
+    assert scheduler.schedule() is None
+    scheduler.update(answer(first, first.slots))
+    (chunk,) = scheduler.update(answer(second, second.slots))
+    assert chunk.finish_reason is FinishReason.LENGTH
+    assert not scheduler.has_requests()
+
+
+def test_a_token_computed_past_the_end_is_dropped() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3], eos_token_ids=(7,)))
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    (chunk,) = scheduler.update(answer(first, first.slots, token_id=7))
+    assert chunk.finish_reason is FinishReason.STOP
+    assert scheduler.update(answer(second, second.slots)) == []
+    assert scheduler.kv.pool.num_available == 64
+
+
+def test_plans_of_known_requests_carry_only_what_changed() -> None:
+    encode = msgspec.msgpack.Encoder().encode
+    sizes = []
+    for length in (8, 48):
+        scheduler = make_scheduler(max_num_batched_tokens=64)
+        scheduler.add(make_request("a", list(range(length))))
+        plan_of(scheduler)
+        sizes.append(len(encode(plan_of(scheduler))))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_cached_prompt_still_computes_its_last_token(harness: Harness) -> None:
+    request = make_request("a", list(range(16)))
+    harness.add(request)
+    harness.run()
+    again = msgspec.structs.replace(request, request_id="b")
+    harness.add(again)
+    harness.run()
+    assert harness.finished["a"].num_cached_tokens == 0
+    assert harness.finished["b"].num_cached_tokens == 12
+    assert harness.tokens["a"] == harness.tokens["b"]
+
+
+def test_higher_priority_preempts_lower_and_both_complete() -> None:
+    harness = Harness(num_blocks=16, max_num_seqs=1)
+    low = make_request("low", list(range(20)), max_tokens=20, priority=5)
+    high = make_request("high", list(range(100, 120)), max_tokens=4, priority=1)
+    harness.add(low)
+    for _ in range(4):
+        harness.tick()
+    harness.add(high)
+    while not harness.finished:
+        assert harness.tick()
+    assert list(harness.finished) == ["high"]
+    harness.run()
+    assert harness.scheduler.num_preemptions == 1
+    assert_complete(harness, [low, high])
+    harness.check_nothing_left()
+
+
+def test_when_blocks_run_out_the_latest_is_preempted_and_keeps_its_tokens() -> None:
+    harness = Harness(num_blocks=16, max_num_seqs=8, prefix_caching=False)
+    requests = [make_request(f"r{i}", [i] * 4, max_tokens=40) for i in range(4)]
+    for request in requests:
+        harness.add(request)
+    harness.run()
+    assert harness.scheduler.num_preemptions > 0
+    assert next(iter(harness.finished)) == "r0"
+    assert_complete(harness, requests)
+    harness.check_nothing_left()
+
+
+def test_a_returning_request_continues_behind_its_tokens(harness: Harness) -> None:
+    request = make_request("a", [3, 1, 4], max_tokens=10)
+    whole = expected_tokens(request)
+    harness.add(msgspec.structs.replace(request, output_token_ids=whole[:6]))
+    harness.run()
+    assert harness.tokens["a"] == whole
+
+
+def test_a_request_that_returns_complete_is_answered_at_once(harness: Harness) -> None:
+    request = make_request("a", [3, 1, 4], max_tokens=3)
+    harness.add(msgspec.structs.replace(request, output_token_ids=[1, 2, 3]))
+    assert harness.finished["a"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "no tokens"), (list(range(64)), "64 tokens, the context holds 64")]
+)
+def test_impossible_requests_fail_alone(harness: Harness, prompt: list[int], message: str) -> None:
+    harness.add(make_request("a", prompt))
+    assert message in (harness.finished["a"].error or "")
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on(harness: Harness) -> None:
+    request = make_request("a", [1, 2, 3])
+    harness.add(request)
+    (chunk,) = harness.core.add(request)  # type: ignore[misc]
+    assert "already running" in (chunk.error or "")
+    harness.run()
+    assert harness.tokens["a"] == expected_tokens(request)
+
+
+def test_stop_tokens_wait_for_min_tokens(harness: Harness) -> None:
+    request = make_request("a", [5, 6], max_tokens=30)
+    free = expected_tokens(request)
+    sampling = SamplingParams(
+        seed=request.sampling.seed, max_tokens=30, min_tokens=3, stop_token_ids=(free[0], free[5])
+    )
+    request = msgspec.structs.replace(request, sampling=sampling)
+    harness.add(request)
+    harness.run()
+    output = expected_tokens(request)
+    assert harness.tokens["a"] == output
+    assert len(output) >= 3
+    if harness.finished["a"].finish_reason is FinishReason.STOP:
+        assert harness.finished["a"].stop_reason == output[-1]
+
+
+def test_answers_end_at_the_context(harness: Harness) -> None:
+    request = make_request("a", list(range(60)), max_tokens=50)
+    harness.add(request)
+    harness.run()
+    assert len(harness.tokens["a"]) == 4
+    assert harness.finished["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_result_out_of_order_is_refused() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3]))
+    plan = plan_of(scheduler)
+    with pytest.raises(RuntimeError, match="not the next one"):
+        scheduler.update(StepResult(plan.step + 1, [], []))
+
+
+def test_an_error_in_one_slot_fails_that_request_alone() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3]))
+    scheduler.add(make_request("b", [4, 5, 6]))
+    plan = plan_of(scheduler)
+    bad, good = plan.slots
+    chunks = scheduler.update(StepResult(plan.step, [good], [9], errors={bad: "NaN"}))
+    assert [(c.request_id, c.finish_reason, c.error) for c in chunks] == [
+        ("a", FinishReason.ERROR, "NaN"),
+        ("b", None, None),
+    ]
+
+
+def test_a_request_that_kills_workers_is_isolated_then_failed() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    for name in ("good", "poison"):
+        scheduler.add(make_request(name, [1, 2, 3]))
+    failed = []
+    for _ in range(20):
+        plan = scheduler.schedule()
+        if plan is None:
+            break
+        names = {share.request.request_id for share in scheduler._in_flight[-1].shares}
+        if "poison" in names:
+            failed += scheduler.recover()
+        else:
+            scheduler.update(answer(plan, plan.slots))
+    assert [chunk.request_id for chunk in failed] == ["poison"]
+    assert "died 3 times" in (failed[0].error or "")
+    assert not scheduler.has_requests()

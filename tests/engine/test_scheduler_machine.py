@@ -1,0 +1,168 @@
+"""The scheduler as a state machine: arrivals, aborts, results, errors and lost workers in any order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from conftest import VOCAB_SIZE, expected_tokens
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pagoda.engine.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SimConfig,
+    StepPlan,
+    StepResult,
+    TokenChunk,
+)
+from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.executor.sim import SimWorker
+from pagoda.kv.manager import KVManager
+
+MAX_MODEL_LEN = 32
+BLOCK_SIZE = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        extra_blocks=st.integers(0, 8),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 24),
+        multiple=st.sampled_from([1, 4]),
+        mixed=st.booleans(),
+    )
+    def build(
+        self, extra_blocks: int, max_num_seqs: int, budget: int, multiple: int, mixed: bool
+    ) -> None:
+        num_blocks = MAX_MODEL_LEN // BLOCK_SIZE + extra_blocks
+        self.limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            batch_multiple=multiple,
+            mixed_steps=mixed,
+        )
+        self.sim = SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+        self.scheduler = Scheduler(self.limits, KVManager(num_blocks, BLOCK_SIZE))
+        self.worker = SimWorker(self.sim, check_kv=True)
+        self.results: deque[StepResult] = deque()
+        self.requests: dict[str, GenerateRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+        max_tokens=st.integers(1, 12),
+        seed=st.integers(0, 99),
+        priority=st.integers(-1, 1),
+        eos=st.integers(0, VOCAB_SIZE - 1),
+    )
+    def add(self, prompt: list[int], max_tokens: int, seed: int, priority: int, eos: int) -> None:
+        self.count += 1
+        request = GenerateRequest(
+            request_id=f"r{self.count}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(seed=seed, max_tokens=max_tokens),
+            eos_token_ids=(eos,),
+            priority=priority,
+        )
+        assert self.scheduler.add(request) == []
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+
+    @precondition(lambda self: self.scheduler.num_in_flight < 3)
+    @rule()
+    def schedule(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.check_plan(plan)
+            self.results.append(self.worker.execute(plan, 0.0))
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert 0 < sum(plan.num_tokens) <= self.limits.max_num_batched_tokens
+        assert len(plan.slots) == len(set(plan.slots)) <= self.limits.max_num_seqs
+        assert all(0 <= slot < self.limits.max_num_seqs for slot in plan.slots)
+        assert min(plan.num_tokens) >= 1
+
+    @precondition(lambda self: self.results)
+    @rule()
+    def deliver(self) -> None:
+        self.take(self.scheduler.update(self.results.popleft()))
+
+    @precondition(lambda self: self.results and self.results[0].slots)
+    @rule(data=st.data())
+    def deliver_with_an_error(self, data: st.DataObject) -> None:
+        result = self.results.popleft()
+        index = data.draw(st.integers(0, len(result.slots) - 1))
+        bad = result.slots[index]
+        chunks = self.scheduler.update(
+            StepResult(
+                result.step,
+                result.slots[:index] + result.slots[index + 1 :],
+                result.token_ids[:index] + result.token_ids[index + 1 :],
+                errors={bad: "broken"},
+            )
+        )
+        assert sum(chunk.finish_reason is FinishReason.ERROR for chunk in chunks) <= 1
+        self.take(chunks)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        del self.requests[request_id]
+
+    @rule()
+    def lose_the_worker(self) -> None:
+        self.worker = SimWorker(self.sim, check_kv=True)
+        self.results.clear()
+        self.take(self.scheduler.recover())
+        assert self.scheduler.num_running == 0
+        assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
+
+    def take(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            request = self.requests[chunk.request_id]
+            self.tokens[chunk.request_id] += chunk.token_ids
+            whole = expected_tokens(request, MAX_MODEL_LEN)
+            so_far = self.tokens[chunk.request_id]
+            assert so_far == whole[: len(so_far)]
+            if chunk.finish_reason is not None:
+                assert chunk.finish_reason is FinishReason.ERROR or so_far == whole
+                del self.requests[chunk.request_id]
+
+    @invariant()
+    def always_true(self) -> None:
+        scheduler = self.scheduler
+        scheduler.kv.pool.check()
+        assert len(scheduler._running) + len(scheduler._free_slots) == self.limits.max_num_seqs
+        assert set(scheduler._requests) == set(self.requests)
+        held: dict[int, int] = {}
+        for request in scheduler._requests.values():
+            assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
+            assert request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
+            assert request.num_scheduled_tokens <= len(request.table.blocks) * BLOCK_SIZE
+            for block in request.table.blocks:
+                held[block.block_id] = held.get(block.block_id, 0) + 1
+                assert block.ref_count >= held[block.block_id]
+        assert len(held) + scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
+
+    def teardown(self) -> None:
+        """Whatever happened, everything that is left completes: nothing is stuck and nothing stays behind."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_requests() and not self.results:
+                break
+            self.schedule()
+            if self.results:
+                self.deliver()
+        assert not self.scheduler.has_requests()
+        assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase

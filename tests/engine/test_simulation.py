@@ -1,0 +1,155 @@
+"""A thousand seeds: random arrivals, aborts, lost workers and tiny caches, in virtual time.
+
+Every seed is a whole life of an engine. Answers are compared with what the simulated model says without any
+engine, the simulated worker refuses to read KV that is not the sequence's own, and in the end nothing is left.
+A failing seed is reproduced by its number alone.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from conftest import VOCAB_SIZE, Harness, expected_tokens
+
+from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, StepPlan
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.sim import SimExecutor
+from pagoda.ipc.clock import VirtualClock
+
+NUM_SEEDS = 1000
+SEEDS_PER_TEST = 50
+
+
+class MortalExecutor:
+    """A simulated executor whose worker is lost at random instants, with every step under way."""
+
+    max_in_flight = 2
+
+    def __init__(
+        self, inner: SimExecutor, clock: VirtualClock, rng: random.Random, rate: float
+    ) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._rng = rng
+        self._rate = rate
+        self._death_at: float | None = None
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self._death_at = (
+            self._clock.now() + self._rng.expovariate(self._rate) if self._rate else None
+        )
+        self._inner.start(num_blocks)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._inner.submit(plan)
+
+    def poll(self) -> list[ExecutorEvent]:
+        events = self._inner.poll()
+        if self._death_at is not None and self._clock.now() >= self._death_at:
+            self._death_at = None
+            self._inner.close()
+            events.append(WorkerLost("the simulated worker was lost"))
+        return events
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def next_event_at(self) -> float | None:
+        upcoming = self._inner.next_event_at()
+        if upcoming is None:
+            return None  # an idle worker may live on
+        return min(upcoming, self._death_at) if self._death_at is not None else upcoming
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def random_request(rng: random.Random, index: int, max_model_len: int) -> GenerateRequest:
+    shared = [rng.randrange(2)] * rng.choice([0, 4, 8, 12])
+    prompt = shared + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
+    min_tokens = rng.choice([0, 0, 3])
+    return GenerateRequest(
+        request_id=f"r{index}",
+        prompt_token_ids=prompt[: max_model_len - 1],
+        sampling=SamplingParams(
+            seed=rng.randrange(2**63),
+            max_tokens=rng.randint(max(1, min_tokens), 30),
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
+        ),
+        eos_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        cache_salt=rng.choice([None, None, "salt"]),
+    )
+
+
+def live(seed: int) -> Harness:
+    rng = random.Random(seed)
+    max_model_len = rng.choice([24, 48, 64])
+    block_size = rng.choice([1, 4, 8])
+    needed = -(-max_model_len // block_size)
+    death_rate = rng.choice([0.0, 0.0, 2.0])
+    harness = Harness(
+        num_blocks=needed + rng.randint(0, 2 * needed),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=rng.choice([1, 2, 8]),
+        max_num_batched_tokens=rng.choice([7, 16, 64]),
+        prefix_caching=rng.random() < 0.8,
+        wrap=lambda inner, clock: MortalExecutor(inner, clock, rng, death_rate),
+    )
+    requests: dict[str, GenerateRequest] = {}
+    aborted: set[str] = set()
+    for index in range(rng.randint(1, 16)):
+        request = random_request(rng, index, max_model_len)
+        requests[request.request_id] = request
+        harness.add(request)
+        for _ in range(rng.choice([0, 1, 1, 3])):
+            harness.tick()
+        if rng.random() < 0.15:
+            victim = rng.choice(list(requests))
+            if victim not in harness.finished:
+                harness.core.abort(victim)
+                aborted.add(victim)
+        harness.scheduler.kv.pool.check()
+        for running in harness.scheduler._running:
+            assert 0 <= running.num_computed_tokens <= running.num_tokens <= max_model_len
+    harness.run()
+    for request_id, request in requests.items():
+        whole = expected_tokens(request, max_model_len)
+        if request_id in aborted:
+            assert harness.tokens[request_id] == whole[: len(harness.tokens[request_id])]
+            assert request_id not in harness.finished
+            continue
+        last = harness.finished[request_id]
+        if last.finish_reason is FinishReason.ERROR:  # three deaths in a row happened to hit it
+            assert death_rate
+            assert "died 3 times" in (last.error or "")
+            assert harness.tokens[request_id] == whole[: len(harness.tokens[request_id])]
+        else:
+            assert harness.tokens[request_id] == whole
+    harness.check_nothing_left()
+    return harness
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        try:
+            live(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    first, second = live(17), live(17)
+    assert first.tokens == second.tokens
+    assert first.clock.now() == second.clock.now()
+
+
+def test_the_seeds_meet_preemption_prefix_hits_and_lost_workers() -> None:
+    lives = [live(seed) for seed in range(40)]
+    assert sum(h.scheduler.num_preemptions for h in lives) > 0
+    assert sum(h.scheduler.num_prefix_hit_tokens for h in lives) > 0
+    assert sum(h.core.load().num_worker_restarts for h in lives) > 0

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pagoda.kv.manager import BlockTable, KVManager
+
+
+def filled(kv: KVManager, token_ids: list[int], salt: str | None = None) -> BlockTable:
+    table = kv.new_table(salt)
+    assert kv.grow(table, len(token_ids)) is not None
+    kv.publish(table, token_ids, len(token_ids))
+    return table
+
+
+def test_a_prefix_is_found_by_whole_blocks_and_never_covers_the_last_token() -> None:
+    kv = KVManager(16, 4)
+    table = filled(kv, list(range(12)))
+    assert kv.find_prefix(kv.new_table(), list(range(12))) == table.blocks[:2]
+    assert kv.find_prefix(kv.new_table(), list(range(13))) == table.blocks[:3]
+    assert kv.find_prefix(kv.new_table(), [*range(7), 99, 100]) == table.blocks[:1]
+
+
+def test_salts_separate_tenants() -> None:
+    kv = KVManager(16, 4)
+    table = filled(kv, list(range(9)), "tenant-a")
+    assert kv.find_prefix(kv.new_table("tenant-b"), list(range(9))) == []
+    assert kv.find_prefix(kv.new_table(), list(range(9))) == []
+    assert kv.find_prefix(kv.new_table("tenant-a"), list(range(9))) == table.blocks[:2]
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    kv = KVManager(16, 4, prefix_caching=False)
+    filled(kv, list(range(9)))
+    assert kv.find_prefix(kv.new_table(), list(range(9))) == []
+
+
+def test_growing_fails_whole_when_blocks_run_out() -> None:
+    kv = KVManager(3, 4)
+    table = kv.new_table()
+    assert kv.grow(table, 5) is not None
+    assert kv.grow(table, 17) is None
+    assert len(table.blocks) == 2
+    assert kv.grow(table, 8) == []
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    program = (
+        "from pagoda.kv.manager import KVManager;"
+        "kv = KVManager(4, 4); t = kv.new_table('s'); kv.grow(t, 8);"
+        "kv.publish(t, [1, 2, 3, 4, 5, 6, 7, 70000], 8); print(t.keys[2].hex())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    kv = KVManager(4, 4)
+    table = filled(kv, [1, 2, 3, 4, 5, 6, 7, 70000], "s")
+    assert outputs == {table.keys[2].hex() + "\n"}
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=24), st.lists(st.integers(0, 3), max_size=24)
+)
+def test_hits_are_exactly_the_common_whole_blocks(first: list[int], second: list[int]) -> None:
+    kv = KVManager(16, 4)
+    table = filled(kv, first)
+    common = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        common += 1
+    expected = min(common // 4, max(0, len(second) - 1) // 4)
+    assert kv.find_prefix(kv.new_table(), second) == table.blocks[:expected]
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Requests come, grow, publish and go; shared blocks are full and never written again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVManager(10, 4)
+        self.live: list[tuple[BlockTable, list[int], list[int]]] = []
+        """(table, tokens, [computed])"""
+        self.contents: dict[int, list[int]] = {}
+        """What the device holds in each block: the whole prefix up to its last written cell."""
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def start(self, tokens: list[int]) -> None:
+        table = self.kv.new_table()
+        hits = self.kv.find_prefix(table, tokens)
+        for index, block in enumerate(hits):
+            assert self.contents[block.block_id] == tokens[: (index + 1) * 4]
+        self.kv.adopt(table, hits)
+        self.live.append((table, tokens, [len(hits) * 4]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        table, tokens, computed = data.draw(st.sampled_from(self.live))
+        end = min(len(tokens), computed[0] + count)
+        if self.kv.grow(table, end) is None:
+            return
+        for position in range(computed[0], end):
+            block = table.blocks[position // 4]
+            assert block.ref_count == 1
+            assert block.key is None
+            self.contents[block.block_id] = tokens[: position + 1]
+        computed[0] = end
+        self.kv.publish(table, tokens, end)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        table, _, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.kv.free(table)
+        assert table.blocks == []
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.kv.pool.check()
+        held = {block.block_id for table, _, _ in self.live for block in table.blocks}
+        assert len(held) + self.kv.pool.num_available == 10
+
+
+TestManagerMachine = ManagerMachine.TestCase
