@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
     EngineReady,
@@ -21,6 +23,8 @@ from pagoda.kv.manager import KVManager
 MAX_LOSSES_IN_ROW = 8
 """Workers lost without one finished step between, after which the engine gives up."""
 _STEP_TIME_WEIGHT = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -139,7 +143,11 @@ class EngineCore:
         self._losses_in_row += 1
         self._num_restarts += 1
         self._restart_at = self._clock.now() + backoff_s
-        return self._scheduler.recover()
+        chunks = self._scheduler.recover()
+        _log.error(
+            "%s; starting it again, %d requests will continue", loss.reason, self._scheduler.num_waiting
+        )
+        return chunks
 
     def next_wakeup(self) -> float | None:
         """When `step` has something to do even if no event comes, on the clock; None for never."""

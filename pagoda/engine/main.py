@@ -39,6 +39,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.telemetry.logging import configure_logging
 
 
 def engine_address(directory: Path) -> str:
@@ -167,6 +168,7 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Execu
 
 def main() -> None:
     hold_lifeline()
+    configure_logging()
     directory = Path(sys.argv[1])
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

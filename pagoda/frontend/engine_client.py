@@ -249,9 +249,10 @@ class EngineClient:
         engine.ready = True
         if self._started is not None and not self._started.done():
             self._started.set_result(None)
-        for stream in self._streams.values():
-            await engine.send(self._encode(stream.as_request()))
-        for _ in self._load_queries:
+        for stream in list(self._streams.values()):
+            if not stream.finished:
+                await engine.send(self._encode(stream.as_request()))
+        for _ in list(self._load_queries):
             await engine.send(self._encode(LoadQuery()))
 
     def _refuse_start(self, failure: EngineFailed) -> None:

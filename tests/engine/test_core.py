@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from conftest import Harness, assert_complete, make_request
+from harness import Harness, assert_complete, make_request
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import MAX_LOSSES_IN_ROW, EngineCore

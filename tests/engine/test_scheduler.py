@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from conftest import Harness, assert_complete, expected_tokens, make_request
+from harness import Harness, assert_complete, expected_tokens, make_request
 
 from pagoda.engine.messages import FinishReason, SamplingParams, StepPlan, StepResult
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.kv.manager import KVManager
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
 
 
 def make_scheduler(

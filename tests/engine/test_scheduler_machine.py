@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from conftest import VOCAB_SIZE, expected_tokens
+from harness import VOCAB_SIZE, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import VOCAB_SIZE, Harness, expected_tokens
+from harness import VOCAB_SIZE, Harness, expected_tokens
 
 from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, StepPlan
 from pagoda.executor.base import ExecutorEvent, WorkerLost

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import (
@@ -136,11 +134,6 @@ class Harness:
         assert not scheduler._requests
         assert not scheduler._suspects
         assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
-
-
-@pytest.fixture
-def harness() -> Harness:
-    return Harness()
 
 
 def assert_complete(

@@ -1,0 +1,141 @@
+"""One request, one seed, one answer: whatever else runs, however it is cut up, whatever dies.
+
+The embedded model in a real worker process, in fp32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import pagoda
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, WorkerConfig
+from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.model_text import load_model_text
+
+MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+MAX_TOKENS = 48
+NUM_REQUESTS = 32
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerateRequest]:
+    """Half greedy, half sampled hot, with penalties and without; on questions of very different lengths."""
+    text = load_model_text(MODEL)
+    assert text.chat_template is not None
+    questions = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
+    step = len(questions) // NUM_REQUESTS
+    made = []
+    for index, question in enumerate(questions[::step][:NUM_REQUESTS]):
+        prompt = text.chat_template.render(question["messages"], tools=question.get("tools"))
+        sampling = SamplingParams(
+            temperature=[0.0, 1.3][index % 2],
+            top_p=[1.0, 0.95][index // 2 % 2],
+            top_k=[0, 40][index // 4 % 2],
+            repetition_penalty=[1.0, 1.1][index // 8 % 2],
+            seed=1000 + index,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+        )
+        made.append(
+            GenerateRequest(
+                request_id=f"r{index}",
+                prompt_token_ids=text.tokenizer.encode(prompt, add_special_tokens=False),
+                sampling=sampling,
+            )
+        )
+    return made
+
+
+def engine_config(**fields: object) -> EngineConfig:
+    worker = WorkerConfig(
+        model=str(MODEL),
+        dtype="float32",
+        max_model_len=2048,
+        num_blocks=fields.pop("num_blocks", 4096),
+    )  # type: ignore[arg-type]
+    return EngineConfig(worker=worker, **fields)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def engine(**fields: object) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engine_config(**fields))
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def answer(client: EngineClient, request: GenerateRequest) -> list[int]:
+    tokens: list[int] = []
+    async for chunk in client.generate(request):
+        assert chunk.finish_reason in (None, FinishReason.LENGTH), chunk.error
+        tokens += chunk.token_ids
+    return tokens
+
+
+async def answers(client: EngineClient, requests: Sequence[GenerateRequest]) -> list[list[int]]:
+    return list(await asyncio.gather(*(answer(client, request) for request in requests)))
+
+
+@pytest.fixture(scope="module")
+async def alone(requests: list[GenerateRequest]) -> list[list[int]]:
+    """Every request by itself, without the prefix cache: what all other ways are compared with."""
+    async with engine(max_num_seqs=1, enable_prefix_caching=False) as client:
+        return [await answer(client, request) for request in requests]
+
+
+async def test_in_a_batch_of_32(requests: list[GenerateRequest], alone: list[list[int]]) -> None:
+    async with engine() as client:
+        assert await answers(client, requests) == alone
+
+
+async def test_from_the_prefix_cache(
+    requests: list[GenerateRequest], alone: list[list[int]]
+) -> None:
+    async with engine() as client:
+        await answers(client, requests)
+        again = [msgspec.structs.replace(r, request_id=f"again-{r.request_id}") for r in requests]
+        assert await answers(client, again) == alone
+        report = await client.load()
+        assert report.num_prefix_hit_tokens > report.num_prompt_tokens // 3
+
+
+async def test_in_chunks_of_7_tokens(
+    requests: list[GenerateRequest], alone: list[list[int]]
+) -> None:
+    async with engine(max_num_batched_tokens=7) as client:
+        assert await answers(client, requests[:8]) == alone[:8]
+
+
+async def test_preempted(requests: list[GenerateRequest], alone: list[list[int]]) -> None:
+    async with engine(num_blocks=130) as client:
+        assert await answers(client, requests) == alone
+        assert (await client.load()).num_preemptions > 0
+
+
+async def test_worker_and_engine_killed(
+    requests: list[GenerateRequest], alone: list[list[int]]
+) -> None:
+    async with engine() as client:
+        streams = asyncio.gather(*(answer(client, request) for request in requests))
+        assert client.engine_pid is not None
+        (worker,) = psutil.Process(client.engine_pid).children()
+        os.kill(worker.pid, signal.SIGKILL)
+        while (await client.load()).num_worker_restarts == 0:
+            await asyncio.sleep(0.01)
+        while (await client.load()).num_running == 0:
+            await asyncio.sleep(0.01)
+        os.kill(client.engine_pid, signal.SIGKILL)
+        assert await streams == alone
