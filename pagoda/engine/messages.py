@@ -89,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        _accept_lists(self)
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
@@ -141,6 +142,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     )
 
 
+def _accept_lists(params: SamplingParams) -> None:
+    """In Python, lists do as well as tuples, and a single stop string as well as a list of one."""
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        value = getattr(params, name)
+        if isinstance(value, str):
+            msgspec.structs.force_setattr(params, name, (value,))
+        elif isinstance(value, list):
+            msgspec.structs.force_setattr(params, name, tuple(value))
+
+
 def _refuse(name: str, rule: str, value: object) -> None:
     raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
 
@@ -148,6 +159,8 @@ def _refuse(name: str, rule: str, value: object) -> None:
 def _check_range(
     name: str, value: float, low: float, high: float, *, low_open: bool = False
 ) -> None:
+    if not isinstance(value, int | float):
+        _refuse(name, "must be a number", repr(value))
     inside = low < value <= high if low_open else low <= value <= high
     if not inside or not math.isfinite(value):
         bracket = "(" if low_open else "["

@@ -1,0 +1,50 @@
+"""Pagoda serves large language models, from a laptop CPU to a fleet.
+
+    from pagoda import LLM, SamplingParams
+
+    with LLM() as llm:
+        print(llm.generate("Hello", SamplingParams(max_tokens=8))[0].outputs[0].text)
+
+Names are imported when first used, so `import pagoda` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from pagoda.version import __version__
+
+if TYPE_CHECKING:
+    from pagoda.engine.messages import SamplingParams
+    from pagoda.frontend.async_llm import AsyncLLM
+    from pagoda.frontend.llm import LLM
+    from pagoda.frontend.outputs import CompletionOutput, RequestOutput
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "AsyncLLM": "pagoda.frontend.async_llm",
+    "CompletionOutput": "pagoda.frontend.outputs",
+    "LLM": "pagoda.frontend.llm",
+    "RequestOutput": "pagoda.frontend.outputs",
+    "SamplingParams": "pagoda.engine.messages",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,244 @@
+"""The HTTP server: who may ask, which route answers, and how every failure looks.
+
+Built on aiohttp's low-level server, with a table of routes, so that every answer, also to a request that is not
+HTTP at all, is an OpenAI error object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
+
+from pagoda.api import info
+from pagoda.api.call import INTERNAL_ERROR, Call
+from pagoda.api.chat import chat_completions
+from pagoda.api.completions import completions
+from pagoda.api.errors import ApiError, as_api_error, unavailable
+from pagoda.api.service import Service
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+
+ROUTES: dict[str, dict[str, Handler]] = {
+    "/health": {"GET": info.health_ready},
+    "/health/live": {"GET": info.health_live},
+    "/health/ready": {"GET": info.health_ready},
+    "/version": {"GET": info.version},
+    "/v1/models": {"GET": info.models},
+    "/v1/models/*": {"GET": info.model},
+    "/v1/load": {"GET": info.load},
+    "/v1/completions": {"POST": completions},
+    "/v1/chat/completions": {"POST": chat_completions},
+    "/tokenize": {"POST": info.tokenize},
+    "/detokenize": {"POST": info.detokenize},
+}
+"""What answers, by path and method. A `*` at the end takes the rest of the path."""
+
+OPEN_PATHS = frozenset({"/health/live"})
+"""Answered without an API key."""
+
+CONNECTION_IDLE_S = 75.0
+"""A connection without a complete request for this long is closed."""
+
+_MAX_REQUEST_ID_CHARS = 128
+_MAX_LOGGED_PATH_CHARS = 200
+_NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
+_log = logging.getLogger("pagoda.api")
+
+
+def make_server(service: Service) -> ApiServer:
+    """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop."""
+
+    async def handle(http: web.BaseRequest) -> web.StreamResponse:
+        return await _answer(http, service)
+
+    def make_request(
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: Any,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        return web.BaseRequest(
+            message,
+            payload,
+            protocol,
+            writer,
+            task,
+            asyncio.get_running_loop(),
+            client_max_size=service.config.max_body_bytes,
+        )
+
+    return ApiServer(
+        handle,
+        request_factory=make_request,
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=CONNECTION_IDLE_S,
+    )
+
+
+async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
+    call = Call(http, service, _request_id(http.headers.get("X-Request-Id", "")))
+    began = time.monotonic()
+    status = 499
+    try:
+        response = await _dispatch(call)
+        status = response.status
+        return response
+    except ConnectionError:
+        raise
+    except Exception as error:
+        answer = as_api_error(error)
+        if answer is None:
+            _log.exception("request %s failed", call.request_id)
+            answer = ApiError(500, INTERNAL_ERROR)
+        if answer.status == 429 and service.draining:
+            answer = unavailable(answer.message)
+        status = answer.status
+        return call.error(answer)
+    finally:
+        duration = time.monotonic() - began
+        _log.info(
+            "%s %s %d %.3f s",
+            http.method,
+            http.raw_path[:_MAX_LOGGED_PATH_CHARS],
+            status,
+            duration,
+            extra={"request_id": call.request_id},
+        )
+
+
+async def _dispatch(call: Call) -> web.StreamResponse:
+    path = call.http.path
+    _check_host(call)
+    if path not in OPEN_PATHS:
+        _check_key(call)
+    methods, argument = _find(path)
+    if methods is None:
+        raise ApiError(404, f"There is no route {path[:200]!r}.")
+    method = "GET" if call.http.method == "HEAD" else call.http.method
+    if method not in methods:
+        allowed = ", ".join(methods)
+        raise ApiError(
+            405, f"{path} answers {allowed}, not {call.http.method}.", headers={"Allow": allowed}
+        )
+    return await methods[method](Call(call.http, call.service, call.request_id, argument))
+
+
+def _find(path: str) -> tuple[dict[str, Handler] | None, str]:
+    """The methods of a path, and what stands for the `*` of its route."""
+    if path in ROUTES and not path.endswith("*"):
+        return ROUTES[path], ""
+    for pattern, methods in ROUTES.items():
+        prefix = pattern.removesuffix("*")
+        if prefix != pattern and path.startswith(prefix) and len(path) > len(prefix):
+            return methods, path[len(prefix) :]
+    return None, ""
+
+
+def _request_id(given: str) -> str:
+    """The client's id without anything that could harm a log or a header; a new one if nothing is left."""
+    return _NOT_IN_REQUEST_ID.sub("", given[:_MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
+
+
+def _check_key(call: Call) -> None:
+    key = call.service.config.api_key
+    if key is None:
+        return
+    scheme, _, given = call.http.headers.get("Authorization", "").partition(" ")
+    known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
+    if scheme.lower() != "bearer" or not known:
+        raise ApiError(
+            401,
+            "Send the server's API key as `Authorization: Bearer KEY`.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _check_host(call: Call) -> None:
+    """Refuses web pages of other origins, also those whose name was made to point here (DNS rebinding)."""
+    headers = call.http.headers
+    host = headers.get("Host")
+    allowed = call.service.config.allowed_hosts
+    if host is not None and allowed is not None and _name(host) not in allowed:
+        raise ApiError(
+            403,
+            f"This server does not answer for the host {host[:200]!r}; --allowed-hosts names more.",
+        )
+    origin = headers.get("Origin")
+    if origin is not None and urlsplit_netloc(origin) != (host or "").lower():
+        raise ApiError(403, "Requests from web pages of other origins are refused.")
+
+
+def urlsplit_netloc(origin: str) -> str | None:
+    """Host and port of an Origin header; None if it is not the origin of a web page."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+
+
+def hosts_for(bind_host: str, extra: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """The Host headers that a server bound to `bind_host` answers: all, unless only this machine can reach it."""
+    name = bind_host.strip("[]").lower()
+    try:
+        is_local = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_local = name == "localhost"
+    if not is_local:
+        return None
+    return ("localhost", "127.0.0.1", "::1", name, *(host.lower() for host in extra))
+
+
+class ApiServer(web.Server):
+    """aiohttp's server, with errors of the HTTP layer itself as OpenAI error objects."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    def handle_error(
+        self,
+        request: web.BaseRequest,  # noqa: ARG002
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to a request that did not get as far as a route."""
+        self.keep_alive(False)
+        if isinstance(exc, LineTooLong):
+            error = ApiError(431, "The request line or a header is too long.")
+        elif status == 400 and "headers" in (message or "").lower():
+            error = ApiError(431, "The request has too many headers.")
+        elif status < 500:
+            error = ApiError(status, "The request is not valid HTTP.")
+        else:
+            _log.error("a connection failed", exc_info=exc)
+            error = ApiError(status, INTERNAL_ERROR)
+        response = web.Response(
+            body=error.encode(), status=error.status, content_type="application/json"
+        )
+        response.force_close()
+        return response

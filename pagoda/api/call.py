@@ -1,0 +1,96 @@
+"""One HTTP request on its way through the API, and the ways to answer it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.service import Service
+from pagoda.api.sse import EventStream, error_event
+
+_log = logging.getLogger(__name__)
+
+INTERNAL_ERROR = "The server made an error; its log says more."
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request, the server's state, and the id under which the client may ask about it."""
+
+    http: web.BaseRequest
+    service: Service
+    request_id: str
+    path_argument: str = ""
+    """What stands in the path where the route has a `*`."""
+
+    async def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            ApiError: 413 if it is too long, 408 if it does not arrive in time.
+        """
+        config = self.service.config
+        too_long = ApiError(413, f"The body is longer than {config.max_body_bytes} bytes.")
+        if (self.http.content_length or 0) > config.max_body_bytes:
+            raise too_long
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                return await self.http.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise too_long from None
+        except web.RequestPayloadError as error:
+            raise ApiError(400, f"The body cannot be read: {error}.") from None
+        except TimeoutError:
+            raise ApiError(
+                408, f"The body did not arrive within {config.body_timeout_s:.0f} s."
+            ) from None
+
+    def json(self, value: object, *, status: int = 200) -> web.Response:
+        """An answer in one piece."""
+        return web.Response(
+            body=msgspec.json.encode(value),
+            status=status,
+            content_type="application/json",
+            headers={"X-Request-Id": self.request_id},
+        )
+
+    def error(self, error: ApiError) -> web.Response:
+        """An answer that is an error."""
+        return web.Response(
+            body=error.encode(),
+            status=error.status,
+            content_type="application/json",
+            headers={"X-Request-Id": self.request_id, **error.headers},
+        )
+
+    async def stream(self, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
+        """An answer as events. An error before the first event is raised; later ones become an `error` event."""
+        config = self.service.config
+        stream = EventStream(
+            self.http,
+            {"X-Request-Id": self.request_id},
+            tick_s=config.keep_alive_s,
+            stall_s=config.stall_timeout_s,
+        )
+        try:
+            try:
+                await produce(stream)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not stream.is_open:
+                    raise
+                answer = as_api_error(error)
+                if answer is None:
+                    _log.exception("request %s failed", self.request_id)
+                    answer = ApiError(500, INTERNAL_ERROR)
+                await stream.send(error_event(answer.body()))
+            return await stream.close()
+        finally:
+            stream.stop()

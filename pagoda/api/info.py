@@ -1,0 +1,114 @@
+"""The small routes: health, models, load, version, and the tokenizer by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from pagoda.api.call import Call
+from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.conversation import render_conversation
+from pagoda.frontend.text_generator import TextGenerator
+from pagoda.version import __version__
+
+
+async def health_live(call: Call) -> web.StreamResponse:
+    """The process answers."""
+    return call.json({"status": "live"})
+
+
+async def health_ready(call: Call) -> web.StreamResponse:
+    """The model makes progress; 503 with the reason if it does not."""
+    generator = call.service.ready_generator()
+    if call.service.draining:
+        raise unavailable("The server is shutting down.")
+    health = await generator.endpoint.health()
+    if not health.ready:
+        raise unavailable(f"{health.reason[:1].upper()}{health.reason[1:]}.")
+    return call.json({"status": "ready"})
+
+
+async def version(call: Call) -> web.StreamResponse:
+    return call.json({"version": __version__})
+
+
+async def models(call: Call) -> web.StreamResponse:
+    """The one model that is served."""
+    return call.json({"object": "list", "data": [_model(call)]})
+
+
+async def model(call: Call) -> web.StreamResponse:
+    call.service.check_model(call.path_argument)
+    return call.json(_model(call))
+
+
+def _model(call: Call) -> dict[str, Any]:
+    limits = call.service.ready_generator().endpoint.limits
+    name = call.service.config.served_model_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": call.service.created,
+        "owned_by": "pagoda",
+        "root": name,
+        "max_model_len": limits.max_model_len,
+    }
+
+
+async def load(call: Call) -> web.StreamResponse:
+    """What a router needs to know: running, waiting, pending tokens, KV blocks."""
+    report = await call.service.ready_generator().endpoint.load()
+    return call.json({"draining": call.service.draining, **_public(report)})
+
+
+def _public(report: Any) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in report.__struct_fields__}
+
+
+async def tokenize(call: Call) -> web.StreamResponse:
+    """The token ids of a text, or of a conversation as the model would see it."""
+    body = parse_body(await call.body(), TokenizeRequest)
+    call.service.check_model(body.model)
+    generator = call.service.ready_generator()
+    token_ids = await _token_ids(body, generator)
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": generator.endpoint.limits.max_model_len,
+        "tokens": token_ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [generator.text.tokenizer.token(i) for i in token_ids]
+    return call.json(answer)
+
+
+async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages.", param="prompt")
+    if body.prompt is not None:
+        return await generator.encode(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    text = render_conversation(
+        generator.text.require_template(),
+        body.messages or (),
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        switches=body.chat_template_kwargs,
+    )
+    return await generator.encode(text, add_special_tokens=bool(body.add_special_tokens))
+
+
+async def detokenize(call: Call) -> web.StreamResponse:
+    """The text of token ids, special tokens included."""
+    body = parse_body(await call.body(), DetokenizeRequest)
+    call.service.check_model(body.model)
+    generator = call.service.ready_generator()
+    vocab_size = generator.endpoint.limits.vocab_size
+    if body.tokens and max(body.tokens) >= vocab_size:
+        raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
+    text = generator.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return call.json({"prompt": text})

@@ -1,0 +1,323 @@
+"""The bodies of requests, as OpenAI spells them and with the fields that vLLM adds.
+
+Every field either works, or is refused unless it has the value that changes nothing; a field that is not here is
+refused by name. Fields may be null, which is the same as leaving them out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagoda.engine.messages import MAX_LOGPROBS, SamplingParams, TokenId
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.conversation import Message
+
+MAX_SEQUENCES_PER_BODY = 1024
+"""Prompts times `n` in one body."""
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_PRIORITY = 2**31 - 1
+
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream tells besides tokens."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+
+    # No effect on the answer, by OpenAI's definition.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    # Refused unless neutral; see `_NEUTRAL`.
+    store: Any = None
+    service_tier: Any = None
+    best_of: Any = None
+    typical_p: Any = None
+    bad_words: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Any = None
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokenize`: of a text, or of a conversation as the model would see it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /detokenize`."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "typical_p": (1, 1.0),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "reasoning_effort": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+}
+"""Fields that are not served yet, with the values (besides null) that change nothing."""
+
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
+
+
+def parse_body(body: bytes, kind: type[T]) -> T:
+    """Decodes and checks a JSON body.
+
+    Raises:
+        InvalidRequestError: the body is not JSON, or not such a body; names the field.
+    """
+    try:
+        parsed = msgspec.json.decode(body, type=kind)
+        json.loads(body, object_pairs_hook=_refuse_duplicates)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except InvalidRequestError:
+        raise
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply.") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError("the body is not valid UTF-8.") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}.") from None
+    if isinstance(parsed, GenerationFields):
+        _check_neutral(parsed)
+    return parsed
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
+    names: set[str] = set()
+    for name, _ in pairs:
+        if name in names:
+            raise InvalidRequestError(f"{name!r} is given twice in one object.", param=name)
+        names.add(name)
+
+
+def _invalid_field(message: str) -> InvalidRequestError:
+    """msgspec's complaint as a sentence that names the field."""
+    place = _PLACE.search(message)
+    path = place["path"] if place else ""
+    reason = message[: place.start()] if place else message
+    for pattern, rule in ((_UNKNOWN, "is not a known field"), (_MISSING, "is missing")):
+        found = pattern.match(reason)
+        if found:
+            param = f"{path}.{found['name']}" if path else found["name"]
+            return InvalidRequestError(f"{param} {rule}.", param=param)
+    reason = reason.replace("`", "")
+    return InvalidRequestError(
+        f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}.", param=path or None
+    )
+
+
+def _check_neutral(body: GenerationFields) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is not None and not any(
+            type(value) is type(same) and value == same for same in neutral
+        ):
+            hint = f" other than {neutral[0]!r}" if neutral else ""
+            raise InvalidRequestError(f"{name}{hint} is not supported yet.", param=name)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError("best_of other than n is not supported.", param="best_of")
+    if body.priority is not None and abs(body.priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError(
+            "stream_options is only for requests with stream: true.", param="stream_options"
+        )
+
+
+def sampling_params(
+    body: GenerationFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    defaults: Mapping[str, float],
+) -> SamplingParams:
+    """The sampling that a body asks for; `defaults` are the model's own for what the body leaves open.
+
+    Raises:
+        InvalidRequestError: a value is out of range; names the field.
+    """
+    given: dict[str, Any] = {
+        "n": body.n,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": body.logit_bias,
+        "min_tokens": body.min_tokens,
+        "include_stop_str_in_output": body.include_stop_str_in_output,
+        "ignore_eos": body.ignore_eos,
+        "skip_special_tokens": body.skip_special_tokens,
+        "stop": (body.stop,) if isinstance(body.stop, str) else _tuple(body.stop),
+        "stop_token_ids": _tuple(body.stop_token_ids),
+        "allowed_token_ids": _tuple(body.allowed_token_ids),
+    }
+    fields = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a body: a string, token ids, or a list of either.
+
+    Raises:
+        InvalidRequestError: the list is empty, mixed, or too long.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("prompt is an empty list.", param="prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
+        raise InvalidRequestError(
+            "prompt must be a string, token ids, a list of strings or a list of lists of token ids.",
+            param="prompt",
+        )
+    total = len(prompt) * (body.n or 1)
+    if total > MAX_SEQUENCES_PER_BODY:
+        raise InvalidRequestError(
+            f"prompt asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served.",
+            param="prompt",
+        )
+    return prompt  # type: ignore[return-value]
+
+
+def chat_logprobs_count(body: ChatRequest) -> int | None:
+    """How many log-probabilities per token a chat body asks for.
+
+    Raises:
+        InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.
+    """
+    top = body.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.", param="top_logprobs"
+        )
+    if not body.logprobs:
+        if top:
+            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        return None
+    return top or 0
+
+
+def chat_max_tokens(body: ChatRequest) -> int | None:
+    """`max_completion_tokens`, or its older name.
+
+    Raises:
+        InvalidRequestError: both are given and differ.
+    """
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequestError(
+            "max_completion_tokens and max_tokens are both given and differ.",
+            param="max_completion_tokens",
+        )
+    return old if new is None else new

@@ -1,0 +1,151 @@
+"""One server process: from its first socket to its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from pagoda.api.app import hosts_for, make_server
+from pagoda.api.service import ApiConfig, Service
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import EngineReady
+from pagoda.errors import ConfigError
+from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.model_text import load_text
+from pagoda.frontend.text_generator import start_generator
+from pagoda.models.resolve import ModelFiles
+
+_log = logging.getLogger("pagoda.api")
+
+_CLOSING_TIMEOUT_S = 5.0
+"""For handlers to write the end of an aborted answer."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the API listens, and how it behaves."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    served_model_name: str | None = None
+    """None takes the model's own."""
+    api_key: str | None = None
+    chat_template: Path | None = None
+    """A Jinja file that replaces the model's own template."""
+    drain_timeout_s: float = 30.0
+    """At SIGTERM, what runs may take this long to finish."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which a server on the loopback interface may be asked, such as a proxy's."""
+
+
+async def serve(
+    server: ServerConfig,
+    engine: EngineConfig,
+    model: ModelFiles,
+    *,
+    on_ready: Callable[[str, EngineReady], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
+    and what the engine can do.
+
+    Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
+
+    Raises:
+        ConfigError: the port is in use, or the model cannot be loaded.
+    """
+    service = Service(
+        ApiConfig(
+            served_model_name=server.served_model_name or model.served_name,
+            api_key=server.api_key,
+            allowed_hosts=hosts_for(server.host, server.allowed_hosts),
+        )
+    )
+    signals = _Signals()
+    runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
+    await runner.setup()
+    client = EngineClient(engine)
+    try:
+        url = await _listen(runner, server)
+        load = partial(
+            load_text,
+            model,
+            simulated=engine.executor == "sim",
+            chat_template=server.chat_template,
+        )
+        loading = asyncio.ensure_future(start_generator(client, load))
+        if not await signals.before(loading):
+            return
+        service.generator = loading.result()
+        on_ready(url, client.limits)
+        await signals.first.wait()
+        service.draining = True
+        _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
+        draining = asyncio.ensure_future(client.drain(server.drain_timeout_s))
+        if not await signals.before(draining, last=True):
+            await client.drain(0.0)
+    finally:
+        service.draining = True
+        await runner.cleanup()
+        await client.close()
+        signals.restore()
+
+
+async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
+    """Opens the socket; returns the base URL."""
+    site = web.TCPSite(runner, server.host, server.port, backlog=1024)
+    try:
+        await site.start()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port} ({reason}); choose another --host or --port."
+        ) from None
+    except OverflowError:
+        raise ConfigError(f"--port must be from 0 to 65535, got {server.port}.") from None
+    port = runner.addresses[0][1]
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return f"http://{host}:{port}"
+
+
+class _Signals:
+    """SIGTERM and SIGINT as events."""
+
+    _NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self._second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in self._NUMBERS:
+            self._loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self._second if self.first.is_set() else self.first).set()
+
+    def restore(self) -> None:
+        for number in self._NUMBERS:
+            self._loop.remove_signal_handler(number)
+
+    async def before(self, work: asyncio.Future[Any], *, last: bool = False) -> bool:
+        """Waits for `work`, whose error is raised; a signal (with `last`, a second one) cancels it: False."""
+        event = self._second if last else self.first
+        interrupt = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait((work, interrupt), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            interrupt.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            return False
+        work.result()
+        return True

@@ -1,0 +1,72 @@
+"""What all routes share: the model that is served, and whether new work is taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagoda.api.errors import ApiError, unavailable
+from pagoda.frontend.text_generator import TextGenerator
+
+
+@dataclass(frozen=True)
+class ApiConfig:
+    """How the API behaves, whatever it serves."""
+
+    served_model_name: str
+    api_key: str | None = None
+    """When given, every route but `/health/live` asks for it."""
+    allowed_hosts: Sequence[str] | None = None
+    """The Host headers that are answered; None means any."""
+    max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 60.0
+    """A body must have arrived by then."""
+    keep_alive_s: float = 15.0
+    """An event stream that is idle for this long gets a comment."""
+    stall_timeout_s: float = 60.0
+    """A client that reads nothing of a full stream for this long is cut off."""
+
+
+@dataclass
+class Service:
+    """The state of one server: loading until there is a generator, then serving, then draining."""
+
+    config: ApiConfig
+    generator: TextGenerator | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def ready_generator(self) -> TextGenerator:
+        """
+        Raises:
+            ApiError: 503, the model is still loading.
+        """
+        if self.generator is None:
+            raise unavailable("The model is loading.")
+        return self.generator
+
+    def admit(self, model: str | None) -> TextGenerator:
+        """The generator for a new request that names `model`.
+
+        Raises:
+            ApiError: 503 while loading or draining, 404 for a model that is not served here.
+        """
+        self.check_model(model)
+        if self.draining:
+            raise unavailable("The server is shutting down.")
+        return self.ready_generator()
+
+    def check_model(self, model: str | None) -> None:
+        """
+        Raises:
+            ApiError: 404, the model is not served here.
+        """
+        served = self.config.served_model_name
+        if model is not None and model != served:
+            raise ApiError(
+                404,
+                f"The model {model[:200]!r} is not served here; it is {served!r}.",
+                "model",
+                "model_not_found",
+            )

@@ -1,0 +1,287 @@
+"""`AsyncLLM`: a model as async iterators, in the process that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import msgspec
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import SamplingParams
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.conversation import Message, render_conversation
+from pagoda.frontend.engine_args import EngineArgs, configure
+from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.merge import merge
+from pagoda.frontend.model_text import ModelText, load_text
+from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
+from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, start_generator
+from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.models.resolve import ModelFiles
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages as OpenAI spells them."""
+
+
+class AsyncLLM:
+    """A model behind one engine process.
+
+        async with AsyncLLM() as llm:
+            async for output in llm.generate("Hello"):
+                print(output.outputs[0].text)
+
+    Belongs to the event loop in which it was started.
+    """
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineArgs]) -> None:
+        """`model` is a directory, a hub id, or None for the embedded model; `options` are those of `pagoda serve`.
+
+        Raises:
+            ConfigError: there is no such model or option.
+        """
+        files, engine = configure(model, options)
+        template = options.get("chat_template")
+        self._init(files, engine, None if template is None else Path(template))
+
+    @classmethod
+    def from_config(
+        cls, files: ModelFiles, engine: EngineConfig, *, chat_template: Path | None = None
+    ) -> Self:
+        """For callers that have a whole engine configuration."""
+        llm = cls.__new__(cls)
+        llm._init(files, engine, chat_template)
+        return llm
+
+    def _init(self, files: ModelFiles, engine: EngineConfig, chat_template: Path | None) -> None:
+        self._files = files
+        self._engine = engine
+        self._chat_template = chat_template
+        self._client: EngineClient | None = None
+        self._generator: TextGenerator | None = None
+        self._requests: dict[str, list[str]] = {}
+
+    async def start(self) -> None:
+        """Returns when the model is ready.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        client = self._client = EngineClient(self._engine)
+        try:
+            self._generator = await start_generator(client, self._load_text)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _load_text(self) -> ModelText:
+        return load_text(
+            self._files, simulated=self._engine.executor == "sim", chat_template=self._chat_template
+        )
+
+    async def close(self) -> None:
+        """Ends the engine. May be called twice."""
+        client, self._client, self._generator = self._client, None, None
+        if client is not None:
+            await client.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def generator(self) -> TextGenerator:
+        """
+        Raises:
+            RuntimeError: it is not started, or closed.
+        """
+        if self._generator is None:
+            raise RuntimeError("The LLM is not running: it was not started, or it was closed.")
+        return self._generator
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.generator.text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own preferences, from its generation_config.json."""
+        return SamplingParams(**self.generator.text.default_sampling)  # type: ignore[arg-type]
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The answers to `prompt` as they grow; every item has all of the text so far.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter does not fit the model.
+            OverloadedError: too many requests are waiting.
+        """
+        requests = await self.prepare(prompt, sampling_params, priority=priority)
+        async with aclosing(self._growing(requests, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for a conversation."""
+        prompt = self.render(
+            messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        requests = await self.prepare(
+            prompt, sampling_params, priority=priority, add_special_tokens=False
+        )
+        async with aclosing(self._growing(requests, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _growing(
+        self, requests: list[TextRequest], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request_id = request_id or uuid.uuid4().hex
+        answers = self._answers(requests)
+        self._requests[request_id] = [request.request.request_id for request in requests]
+        try:
+            streams = [self.generator.stream(request) for request in requests]
+            async with aclosing(merge(streams)) as deltas:
+                async for index, delta in deltas:
+                    answers[index].add(delta)
+                    yield request_output(request_id, answers, requests[0])
+        finally:
+            self._requests.pop(request_id, None)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request of `generate`; its last output has the finish reason `abort`. Unknown ids are ignored."""
+        for internal_id in self._requests.get(request_id, ()):
+            await self.generator.endpoint.abort(internal_id)
+
+    # ---- for whole answers, as `LLM` needs them
+
+    async def complete(self, requests: list[TextRequest], gate: asyncio.Semaphore) -> RequestOutput:
+        """The whole answers to one prompt; each goes to the engine when it has passed `gate`."""
+        answers = self._answers(requests)
+        streams = [_gated(self.generator.stream(request), gate) for request in requests]
+        async with aclosing(merge(streams)) as deltas:
+            async for index, delta in deltas:
+                answers[index].add(delta)
+        return request_output(uuid.uuid4().hex, answers, requests[0])
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> list[TextRequest]:
+        """The requests of one prompt. An answer too long for the context is shortened to fit, as in vLLM.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter does not fit the model.
+        """
+        params = sampling_params or self.get_default_sampling_params()
+        return await self.generator.prepare(
+            _plain_prompt(prompt),
+            _checked(params),
+            add_special_tokens=add_special_tokens,
+            clamp_max_tokens=True,
+            priority=priority,
+        )
+
+    def render(
+        self,
+        messages: Conversation,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Raises:
+            InvalidRequestError: a message, a tool or a switch is not as it should be.
+        """
+        try:
+            checked = msgspec.convert(messages, list[Message])
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"messages: {error}.", param="messages") from None
+        return render_conversation(
+            self.generator.text.require_template(),
+            checked,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            switches=chat_template_kwargs,
+        )
+
+    def _answers(self, requests: list[TextRequest]) -> list[GrowingAnswer]:
+        tokenizer = self.generator.text.tokenizer
+        return [GrowingAnswer(request, tokenizer) for request in requests]
+
+
+async def _gated(
+    stream: AsyncGenerator[TextDelta, None], gate: asyncio.Semaphore
+) -> AsyncGenerator[TextDelta, None]:
+    async with gate, aclosing(stream):
+        async for delta in stream:
+            yield delta
+
+
+def _plain_prompt(prompt: Prompt) -> str | Sequence[int]:
+    if isinstance(prompt, Mapping):
+        plain: str | Sequence[int] | None = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if plain is None or prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise InvalidRequestError(
+                'a prompt given as a dict takes "prompt" or "prompt_token_ids".', param="prompt"
+            )
+        prompt = plain
+    if isinstance(prompt, str):
+        return prompt
+    token_ids: list[int] = list(prompt)
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise InvalidRequestError("a prompt is a string or a list of token ids.", param="prompt")
+    return token_ids
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """Python callers may give any type; a wrong one is refused here rather than in the engine."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(params, str_keys=False), SamplingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        if isinstance(error.__cause__, InvalidRequestError):
+            raise error.__cause__ from None
+        raise InvalidRequestError(f"a sampling parameter is not right: {error}.") from None

@@ -1,0 +1,240 @@
+"""A conversation to the text that a model was trained on, with the model's own Jinja template.
+
+Templates come from the model directory or from the operator, never from a client. They run in Jinja's immutable
+sandbox with the same extras as in Hugging Face transformers, and what one rendering may produce is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from pagoda.errors import ConfigError, InvalidRequestError
+
+MAX_RENDERED_CHARS = 16 * 2**20
+MAX_SWITCH_CHARS = 1024
+
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "raise_exception",
+        "strftime_now",
+        "tokenize",
+        "tools",
+    }
+)
+
+
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template's expressions can raise, all for want of something in the conversation."""
+
+
+class TemplateError(Exception):
+    """Raised by a template itself, through `raise_exception`."""
+
+
+class ChatTemplate:
+    """One compiled template, and what its source tells about the model."""
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
+        """
+        Raises:
+            ConfigError: the source is not a Jinja template.
+        """
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self._variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is not valid Jinja: {error.message} (line {error.lineno})."
+            ) from None
+        except (RecursionError, MemoryError, SyntaxError):
+            raise ConfigError("the chat template is nested too deeply to be compiled.") from None
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        self.takes_tools = "tools" in self._variables
+        """Whether the template shows tools to the model at all."""
+        self.hermes_tool_calls = "<tool_call>" in source
+        """Whether the model answers with calls between `<tool_call>` tags (Hermes, Qwen)."""
+        self.thinks = "</think>" in source
+        """Whether the model's reasoning comes between `<think>` tags."""
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """The names that a client may set through `chat_template_kwargs`."""
+        return tuple(sorted(self._variables - _RESERVED - self._special_tokens.keys()))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        switches: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        `messages` are dicts with `role`, `content` (a string) and, as they occur, `tool_calls` (with arguments as
+        dicts), `tool_call_id`, `name` and `reasoning_content`.
+
+        Raises:
+            InvalidRequestError: a switch is not one of the template's, or the template refuses the conversation.
+        """
+        given = dict(switches or {})
+        self._check_switches(given)
+        try:
+            text = self._bounded(
+                messages=[self._with_known_role(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                **self._special_tokens,
+                **given,
+            )
+        except TemplateError as error:
+            raise _refusal(str(error)) from None
+        except _TEMPLATE_FAULTS as error:
+            raise _refusal(str(error) or type(error).__name__) from error
+        return _cut_behind_last(text, messages) if continue_final_message else text
+
+    def _bounded(self, **variables: object) -> str:
+        parts, size = [], 0
+        for part in self._template.generate(**variables):
+            size += len(part)
+            if size > MAX_RENDERED_CHARS:
+                raise TemplateError(f"the prompt grows beyond {MAX_RENDERED_CHARS} characters")
+            parts.append(part)
+        return "".join(parts)
+
+    def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return message
+
+    def _check_switches(self, switches: Mapping[str, object]) -> None:
+        allowed = self.switches
+        for name, value in switches.items():
+            param = f"chat_template_kwargs.{name}"
+            if name not in allowed:
+                known = ", ".join(allowed) or "none"
+                raise InvalidRequestError(
+                    f"{param} is not a switch of this model's chat template; it has: {known}.",
+                    param=param,
+                )
+            if not isinstance(value, bool | int | float | str):
+                raise InvalidRequestError(
+                    f"{param} must be a boolean, a number or a string.", param=param
+                )
+            if isinstance(value, str) and len(value) > MAX_SWITCH_CHARS:
+                raise InvalidRequestError(
+                    f"{param} must have at most {MAX_SWITCH_CHARS} characters, got {len(value)}.",
+                    param=param,
+                )
+
+
+def _refusal(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the chat template refuses these messages: {reason.splitlines()[0].rstrip('.')}.",
+        param="messages",
+    )
+
+
+def _cut_behind_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The rendering up to the end of the last message, which the model then continues."""
+    content = str(messages[-1].get("content") or "").strip()
+    begin = text.rfind(content) if content else -1
+    if begin < 0:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message whose content the template renders.",
+            param="continue_final_message",
+        )
+    return text[: begin + len(content)]
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which bounds `range`; here also repetition and powers, which could fill memory at once."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if not numbers or (operator == "**" and abs(right) > 64):
+            raise TemplateError(f"{operator} is for small numbers in a chat template")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; it renders as what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, leaves `<` and friends as they are."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def read_template(path: Path) -> str:
+    """The template in a file named by the operator.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--chat-template {str(path)!r} cannot be read: {reason}.") from None

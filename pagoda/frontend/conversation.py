@@ -1,0 +1,210 @@
+"""Conversations as OpenAI spells them, checked, and turned into what a chat template takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import msgspec
+
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.chat_template import ChatTemplate
+
+MAX_TOOLS = 128
+MAX_SCHEMA_DEPTH = 32
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_MAX_PATTERN_CHARS = 1024
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an assistant called."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call in an assistant's message."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """Left over in messages that were put together from a stream."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message. The last five fields come back from clients that return an answer as they got it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[None] | None = None
+    reasoning: None = None
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+def render_conversation(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    switches: Mapping[str, Any] | None,
+) -> str:
+    """The prompt of a conversation. What is None has its default.
+
+    Raises:
+        InvalidRequestError: a message, a tool or a switch is not as it should be.
+    """
+    if tools:
+        check_tools(tools)
+        if not template.takes_tools:
+            _refuse("tools", "are not in this model's chat template")
+    if continue_final_message and add_generation_prompt:
+        _refuse("continue_final_message", "and add_generation_prompt exclude each other")
+    return template.render(
+        template_messages(messages),
+        tools=tools,
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=bool(continue_final_message),
+        switches=switches,
+    )
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as the dicts that chat templates expect.
+
+    Text parts become one string, and the arguments of tool calls become objects.
+
+    Raises:
+        InvalidRequestError: a message lacks what its role needs.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must hold at least one message.", param="messages")
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: Message, where: str) -> dict[str, Any]:
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        _refuse(f"{where}.content", "must be a string or a list of text parts")
+    if message.tool_calls and message.role != "assistant":
+        _refuse(f"{where}.tool_calls", "is only for the role assistant")
+    turn: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            _template_call(call, f"{where}.tool_calls[{i}]")
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return turn
+
+
+def _text(content: str | list[TextPart] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
+
+
+def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        _refuse(f"{where}.function.arguments", "must be the text of a JSON object")
+    function = {"name": call.function.name, "arguments": arguments}
+    turn: dict[str, Any] = {"type": "function", "function": function}
+    return turn if call.id is None else {"id": call.id, **turn}
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Checks tool definitions before they reach a template.
+
+    Raises:
+        InvalidRequestError: there are too many, or one is malformed.
+    """
+    if len(tools) > MAX_TOOLS:
+        _refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
+    for i, raw in enumerate(tools):
+        try:
+            tool = msgspec.convert(raw, Tool)
+        except (msgspec.ValidationError, RecursionError) as error:
+            reason, _, path = str(error).partition(" - at `$")
+            _refuse(f"tools[{i}]{path.rstrip('`')}", f"is not a tool: {reason}")
+        where = f"tools[{i}].function"
+        if not _FUNCTION_NAME.fullmatch(tool.function.name):
+            _refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+        if tool.function.parameters is not None:
+            _check_schema(tool.function.parameters, f"{where}.parameters", depth=0)
+
+
+def _check_schema(schema: object, where: str, *, depth: int) -> None:
+    """Whether this has the form of a JSON schema, as far as a model that reads it may rely on."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        _refuse(where, "must be a JSON schema, that is, an object")
+    if depth > MAX_SCHEMA_DEPTH:
+        _refuse(where, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if not isinstance(name, str) or name not in _SCHEMA_TYPES:
+            _refuse(f"{where}.type", f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}")
+    _check_pattern(schema.get("pattern", ""), f"{where}.pattern")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict):
+        _refuse(f"{where}.properties", "must be an object")
+    for name, child in properties.items():
+        _check_schema(child, f"{where}.properties.{name}", depth=depth + 1)
+    if "items" in schema:
+        _check_schema(schema["items"], f"{where}.items", depth=depth + 1)
+
+
+def _check_pattern(pattern: object, where: str) -> None:
+    if not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN_CHARS:
+        _refuse(where, f"must be a regular expression of at most {_MAX_PATTERN_CHARS} characters")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        _refuse(where, "is not a regular expression")
+
+
+def _refuse(param: str, rule: str) -> NoReturn:
+    raise InvalidRequestError(f"{param} {rule}.", param=param)

@@ -1,0 +1,286 @@
+"""`LLM`: a model for plain scripts and notebooks, many prompts at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import SamplingParams
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
+from pagoda.frontend.engine_args import EngineArgs
+from pagoda.frontend.event_loop import new_event_loop
+from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.outputs import RequestOutput
+from pagoda.frontend.text_generator import TextRequest
+from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.models.resolve import ModelFiles
+
+T = TypeVar("T")
+Advance = Callable[[RequestOutput], None]
+
+
+class LLM:
+    """A model behind one engine process, for code without an event loop.
+
+        with LLM() as llm:
+            [output] = llm.generate(["Hello"], SamplingParams(max_tokens=8))
+            print(output.outputs[0].text)
+
+    All work is done in a thread with an event loop of its own, so it works in notebooks too. The engine ends with
+    `close`, with the `with` block, or with the program.
+    """
+
+    def __init__(self, model: str | None = None, **options: Unpack[EngineArgs]) -> None:
+        """`model` is a directory, a hub id, or None for the embedded model; `options` are those of `pagoda serve`.
+
+        Raises:
+            ConfigError: there is no such model or option, or the model cannot be loaded.
+        """
+        self._start(AsyncLLM(model, **options))
+
+    @classmethod
+    def from_config(
+        cls, files: ModelFiles, engine: EngineConfig, *, chat_template: Path | None = None
+    ) -> Self:
+        """For callers that have a whole engine configuration."""
+        llm = cls.__new__(cls)
+        llm._start(AsyncLLM.from_config(files, engine, chat_template=chat_template))
+        return llm
+
+    def _start(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._thread = _LoopThread()
+        self._end = weakref.finalize(self, _end, llm, self._thread)
+        try:
+            self._thread.run(llm.start())
+        except BaseException:
+            self._end()
+            raise
+
+    def close(self) -> None:
+        """Ends the engine. May be called twice."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._llm.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own preferences, from its generation_config.json."""
+        return self._llm.get_default_sampling_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers prompts, in their order.
+
+        A prompt is a string, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
+        `sampling_params` is for all prompts or one for each; None takes the model's own. `use_tqdm` shows a
+        progress bar, where standard error is a terminal or a notebook. An answer that fails has `finish_reason`
+        `error` and says why in `error`; the others are complete.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter does not fit the model; nothing was generated.
+        """
+        several = _prompt_list(prompts)
+        params = _for_each(sampling_params, len(several), "sampling_params")
+        priorities = _for_each(priority, len(several), "priority")
+        return self._complete_all(
+            several, params, priorities, add_special_tokens=True, bar=use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several in their order.
+
+        Raises:
+            InvalidRequestError: a conversation or a parameter does not fit the model; nothing was generated.
+        """
+        prompts = [
+            self._llm.render(
+                conversation,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in _conversation_list(messages)
+        ]
+        params = _for_each(sampling_params, len(prompts), "sampling_params")
+        priorities: list[int | None] = [None] * len(prompts)
+        return self._complete_all(
+            prompts, params, priorities, add_special_tokens=False, bar=use_tqdm
+        )
+
+    def _complete_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int | None],
+        *,
+        add_special_tokens: bool,
+        bar: bool,
+    ) -> list[RequestOutput]:
+        with _progress(len(prompts), shown=bar) as advance:
+            return self._thread.run(
+                _complete_all(
+                    self._llm,
+                    prompts,
+                    params,
+                    priorities,
+                    add_special_tokens=add_special_tokens,
+                    advance=advance,
+                )
+            )
+
+
+async def _complete_all(
+    llm: AsyncLLM,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams | None],
+    priorities: Sequence[int | None],
+    *,
+    add_special_tokens: bool,
+    advance: Advance,
+) -> list[RequestOutput]:
+    prepared = [
+        await llm.prepare(
+            prompt, one, priority=priority or 0, add_special_tokens=add_special_tokens
+        )
+        for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+    ]
+    limits = llm.generator.endpoint.limits
+    # Enough to keep the engine full; more would only wait there, and be refused past its limit.
+    gate = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_num_waiting)))
+
+    async def complete(requests: list[TextRequest]) -> RequestOutput:
+        output = await llm.complete(requests, gate)
+        advance(output)
+        return output
+
+    tasks = [asyncio.create_task(complete(requests)) for requests in prepared]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_all(tasks)
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, which lives as long as the engine that it starts."""
+
+    def __init__(self) -> None:
+        self._loop = new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pagoda", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; Ctrl-C in the waiting thread cancels it.
+
+        Raises:
+            RuntimeError: the thread was stopped.
+        """
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("The LLM was closed.")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _end(llm: AsyncLLM, thread: _LoopThread) -> None:
+    try:
+        thread.run(llm.close())
+    finally:
+        thread.stop()
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    several = list(prompts)
+    if several and all(isinstance(item, int) for item in several):
+        return [several]  # type: ignore[list-item]
+    return several  # type: ignore[return-value]
+
+
+def _conversation_list(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]
+
+
+def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T | None]:
+    """One value for each of `count` prompts."""
+    if not isinstance(values, Sequence):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidRequestError(
+            f"{name} has {len(values)} entries for {count} prompts.", param=name
+        )
+    return list(values)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
+    """A progress bar over prompts on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    visible = shown and (console.is_terminal or console.is_jupyter)
+    with Progress(*_columns(), console=console, disable=not visible) as progress:
+        task = progress.add_task("Prompts", total=total, tokens=0)
+
+        def advance(output: RequestOutput) -> None:
+            tokens = sum(len(answer.token_ids) for answer in output.outputs)
+            done = progress.tasks[0].fields["tokens"] + tokens
+            progress.update(task, advance=1, tokens=done)
+
+        yield advance
+
+
+def _columns() -> list[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    return [*columns, TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()]

@@ -1,0 +1,161 @@
+"""Everything about a model that concerns text: its tokenizer, chat template, end tokens and preferred sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagoda.engine.messages import SamplingParams
+from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.frontend.chat_template import ChatTemplate, read_template
+from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
+from pagoda.models.resolve import ModelFiles
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_CHATML = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """The text side of one model."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    """What the model's generation_config.json prefers; used for fields that a request leaves open."""
+
+    def require_template(self) -> ChatTemplate:
+        """
+        Raises:
+            InvalidRequestError: the model has no chat template.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; its operator can give one with --chat-template FILE.",
+                param="messages",
+            )
+        return self.chat_template
+
+
+def load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None) -> ModelText:
+    """The text side of a model; that of a simulated engine does not depend on files.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read, or does not hold what it should.
+    """
+    if simulated or files.directory is None:
+        return synthetic_model_text(chat_template=chat_template)
+    return load_model_text(files.directory, chat_template=chat_template)
+
+
+def load_model_text(directory: Path, *, chat_template: Path | None = None) -> ModelText:
+    """Reads the text files of a Hugging Face model directory.
+
+    The chat template is taken from the first of: `chat_template` (the operator's file), `chat_template.jinja`,
+    `chat_template.json`, `tokenizer_config.json`.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read, or does not hold what it should.
+    """
+    tokenizer = load_tokenizer(directory)
+    config = _read_json(directory / "tokenizer_config.json")
+    special_tokens = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
+    generation = _read_json(directory / "generation_config.json")
+    eos = _eos_ids(generation) or _eos_ids(_read_json(directory / "config.json"))
+    from_tokenizer = tokenizer.token_id(special_tokens.get("eos_token", ""))
+    if from_tokenizer is not None:
+        eos = eos | {from_tokenizer}
+    source = _template_source(directory, config, chat_template)
+    return ModelText(
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
+        eos_token_ids=tuple(sorted(eos)),
+        default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
+    )
+
+
+def synthetic_model_text(*, chat_template: Path | None = None) -> ModelText:
+    """For models without files (shape presets, the simulated executor): bytes as tokens, and ChatML."""
+    tokenizer = byte_tokenizer()
+    source = _CHATML if chat_template is None else read_template(chat_template)
+    eos = tokenizer.token_id(IM_END)
+    return ModelText(
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(source, special_tokens={"eos_token": IM_END}),
+        eos_token_ids=() if eos is None else (eos,),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{str(path)!r} must hold a JSON object.")
+    return value
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by role; each is written as a string or as an object with `content`."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for role in _SPECIAL_TOKENS:
+            value = source.get(role)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found.setdefault(role, text)
+    return found
+
+
+def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return frozenset(i for i in ids if isinstance(i, int) and i >= 0)
+
+
+def _template_source(
+    directory: Path, config: Mapping[str, Any], operators: Path | None
+) -> str | None:
+    if operators is not None:
+        return read_template(operators)
+    jinja_file = directory / "chat_template.jinja"
+    if jinja_file.is_file():
+        return read_template(jinja_file)
+    for holder in (_read_json(directory / "chat_template.json"), config):
+        template = holder.get("chat_template")
+        if isinstance(template, list):
+            template = {t.get("name"): t.get("template") for t in template}.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling that generation_config.json prefers."""
+    found = {
+        name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None
+    }
+    try:
+        msgspec.convert(found, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{str(path)!r} prefers sampling that is not possible: {error}."
+        ) from None
+    return found

@@ -1,0 +1,119 @@
+"""What `LLM` and `AsyncLLM` give back, spelled as vLLM users know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.engine.messages import TokenLogprobs
+from pagoda.frontend.text_generator import TextDelta, TextRequest
+from pagoda.frontend.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of one token at one position, of the model's own distribution."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer, as far as it has grown."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """The sum over the sampled tokens, where log-probabilities were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each position: the sampled token first, then the most likely ones."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error`; None while it grows."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it."""
+    error: str | None = None
+    """One sentence, when `finish_reason` is `error`."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answers to one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """The text of the prompt; None if it was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the cache."""
+
+
+class GrowingAnswer:
+    """Collects the deltas of one answer."""
+
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative = 0.0
+        self._last: TextDelta | None = None
+        self.num_cached_tokens = 0
+
+    def add(self, delta: TextDelta) -> None:
+        self._text.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._last = delta
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        for token_id, entry in zip(delta.token_ids, delta.logprobs or (), strict=False):
+            self._logprobs.append(self._position(token_id, entry))
+            self._cumulative += entry.logprob
+
+    @property
+    def finished(self) -> bool:
+        return self._last is not None and self._last.finish_reason is not None
+
+    def output(self) -> CompletionOutput:
+        """The answer so far."""
+        asked = self._request.sampling.logprobs is not None
+        last = self._last
+        self._text = ["".join(self._text)]
+        return CompletionOutput(
+            index=self._request.index,
+            text=self._text[0],
+            token_ids=list(self._token_ids),
+            cumulative_logprob=self._cumulative if asked else None,
+            logprobs=list(self._logprobs) if asked else None,
+            finish_reason=str(last.finish_reason) if last and last.finish_reason else None,
+            stop_reason=last.stop_reason if last else None,
+            error=last.error if last else None,
+        )
+
+    def _position(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+        position = {token_id: Logprob(entry.logprob, entry.rank, self._spell(token_id))}
+        top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+        for rank, (other, logprob) in enumerate(top, start=1):
+            position.setdefault(other, Logprob(logprob, rank, self._spell(other)))
+        return position
+
+    def _spell(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def request_output(
+    request_id: str, answers: list[GrowingAnswer], first: TextRequest
+) -> RequestOutput:
+    """The answers of one prompt so far; `first` is any of its requests."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=first.prompt,
+        prompt_token_ids=first.request.prompt_token_ids,
+        outputs=[answer.output() for answer in answers],
+        finished=all(answer.finished for answer in answers),
+        num_cached_tokens=answers[0].num_cached_tokens,
+    )

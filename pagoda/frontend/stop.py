@@ -1,0 +1,83 @@
+"""Stop strings in a stream of text.
+
+The text ends at the first character that completes a stop string; where several are completed at once, the longest
+one counts. Text is held back only as long as it could still be the beginning of a stop string. The search is an
+automaton over all stop strings (Aho & Corasick 1975): its state is the longest end of the text that begins a stop
+string, so a character costs O(1) and the result does not depend on how the text was cut into deltas.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StopHit:
+    """A stop string was completed."""
+
+    text: str
+    """What remains to be emitted before the stop string."""
+    stop: str
+
+
+class _Node:
+    __slots__ = ("children", "depth", "fallback", "match")
+
+    def __init__(self, depth: int) -> None:
+        self.children: dict[str, _Node] = {}
+        self.depth = depth
+        self.fallback = self
+        self.match: str | None = None
+        """The longest stop string that ends here."""
+
+
+def _automaton(stops: Sequence[str]) -> _Node:
+    root = _Node(0)
+    for stop in stops:
+        node = root
+        for character in stop:
+            node = node.children.setdefault(character, _Node(node.depth + 1))
+        node.match = stop
+    queue = deque([root])
+    while queue:
+        node = queue.popleft()
+        for character, child in node.children.items():
+            child.fallback = root if node is root else _next(node.fallback, root, character)
+            child.match = child.match or child.fallback.match
+            queue.append(child)
+    return root
+
+
+def _next(node: _Node, root: _Node, character: str) -> _Node:
+    while character not in node.children and node is not root:
+        node = node.fallback
+    return node.children.get(character, root)
+
+
+class StopMatcher:
+    """Looks for stop strings in one growing text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._root = _automaton(stops)
+        self._node = self._root
+        self._held = ""
+
+    def push(self, delta: str) -> str | StopHit:
+        """The text that can be emitted now, or the hit that ends it; nothing may follow a hit."""
+        text = self._held + delta
+        node, root = self._node, self._root
+        for end, character in enumerate(delta, start=len(self._held) + 1):
+            node = _next(node, root, character)
+            if node.match is not None:
+                return StopHit(text=text[: end - len(node.match)], stop=node.match)
+        self._node = node
+        emitted = len(text) - node.depth
+        self._held = text[emitted:]
+        return text[:emitted]
+
+    def flush(self) -> str:
+        """What was held back, once no more text follows."""
+        held, self._held, self._node = self._held, "", self._root
+        return held

@@ -1,0 +1,289 @@
+"""From text to tokens and back to text, around any endpoint. Used by the HTTP API and by `LLM` alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+
+from pagoda.engine.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprobs,
+)
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.endpoint import Endpoint
+from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.stop import StopHit, StopMatcher
+from pagoda.frontend.tokenizer import Tokenizer
+
+MAX_CACHE_SALT_CHARS = 256
+_LONG_TEXT_CHARS = 16384
+"""Texts longer than this are tokenized in a thread, so that other streams go on meanwhile."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """What one chunk of tokens adds to one answer."""
+
+    text: str
+    """May be empty: part of a character, or held back because a stop string may begin here."""
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One answer to one prompt: what goes to the endpoint, and how its tokens become text."""
+
+    request: GenerateRequest
+    sampling: SamplingParams
+    """As the user gave it, with stop strings."""
+    prompt: str | None
+    """The prompt's text, where it was given as text."""
+    index: int = 0
+    """Which of the `sampling.n` answers to the prompt."""
+
+    @property
+    def is_first(self) -> bool:
+        """The one that stands for its prompt when prompt tokens are counted."""
+        return self.index == 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+
+async def start_generator(client: EngineClient, load: Callable[[], ModelText]) -> TextGenerator:
+    """Starts an engine and, at the same time, loads the text side of its model.
+
+    Raises:
+        ConfigError: one of them says why it cannot.
+    """
+    starting = asyncio.create_task(client.start())
+    try:
+        text = await asyncio.to_thread(load)
+        await starting
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
+    return TextGenerator(client, text)
+
+
+class TextGenerator:
+    """Makes requests of prompts, and text of their tokens."""
+
+    def __init__(self, endpoint: Endpoint, text: ModelText) -> None:
+        self.endpoint = endpoint
+        self.text = text
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`."""
+        tokenizer = self.text.tokenizer
+        if len(text) <= _LONG_TEXT_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+        clamp_max_tokens: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[TextRequest]:
+        """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
+
+        `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
+        fit into the context instead of refusing it.
+
+        Raises:
+            InvalidRequestError: something does not fit the model; names the field.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = (
+            await self.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else list(prompt)
+        )
+        limits = self.endpoint.limits
+        _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
+        _check_cache_salt(cache_salt)
+        sampling.check_vocabulary(limits.vocab_size)
+        room = limits.max_model_len - len(token_ids)
+        resolved = _resolve(sampling, room, clamp=clamp_max_tokens)
+        base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
+        eos = () if sampling.ignore_eos else self.text.eos_token_ids
+        return [
+            TextRequest(
+                request=GenerateRequest(
+                    request_id=uuid.uuid4().hex,
+                    prompt_token_ids=token_ids,
+                    sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
+                    eos_token_ids=eos,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                ),
+                sampling=sampling,
+                prompt=text,
+                index=index,
+            )
+            for index in range(sampling.n)
+        ]
+
+    async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
+        """The answer as it grows; the last delta has a finish reason. Closing it early aborts the request.
+
+        Raises:
+            OverloadedError, EngineDeadError: as `Endpoint.generate`.
+        """
+        assembler = TextAssembler(self.text.tokenizer, request)
+        chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                delta = assembler.push(chunk)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` of several to one prompt; the first answer is that of a single request."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed % 2**64}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _check_prompt(
+    token_ids: Sequence[int], vocab_size: int, max_model_len: int, param: str
+) -> None:
+    if not token_ids:
+        raise InvalidRequestError(
+            f"{param} is empty; it must hold at least one token.", param=param
+        )
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"{param} has {len(token_ids)} tokens, but the context holds {max_model_len} "
+            "and at least one must be left for the answer.",
+            param=param,
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise InvalidRequestError(
+            f"{param} takes token ids from 0 to {vocab_size - 1}, got {wrong}.", param=param
+        )
+
+
+def _check_cache_salt(cache_salt: str | None) -> None:
+    if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}.",
+            param="cache_salt",
+        )
+
+
+def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:
+    """What the engine needs of the parameters: a definite `max_tokens`, and nothing that is served here."""
+    max_tokens = sampling.max_tokens
+    if max_tokens is None or (clamp and max_tokens > room):
+        max_tokens = room
+    elif max_tokens > room:
+        raise PromptTooLongError(
+            f"max_tokens is {max_tokens}, but only {room} tokens of the context are left behind the prompt.",
+            param="max_tokens",
+        )
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=max_tokens,
+        n=1,
+        stop=(),
+        min_tokens=min(sampling.min_tokens, max_tokens),
+    )
+
+
+class TextAssembler:
+    """The text of one answer, chunk by chunk: characters are never split, stop strings end it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
+        sampling = request.sampling
+        self._decoder = tokenizer.incremental(
+            request.request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+        )
+        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._keep_stop = sampling.include_stop_str_in_output
+        self._unsearched_tokens = sampling.min_tokens
+
+    def push(self, chunk: TokenChunk) -> TextDelta:
+        """What `chunk` adds."""
+        token_ids = chunk.token_ids
+        reason = chunk.finish_reason
+        text = ""
+        # The token that ended the answer is not part of its text, as a stop string is not.
+        silent_end = reason is FinishReason.STOP and not self._keep_stop
+        for position, token_id in enumerate(token_ids, start=1):
+            if silent_end and position == len(token_ids):
+                break
+            piece = self._search(self._decoder.push(token_id))
+            if isinstance(piece, StopHit):
+                return self._stopped(chunk, text, piece, position)
+            text += piece
+        if reason is not None:
+            piece = self._search(self._decoder.flush(), at_end=True)
+            if isinstance(piece, StopHit):
+                return self._stopped(chunk, text, piece, len(token_ids))
+            text += piece
+        return TextDelta(
+            text,
+            token_ids,
+            reason,
+            chunk.stop_reason,
+            chunk.logprobs,
+            chunk.num_cached_tokens,
+            chunk.error,
+        )
+
+    def _search(self, piece: str, *, at_end: bool = False) -> str | StopHit:
+        if self._matcher is None:
+            return piece
+        if self._unsearched_tokens > 0 and not at_end:
+            self._unsearched_tokens -= 1
+            return piece
+        found = self._matcher.push(piece)
+        if at_end and isinstance(found, str):
+            return found + self._matcher.flush()
+        return found
+
+    def _stopped(self, chunk: TokenChunk, text: str, hit: StopHit, position: int) -> TextDelta:
+        kept = hit.text + hit.stop if self._keep_stop else hit.text
+        return TextDelta(
+            text + kept,
+            chunk.token_ids[:position],
+            FinishReason.STOP,
+            hit.stop,
+            chunk.logprobs[:position] if chunk.logprobs is not None else None,
+            chunk.num_cached_tokens,
+        )

@@ -1,0 +1,194 @@
+"""Text to token ids and back, with the files of a Hugging Face model directory and without transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.frontend.detokenizer import (
+    ByteLevelDecoder,
+    IncrementalDecoder,
+    SentencePieceDecoder,
+    WindowDecoder,
+    byte_level_alphabet,
+    byte_level_piece,
+    sentencepiece_piece,
+)
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+
+P = TypeVar("P")
+
+
+class Tokenizer:
+    """Encodes and decodes with a `tokenizers` pipeline."""
+
+    def __init__(
+        self, backend: Backend, *, render_unknown: Callable[[int], str] | None = None
+    ) -> None:
+        """`render_unknown` gives the text of ids that are not in the vocabulary; without it they have none."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._render_unknown = render_unknown
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._kind = _decoder_kind(backend)
+        self._byte_pieces = {
+            skip: _Table(partial(self._byte_piece, skip)) for skip in (True, False)
+        }
+        self._text_pieces = {
+            skip: _Table(partial(self._text_piece, skip)) for skip in (True, False)
+        }
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (such as BOS).
+
+        Raises:
+            InvalidRequestError: the text has half of a surrogate pair, so it is no Unicode text.
+        """
+        try:
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except (UnicodeEncodeError, TypeError):
+            raise InvalidRequestError(
+                "the text holds half of a surrogate pair, which is not valid Unicode."
+            ) from None
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of all the tokens at once."""
+        if self._render_unknown is None:
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+        decoder = self.incremental((), skip_special_tokens=skip_special_tokens)
+        return "".join(map(decoder.push, token_ids)) + decoder.flush()
+
+    def incremental(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> IncrementalDecoder:
+        """A decoder for the tokens that follow `prompt_token_ids`."""
+        if self._kind.family == "byte_level":
+            return ByteLevelDecoder(self._byte_pieces[skip_special_tokens])
+        if self._kind.family == "sentencepiece":
+            pieces = self._text_pieces[skip_special_tokens]
+            begins_text = all(pieces[i] == "" for i in prompt_token_ids)
+            return SentencePieceDecoder(pieces, strip_space=self._kind.strips_space and begins_text)
+        return WindowDecoder(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself, special tokens included; what log-probabilities are labelled with."""
+        if self._kind.family == "byte_level":
+            return self._byte_pieces[False][token_id]
+        if self._kind.family == "sentencepiece":
+            piece = self._text_pieces[False][token_id]
+            return bytes([piece]) if isinstance(piece, int) else piece.encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling in the vocabulary."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def token(self, token_id: int) -> str:
+        """The spelling of a token in the vocabulary."""
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return self._render_unknown(token_id) if self._render_unknown else ""
+        return token
+
+    def _byte_piece(self, skip_special: bool, token_id: int) -> bytes:
+        if skip_special and token_id in self._special_ids:
+            return b""
+        return byte_level_piece(self.token(token_id))
+
+    def _text_piece(self, skip_special: bool, token_id: int) -> str | int:
+        if skip_special and token_id in self._special_ids:
+            return ""
+        return sentencepiece_piece(self.token(token_id))
+
+
+class _Table(dict[int, P], Generic[P]):
+    """Pieces by token id, each made when first asked for; holds at most the vocabulary."""
+
+    def __init__(self, make: Callable[[int], P]) -> None:
+        self._make = make
+
+    def __missing__(self, token_id: int) -> P:
+        piece = self[token_id] = self._make(token_id)
+        return piece
+
+
+@dataclass(frozen=True)
+class _Kind:
+    family: str
+    strips_space: bool = False
+
+
+def _decoder_kind(backend: Backend) -> _Kind:
+    """Which family of `detokenizer` renders exactly what this pipeline's decoder does."""
+    if backend.decoder is None:
+        return _Kind("window")
+    spec = json.loads(backend.decoder.__getstate__())
+    if spec["type"] == "ByteLevel":
+        return _Kind("byte_level")
+    steps = spec.get("decoders", [])
+    if [step["type"] for step in steps[:3]] == ["Replace", "ByteFallback", "Fuse"]:
+        replaces = (steps[0]["pattern"], steps[0]["content"]) == ({"String": "▁"}, " ")
+        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        if replaces and steps[3:] in ([], [strip]):
+            return _Kind("sentencepiece", strips_space=bool(steps[3:]))
+    return _Kind("window")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Reads `tokenizer.json`; without one, transformers (an optional extra) makes it in a process of its own.
+
+    Raises:
+        ConfigError: there is no tokenizer, or its file cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return Tokenizer(Backend.from_str(_converted(directory)))
+    try:
+        return Tokenizer(Backend.from_file(str(path)))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"{str(path)!r} is not a tokenizer.json that can be read: {error}."
+        ) from None
+
+
+def _converted(directory: Path) -> str:
+    """A tokenizer.json made of whatever tokenizer files the directory has."""
+    command = [sys.executable, "-m", "pagoda.frontend.convert_tokenizer", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise ConfigError(
+            f"{str(directory)!r} has no tokenizer.json, and it could not be made: {reason}"
+        )
+    return done.stdout
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer for models without files: token ids 0 to 255 are bytes, and the others render as ` 4711`."""
+    backend = Backend(BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in (IM_START, IM_END)]
+    )
+    return Tokenizer(backend, render_unknown=lambda token_id: f"Ġ{token_id}")

@@ -1,0 +1,127 @@
+"""A server over a scripted endpoint, and a client for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "frontend"))
+
+from scripted_endpoint import TEXT, ScriptedEndpoint
+
+from pagoda.api.app import make_server
+from pagoda.api.service import ApiConfig, Service
+from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.text_generator import TextGenerator
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Any
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def error(self) -> dict[str, Any]:
+        """The error object, checked for its form."""
+        [(name, error)] = self.json().items()
+        assert name == "error"
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"].endswith((".", "?", "!"))
+        return error
+
+    def events(self) -> list[Any]:
+        """The data of each event of a complete stream, and its end mark."""
+        assert self.headers["Content-Type"].startswith("text/event-stream")
+        *events, last, rest = self.body.decode().split("\n\n")
+        assert (last, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+class Api:
+    """A running server and a session with it."""
+
+    def __init__(self, endpoint: ScriptedEndpoint, service: Service) -> None:
+        self.endpoint = endpoint
+        self.service = service
+        self.port = 0
+        self.session: aiohttp.ClientSession
+
+    async def request(self, method: str, path: str, **options: Any) -> Answer:
+        url = f"http://127.0.0.1:{self.port}{path}"
+        async with self.session.request(method, url, **options) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        return await self.request("GET", path, **options)
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.request("POST", path, data=data, **options)
+
+    async def complete(self, **body: Any) -> Answer:
+        return await self.post("/v1/completions", {"prompt": "hi", **body})
+
+    async def chat(self, **body: Any) -> Answer:
+        messages = [{"role": "user", "content": "hi"}]
+        return await self.post("/v1/chat/completions", {"messages": messages, **body})
+
+
+class ApiFactory:
+    """Starts servers; all of them end with the test."""
+
+    def __init__(self) -> None:
+        self._runners: list[web.ServerRunner] = []
+        self._sessions: list[aiohttp.ClientSession] = []
+
+    async def __call__(
+        self,
+        answer: Any = "ok",
+        *,
+        text: ModelText = TEXT,
+        loading: bool = False,
+        max_model_len: int = 256,
+        **config: Any,
+    ) -> Api:
+        endpoint = ScriptedEndpoint(answer, max_model_len=max_model_len)
+        service = Service(ApiConfig(served_model_name="tiny", **config))
+        if not loading:
+            service.generator = TextGenerator(endpoint, text)
+        runner = web.ServerRunner(make_server(service), shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        api = Api(endpoint, service)
+        api.port = runner.addresses[0][1]
+        api.session = aiohttp.ClientSession()
+        self._runners.append(runner)
+        self._sessions.append(api.session)
+        return api
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
+        for runner in self._runners:
+            await runner.cleanup()
+
+
+@pytest.fixture
+async def serve_api() -> AsyncIterator[ApiFactory]:
+    factory = ApiFactory()
+    yield factory
+    await factory.close()
+
+
+@pytest.fixture
+async def api(serve_api: ApiFactory) -> Api:
+    return await serve_api()

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+
+import pytest
+
+from pagoda.api.app import ROUTES, hosts_for
+from pagoda.errors import OverloadedError
+from pagoda.frontend.endpoint import Health
+from pagoda.version import __version__
+
+
+async def raw(port: int, request: bytes) -> tuple[int, bytes]:
+    """The status and the body of the answer to bytes as they are."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    length = next(
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length")
+    )
+    body = await reader.readexactly(length)
+    writer.close()
+    return int(head.split()[1]), body
+
+
+# ---- routes
+
+
+async def test_models(api) -> None:
+    [model] = (await api.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 256)
+    assert (await api.get("/v1/models/tiny")).json() == model
+    answer = await api.get("/v1/models/other/name")
+    assert (answer.status, answer.error()["code"]) == (404, "model_not_found")
+
+
+async def test_version_and_load(api) -> None:
+    assert (await api.get("/version")).json() == {"version": __version__}
+    load = (await api.get("/v1/load")).json()
+    assert (load["num_running"], load["draining"]) == (0, False)
+
+
+async def test_tokenize_and_detokenize(api) -> None:
+    answer = (await api.post("/tokenize", {"prompt": "hé", "return_token_strs": True})).json()
+    assert answer["tokens"] == [104, 0xC3, 0xA9]
+    assert (answer["count"], answer["max_model_len"]) == (3, 256)
+    assert answer["token_strs"] == ["h", "Ã", "©"]
+    back = (await api.post("/detokenize", {"tokens": [*answer["tokens"], 257]})).json()
+    assert back == {"prompt": "hé<|im_end|>"}
+
+
+async def test_tokenize_a_conversation(api) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = (await api.post("/tokenize", {"messages": messages})).json()["tokens"]
+    await api.chat()
+    assert tokens == api.endpoint.requests[0].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [512]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+async def test_bad_bodies_of_the_tokenizer(api, path: str, body: dict, param: str) -> None:
+    answer = await api.post(path, body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+
+
+async def test_no_such_route(api) -> None:
+    answer = await api.get("/v1/nothing")
+    assert (answer.status, answer.error()["type"]) == (404, "not_found_error")
+    assert (await api.get("/v1/models/*")).status == 404
+
+
+async def test_no_such_method(api) -> None:
+    answer = await api.get("/v1/completions")
+    assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+    assert answer.error()["message"]
+    assert (await api.request("OPTIONS", "/v1/completions")).status == 405
+
+
+async def test_head(api) -> None:
+    answer = await api.request("HEAD", "/health")
+    assert (answer.status, answer.body) == (200, b"")
+
+
+# ---- health
+
+
+async def test_healthy(api) -> None:
+    for path in ("/health", "/health/ready", "/health/live"):
+        assert (await api.get(path)).status == 200
+
+
+async def test_stuck(api) -> None:
+    api.endpoint.healthy = Health(False, "no step has finished for 61 s")
+    answer = await api.get("/health")
+    assert (answer.status, answer.error()["message"]) == (503, "No step has finished for 61 s.")
+    assert answer.headers["Retry-After"]
+    assert (await api.get("/health/live")).status == 200
+
+
+async def test_loading(serve_api) -> None:
+    api = await serve_api(loading=True)
+    assert (await api.get("/health/live")).status == 200
+    for answer in (await api.get("/health"), await api.get("/v1/models"), await api.complete()):
+        assert (answer.status, answer.error()["message"]) == (503, "The model is loading.")
+
+
+async def test_draining(api) -> None:
+    api.service.draining = True
+    for answer in (await api.get("/health/ready"), await api.complete(), await api.chat()):
+        assert (answer.status, answer.error()["message"]) == (503, "The server is shutting down.")
+        assert answer.headers["Retry-After"]
+    assert (await api.get("/health/live")).status == 200
+
+
+async def test_refused_by_an_endpoint_that_drains(api) -> None:
+    class Draining(type(api.endpoint)):  # type: ignore[misc]
+        async def generate(self, _request):
+            api.service.draining = True
+            raise OverloadedError("The server is shutting down.")
+            yield
+
+    api.endpoint.__class__ = Draining
+    assert (await api.complete()).status == 503
+
+
+# ---- who may ask
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Basic secret", "é"])
+async def test_every_route_but_liveness_asks_for_the_key(serve_api, given: str | None) -> None:
+    api = await serve_api(api_key="secret")
+    headers = {"Authorization": given} if given else {}
+    paths = {path.replace("*", "tiny") for path in ROUTES} | {"/nothing", "/health/live/x"}
+    for path in sorted(paths - {"/health/live"}):
+        for method in ("GET", "POST", "OPTIONS"):
+            answer = await api.request(method, path, headers=headers)
+            assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
+    assert (await api.get("/health/live")).status == 200
+
+
+async def test_the_right_key(serve_api) -> None:
+    api = await serve_api(api_key="sécret")
+    headers = {"Authorization": "Bearer sécret"}
+    assert (await api.get("/v1/models", headers=headers)).status == 200
+
+
+@pytest.mark.parametrize("path", ["//health/live", "/health/live?x", "/health/live#/v1/models"])
+async def test_a_path_cannot_pretend_to_be_open(serve_api, path: str) -> None:
+    api = await serve_api(api_key="secret")
+    status, body = await raw(
+        api.port, f"GET {path} HTTP/1.1\r\nHost: /health/live\r\n\r\n".encode()
+    )
+    assert status in (200, 400, 401)
+    assert b'"data"' not in body
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://[", "x"]
+)
+async def test_pages_of_other_origins_are_refused(api, origin: str) -> None:
+    answer = await api.complete()
+    assert answer.status == 200
+    answer = await api.get("/v1/models", headers={"Origin": origin})
+    assert (answer.status, answer.error()["type"]) == (403, "permission_error")
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+async def test_its_own_pages_may_ask(api) -> None:
+    headers = {"Origin": f"http://127.0.0.1:{api.port}"}
+    assert (await api.get("/v1/models", headers=headers)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("LocalHost:1", 200),
+        ("[::1]:8000", 200),
+        ("proxy.example", 200),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ],
+)
+async def test_names_that_were_made_to_point_here(serve_api, host: str, status: int) -> None:
+    api = await serve_api(allowed_hosts=hosts_for("127.0.0.1", ("proxy.example",)))
+    assert (await api.get("/v1/models", headers={"Host": host})).status == status
+
+
+def test_servers_that_others_can_reach_answer_any_host() -> None:
+    assert hosts_for("0.0.0.0") is None
+    assert hosts_for("192.168.0.7") is None
+    assert "localhost" in (hosts_for("localhost") or ())
+    assert "::1" in (hosts_for("::1") or ())
+
+
+# ---- request ids
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("my-id_1.2:3", "my-id_1.2:3"),
+        ("a b;c", "abc"),
+        ("x" * 1000, "x" * 128),
+        ("<script>", "script"),
+    ],
+)
+async def test_request_ids_are_cleaned(api, given: str, expected: str) -> None:
+    answer = await api.get("/v1/models", headers={"X-Request-Id": given})
+    assert answer.headers["X-Request-Id"] == expected
+
+
+async def test_a_request_id_is_made_where_none_is_left(api) -> None:
+    for headers in ({}, {"X-Request-Id": "äöü"}):
+        assert len((await api.get("/nothing", headers=headers)).headers["X-Request-Id"]) == 32
+
+
+async def test_the_same_id_twice_is_two_requests(api) -> None:
+    api.endpoint.pause_after = 1
+    headers = {"X-Request-Id": "x"}
+    body = {"prompt": "hi"}
+    first = asyncio.create_task(api.post("/v1/completions", body, headers=headers))
+    await api.endpoint.paused.wait()
+    api.endpoint.paused.clear()
+    second = asyncio.create_task(api.post("/v1/completions", body, headers=headers))
+    await api.endpoint.paused.wait()
+    second.cancel()
+    await api.endpoint.any_aborted.wait()
+    api.endpoint.go_on.set()
+    assert (await first).json()["choices"][0]["text"] == "ok"
+    assert api.endpoint.aborted == [api.endpoint.requests[1].request_id]
+
+
+# ---- transport
+
+
+async def test_a_body_over_the_limit(serve_api) -> None:
+    api = await serve_api(max_body_bytes=1000)
+    answer = await api.complete(prompt="x" * 2000)
+    assert (answer.status, "1000 bytes" in answer.error()["message"]) == (413, True)
+
+    async def chunks():
+        for _ in range(20):
+            yield b"x" * 100
+
+    url = f"http://127.0.0.1:{api.port}/v1/completions"
+    async with api.session.post(url, data=chunks()) as response:
+        assert response.status == 413
+
+
+async def test_a_body_that_grows_when_unpacked(serve_api) -> None:
+    api = await serve_api(max_body_bytes=10_000)
+    packed = gzip.compress(b"x" * 5_000_000)
+    assert len(packed) < 10_000
+    answer = await api.post("/v1/completions", packed, headers={"Content-Encoding": "gzip"})
+    assert answer.status in (400, 413)
+    assert answer.error()["message"]
+
+
+async def test_a_body_that_does_not_come(serve_api) -> None:
+    api = await serve_api(body_timeout_s=0.05)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    status, body = await raw(api.port, head)
+    assert status == 408
+    assert b"did not arrive" in body
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nA: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"A%d: 1\r\n" % i for i in range(500)) + b"\r\n", 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA b: c\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n", 400),
+    ],
+)
+async def test_what_is_no_request_gets_an_error_object(
+    api, request_bytes: bytes, status: int
+) -> None:
+    answered, body = await raw(api.port, request_bytes)
+    assert answered == status
+    assert body.startswith(b'{"error":{"message":')
+    assert b"Traceback" not in body
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\nHo"])
+async def test_a_connection_that_sends_no_request_is_closed(
+    serve_api, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    monkeypatch.setattr("pagoda.api.app.CONNECTION_IDLE_S", 0.1)
+    api = await serve_api()
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    writer.write(begin)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
+async def test_log_lines_hold_no_line_breaks(api, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="pagoda.api")
+    await api.get("/nothing%0AERROR%20fake")
+    assert [record.getMessage().count("\n") for record in caplog.records] == [0]

@@ -1,0 +1,195 @@
+"""Inputs that have broken serving systems: each gets a clear error, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagoda.api.protocol import ChatRequest, CompletionRequest, parse_body
+from pagoda.errors import InvalidRequestError
+
+DEEP = b"[" * 10_000 + b"]" * 10_000
+DEEPER = b"[" * 200_000 + b"]" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 1_000_000}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": -1}, "n"),
+        ({"best_of": 1_000_000}, "best_of"),
+        ({"prompt": ["x"] * 100_000}, "prompt"),
+        ({"prompt": ["x"] * 100, "n": 100}, "prompt"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e308}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"presence_penalty": -1e308}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"512": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1e308}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        ({"stop_token_ids": [2**40]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [1] * 2000}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 10**9}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 255}, "max_tokens"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [[1.0]]}, "prompt[0][0]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [[[1]]]}, "prompt[0][0]"),
+        ({"prompt": [512]}, "prompt"),
+        ({"prompt": "x" * 256}, "prompt"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 10**400}, "seed"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 1000}, "cache_salt"),
+        ({"priority": 2**40}, "priority"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+        ({"unknown": 1}, "unknown"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
+        ({"guided_regex": "(a+)+b"}, "guided_regex"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"store": True}, "store"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+    ],
+)
+async def test_bad_values_name_the_field(api, body: dict[str, Any], param: str) -> None:
+    answer = await api.complete(**body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+    assert answer.error()["type"] == "invalid_request_error"
+    assert api.endpoint.requests == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"{}",
+        b'{"prompt": "hi", "temperature": NaN}',
+        b'{"prompt": "hi", "temperature": Infinity}',
+        b'{"prompt": "hi", "temperature": 1e999}',
+        b'{"prompt": "hi", "n": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "hi", "prompt": "ho"}',
+        b'{"prompt": "hi", "logit_bias": {"1": 1, "1": 2}}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\x00"}',
+        b'{"prompt": "hi"} x',
+        b'\xef\xbb\xbf{"prompt": "hi"}',
+        b'{"prompt": ' + DEEP + b"}",
+        b'{"prompt": "hi", "logit_bias": ' + DEEP + b"}",
+        b'{"prompt": "hi", "response_format": ' + DEEP + b"}",
+        b'{"prompt": "hi", "response_format": ' + DEEPER + b"}",
+        b'{"prompt": "hi", "unknown": ' + DEEPER + b"}",
+        b'{"prompt": "hi", "model": "' + b"x" * 100_000 + b'"}',
+    ],
+)
+async def test_bad_bodies(api, body: bytes) -> None:
+    answer = await api.post("/v1/completions", body)
+    assert answer.status in (400, 404)
+    assert len(answer.body) < 2000
+    assert answer.error()["message"]
+    assert api.endpoint.requests == []
+
+
+async def test_the_context_error_says_both_lengths(api) -> None:
+    error = (await api.complete(prompt="x" * 300)).error()
+    assert "300 tokens" in error["message"]
+    assert "context holds 256" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**64 - 1, -(2**63)])
+async def test_seeds_with_a_defined_result(api, seed: int) -> None:
+    assert (await api.complete(seed=seed)).status == 200
+
+
+async def test_a_prompt_of_only_special_tokens(api) -> None:
+    assert (await api.complete(prompt="<|im_end|>")).status == 200
+    assert (await api.complete(prompt=[257])).status == 200
+
+
+async def test_a_null_character_in_a_prompt_is_text(api) -> None:
+    answer = await api.post("/v1/completions", b'{"prompt": "a\\u0000b"}')
+    assert answer.status == 200
+    assert api.endpoint.requests[0].prompt_token_ids == [97, 0, 98]
+
+
+async def test_an_unknown_model(api) -> None:
+    answer = await api.complete(model="gpt-5")
+    assert (answer.status, answer.error()["code"]) == (404, "model_not_found")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__})
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), kind=st.booleans())
+def test_whatever_comes_is_a_body_or_an_error_that_names_a_field(
+    body: dict[str, Any], kind: bool
+) -> None:
+    with contextlib.suppress(InvalidRequestError):
+        parse_body(json.dumps(body).encode(), ChatRequest if kind else CompletionRequest)
+
+
+@given(st.binary(max_size=60))
+def test_whatever_bytes_come_are_a_body_or_an_error(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_body(body, CompletionRequest)

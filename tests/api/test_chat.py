@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripted_endpoint import TEXT
+
+from pagoda.frontend.chat_template import ChatTemplate
+from pagoda.frontend.model_text import ModelText
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+SOURCE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% if opened is defined %}<think>\n{% endif %}"
+)
+
+
+def text(source: str | None) -> ModelText:
+    template = ChatTemplate(source, special_tokens={}) if source else None
+    return ModelText(TEXT.tokenizer, template, TEXT.eos_token_ids)
+
+
+QWEN = text(SOURCE)
+
+
+def deltas(events: list[Any]) -> list[dict[str, Any]]:
+    return [choice["delta"] for event in events for choice in event["choices"]]
+
+
+def joined(events: list[Any], name: str) -> str:
+    return "".join(delta.get(name) or "" for delta in deltas(events))
+
+
+def prompt_of(api: Any) -> str:
+    return bytes(api.endpoint.requests[-1].prompt_token_ids).decode()
+
+
+async def test_an_answer_in_one_piece(serve_api) -> None:
+    api = await serve_api("Hello!", text=QWEN)
+    answer = (await api.chat(model="tiny")).json()
+    assert answer["object"] == "chat.completion"
+    [choice] = answer["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Hello!",
+        "reasoning_content": None,
+    }
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert answer["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
+    assert prompt_of(api) == "[user]hi[assistant]"
+
+
+async def test_a_stream_says_the_same(serve_api) -> None:
+    api = await serve_api("Hello!", text=QWEN)
+    answer = await api.chat(stream=True, stream_options={"include_usage": True})
+    events = answer.events()
+    assert deltas(events)[0] == {"role": "assistant", "content": ""}
+    assert joined(events, "content") == "Hello!"
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "stop"
+    assert events[-1]["usage"]["completion_tokens"] == 7
+    assert all(event["usage"] is None for event in events[:-1])
+
+
+async def test_as_many_tokens_as_the_context_holds(serve_api) -> None:
+    api = await serve_api("x" * 500)
+    answer = (await api.chat()).json()
+    assert answer["usage"]["total_tokens"] == api.endpoint.limits.max_model_len
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_reasoning(serve_api, stream: bool) -> None:
+    api = await serve_api("<think>\nwhy\n</think>\n\nso", text=QWEN)
+    answer = await api.chat(stream=stream)
+    if stream:
+        events = answer.events()
+        message = {name: joined(events, name) for name in ("content", "reasoning_content")}
+    else:
+        message = answer.json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("so", "why")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_reasoning_can_be_left_out(serve_api, stream: bool) -> None:
+    api = await serve_api("<think>why</think>so", text=QWEN)
+    answer = await api.chat(stream=stream, include_reasoning=False)
+    assert b"reasoning" not in answer.body
+    assert b"why" not in answer.body
+
+
+async def test_reasoning_that_the_template_opens(serve_api) -> None:
+    api = await serve_api("why</think>so", text=QWEN)
+    answer = await api.chat(chat_template_kwargs={"opened": True})
+    message = answer.json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("so", "why")
+
+
+async def test_a_switch_of_the_template(serve_api) -> None:
+    api = await serve_api("so", text=QWEN)
+    await api.chat(chat_template_kwargs={"enable_thinking": False})
+    assert prompt_of(api).endswith("[assistant]<think></think>")
+
+
+async def test_a_model_that_does_not_think_keeps_its_tags(serve_api) -> None:
+    api = await serve_api("<think>x", text=text("{{ messages[0].content }}"))
+    message = (await api.chat()).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "<think>x"}
+
+
+async def test_tool_calls(serve_api) -> None:
+    api = await serve_api(f"Let me see.\n{CALL}\n{CALL}", text=QWEN, max_model_len=1000)
+    [choice] = (await api.chat(tools=TOOLS, max_tokens=180)).json()["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Let me see."
+    first, second = message["tool_calls"]
+    assert first["id"] != second["id"]
+    assert (first["type"], first["function"]["name"]) == ("function", "add")
+    assert json.loads(first["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert prompt_of(api).startswith('[{"type": "function"')
+
+
+async def test_tool_calls_in_a_stream(serve_api) -> None:
+    api = await serve_api(f"{CALL}\n{CALL}", text=QWEN, max_model_len=1000)
+    events = (await api.chat(tools=TOOLS, max_tokens=180, stream=True)).events()
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas(events):
+        for piece in delta.get("tool_calls", ()):
+            call = calls.setdefault(piece["index"], {"arguments": ""})
+            assert ("id" in piece) == ("name" in piece["function"])
+            call.update({k: piece[k] for k in ("id", "type") if k in piece})
+            call["name"] = piece["function"].get("name", call.get("name"))
+            call["arguments"] += piece["function"]["arguments"]
+    assert sorted(calls) == [0, 1]
+    assert {call["name"] for call in calls.values()} == {"add"}
+    assert all(json.loads(call["arguments"]) == {"a": 1, "b": 2} for call in calls.values())
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert joined(events, "content") == ""
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_no_more_than_one_call_at_a_time(serve_api, stream: bool) -> None:
+    api = await serve_api(f"{CALL}\n{CALL}", text=QWEN, max_model_len=1000)
+    answer = await api.chat(tools=TOOLS, max_tokens=180, parallel_tool_calls=False, stream=stream)
+    if stream:
+        events = answer.events()
+        pieces = [p for delta in deltas(events) for p in delta.get("tool_calls", ())]
+        assert {piece["index"] for piece in pieces} == {0}
+        reason = events[-1]["choices"][0]["finish_reason"]
+    else:
+        [choice] = answer.json()["choices"]
+        assert len(choice["message"]["tool_calls"]) == 1
+        reason = choice["finish_reason"]
+    assert reason == "tool_calls"
+    assert len(api.endpoint.aborted) == 1
+
+
+async def test_tool_choice_none_shows_no_tools(serve_api) -> None:
+    api = await serve_api(CALL, text=QWEN)
+    [choice] = (await api.chat(tools=TOOLS, tool_choice="none", max_tokens=100)).json()["choices"]
+    assert choice["message"]["content"] == CALL
+    assert "add" not in prompt_of(api)
+
+
+async def test_tool_results_go_back_to_the_model(serve_api) -> None:
+    api = await serve_api("3", text=QWEN)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1+2"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    answer = await api.chat(messages=messages)
+    assert answer.status == 200
+    assert prompt_of(api) == "[user]1+2[assistant][tool]3[assistant]"
+
+
+async def test_logprobs(serve_api) -> None:
+    api = await serve_api("é")
+    [choice] = (await api.chat(logprobs=True, top_logprobs=1)).json()["choices"]
+    first, second, _ = choice["logprobs"]["content"]
+    assert (first["token"], first["bytes"], first["logprob"]) == ("bytes:\\xc3", [0xC3], -0.5)
+    assert second["top_logprobs"] == [{"token": "bytes:\\xa9", "logprob": -0.5, "bytes": [0xA9]}]
+
+
+async def test_logprobs_in_a_stream(serve_api) -> None:
+    api = await serve_api("ok")
+    events = (await api.chat(logprobs=True, stream=True)).events()
+    entries = [event["choices"][0]["logprobs"] for event in events[1:]]
+    assert [entry["content"][0]["token"] for entry in entries] == ["o", "k", "<|im_end|>"]
+
+
+async def test_several_answers(serve_api) -> None:
+    api = await serve_api(lambda request: "ab"[request.sampling.seed != 5])
+    answer = (await api.chat(n=2, seed=5)).json()
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]
+    events = (await api.chat(n=2, seed=5, stream=True)).events()
+    texts = ["", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["a", "b"]
+
+
+async def test_continuing_the_last_message(serve_api) -> None:
+    api = await serve_api("4", text=QWEN)
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "It is"}]
+    await api.chat(messages=messages, continue_final_message=True)
+    assert prompt_of(api) == "[user]2+2[assistant]It is"
+    await api.chat(messages=messages, add_generation_prompt=False)
+    assert prompt_of(api) == "[user]2+2[assistant]It is"
+
+
+async def test_token_ids_on_request(serve_api) -> None:
+    api = await serve_api("ok")
+    answer = (await api.chat(return_token_ids=True)).json()
+    assert answer["choices"][0]["token_ids"] == [111, 107, 257]
+    assert answer["prompt_token_ids"] == api.endpoint.requests[0].prompt_token_ids
+    first, *events = (await api.chat(return_token_ids=True, stream=True)).events()
+    assert first["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert [i for event in events for i in event["choices"][0]["token_ids"]] == [111, 107, 257]
+
+
+async def test_a_model_without_template(serve_api) -> None:
+    api = await serve_api(text=text(None))
+    answer = await api.chat()
+    assert (answer.status, answer.error()["param"]) == (400, "messages")
+    assert "--chat-template" in answer.error()["message"]
+
+
+async def test_tools_for_a_model_that_knows_none(serve_api) -> None:
+    api = await serve_api(text=text("{{ messages[0].content }}"))
+    assert (await api.chat(tools=TOOLS)).error()["param"] == "tools"
+    api = await serve_api(text=text("{{ tools }}{{ messages[0].content }}"))
+    assert "<tool_call>" in (await api.chat(tools=TOOLS)).error()["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 9999}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": TOOLS * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+async def test_bad_bodies_name_the_field(serve_api, body: dict[str, Any], param: str) -> None:
+    api = await serve_api(text=QWEN)
+    answer = await api.chat(**body)
+    assert (answer.status, answer.error()["param"]) == (400, param)
+    assert answer.error()["type"] == "invalid_request_error"
+    assert api.endpoint.requests == []

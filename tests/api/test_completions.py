@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pagoda.errors import EngineDeadError, OverloadedError
+
+
+def text_of(events: list[Any], index: int = 0) -> str:
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(choice["text"] for choice in choices if choice["index"] == index)
+
+
+async def test_an_answer_in_one_piece(serve_api) -> None:
+    api = await serve_api("héllo")
+    api.endpoint.num_cached_tokens = 1
+    answer = (await api.complete(model="tiny", max_tokens=20)).json()
+    [choice] = answer["choices"]
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert (answer["model"], choice["index"], choice["text"]) == ("tiny", 0, "héllo")
+    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (
+        "stop",
+        None,
+        None,
+    )
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 7,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+async def test_a_stream_says_the_same(serve_api) -> None:
+    api = await serve_api("héllo")
+    options = {"include_usage": True}
+    answer = await api.complete(max_tokens=20, stream=True, stream_options=options)
+    *events, last = answer.events()
+    assert text_of(events) == "héllo"
+    assert len(events) == 7
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 6 + ["stop"]
+    assert all(event["usage"] is None for event in events)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 7
+    assert len({event["id"] for event in [*events, last]}) == 1
+
+
+async def test_continuous_usage(api) -> None:
+    options = {"continuous_usage_stats": True}
+    events = (await api.complete(stream=True, stream_options=options)).events()
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3]
+
+
+async def test_a_stream_without_options_has_no_usage(api) -> None:
+    events = (await api.complete(stream=True)).events()
+    assert all("usage" not in event for event in events)
+
+
+async def test_sixteen_tokens_unless_said_otherwise(serve_api) -> None:
+    api = await serve_api("x" * 50)
+    [choice] = (await api.complete()).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("x" * 16, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [[97, 98]]),
+        ([97, 98], [[97, 98]]),
+        (["a", "b"], [[97], [98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ],
+)
+async def test_the_four_kinds_of_prompt(api, prompt: Any, expected: list[list[int]]) -> None:
+    answer = (await api.post("/v1/completions", {"prompt": prompt})).json()
+    assert [request.prompt_token_ids for request in api.endpoint.requests] == expected
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_several_prompts_with_several_answers(serve_api, stream: bool) -> None:
+    api = await serve_api(lambda request: f"{bytes(request.prompt_token_ids).decode()}!")
+    answer = await api.complete(prompt=["a", "b"], n=2, stream=stream)
+    if stream:
+        texts = [text_of(answer.events(), index) for index in range(4)]
+    else:
+        texts = [choice["text"] for choice in answer.json()["choices"]]
+        assert answer.json()["usage"]["prompt_tokens"] == 2
+    assert texts == ["a!", "a!", "b!", "b!"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["hi", [104, 105]])
+async def test_echo(api, stream: bool, prompt: Any) -> None:
+    answer = await api.complete(prompt=prompt, echo=True, stream=stream)
+    text = text_of(answer.events()) if stream else answer.json()["choices"][0]["text"]
+    assert text == "hiok"
+
+
+async def test_logprobs(serve_api) -> None:
+    api = await serve_api("aé")
+    [choice] = (await api.complete(logprobs=2)).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "<|im_end|>"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4
+    assert logprobs["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
+    assert logprobs["text_offset"][:2] == [0, 1]
+
+
+async def test_logprobs_in_a_stream(api) -> None:
+    events = (await api.complete(logprobs=0, stream=True)).events()
+    logprobs = [event["choices"][0]["logprobs"] for event in events]
+    assert [entry["tokens"] for entry in logprobs] == [["o"], ["k"], ["<|im_end|>"]]
+    assert [entry["text_offset"] for entry in logprobs] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_token_ids_on_request(api, stream: bool) -> None:
+    answer = await api.complete(return_token_ids=True, stream=stream)
+    choices = (
+        [event["choices"][0] for event in answer.events()] if stream else answer.json()["choices"]
+    )
+    assert choices[0]["prompt_token_ids"] == [104, 105]
+    assert [i for choice in choices for i in choice["token_ids"]] == [111, 107, 257]
+
+
+async def test_stop_strings(serve_api) -> None:
+    api = await serve_api("one END two")
+    [choice] = (await api.complete(stop="END", max_tokens=50)).json()["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        "one ",
+        "stop",
+        "END",
+    )
+    events = (await api.complete(stop=["x", "END"], max_tokens=50, stream=True)).events()
+    assert text_of(events) == "one "
+    assert len(api.endpoint.aborted) == 2
+
+
+async def test_every_parameter_reaches_the_engine(api) -> None:
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": -3,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "min_tokens": 1,
+        "stop_token_ids": [7],
+        "allowed_token_ids": [111, 107],
+        "ignore_eos": True,
+    }
+    status = (await api.complete(**given, logit_bias={"5": -1}, priority=3, cache_salt="s")).status
+    assert status == 200
+    [request] = api.endpoint.requests
+    for name, value in given.items():
+        expected = tuple(value) if isinstance(value, list) else value
+        assert getattr(request.sampling, name) == expected
+    assert request.sampling.logit_bias == {5: -1.0}
+    assert (request.priority, request.cache_salt, request.eos_token_ids) == (3, "s", ())
+
+
+async def test_fields_without_effect_and_neutral_values(api) -> None:
+    neutral = {"best_of": 1, "typical_p": 1.0, "bad_words": [], "suffix": "", "store": False}
+    neutral |= {"response_format": {"type": "text"}, "service_tier": "auto"}
+    nulls = dict.fromkeys(["temperature", "stop", "seed", "n", "logprobs", "max_tokens"])
+    answer = await api.complete(user="me", metadata={"a": "b"}, **neutral, **nulls)
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_full_queue(api, stream: bool) -> None:
+    api.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=7)
+    answer = await api.complete(stream=stream)
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+    assert answer.error()["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_dead_engine(api, stream: bool) -> None:
+    api.endpoint.raises = EngineDeadError("The engine is gone.")
+    answer = await api.complete(stream=stream)
+    assert (answer.status, answer.error()["message"]) == (503, "The engine is gone.")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_breaks(api, n: int) -> None:
+    api.endpoint.breaks_after = 0
+    answer = await api.complete(n=n)
+    assert (answer.status, answer.error()["message"]) == (500, "It broke.")
+    assert (await api.complete(stream=True)).status == 500
+
+
+async def test_an_error_inside_a_stream_is_an_event_and_the_end(api) -> None:
+    api.endpoint.breaks_after = 1
+    body = (await api.complete(stream=True)).body.decode()
+    first, error, rest = body.split("\n\n")
+    assert '"text":"o"' in first
+    name, data = error.split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["message"] == "It broke."
+    assert rest == ""
+
+
+async def test_a_bug_is_an_error_without_details(api, caplog: pytest.LogCaptureFixture) -> None:
+    api.endpoint.raises = ZeroDivisionError("secret")
+    answer = await api.complete()
+    assert answer.status == 500
+    assert "secret" not in answer.error()["message"]
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_goes_away_aborts(serve_api, stream: bool, n: int) -> None:
+    api = await serve_api("a long answer")
+    api.endpoint.pause_after = 2
+    asking = asyncio.create_task(api.complete(stream=stream, n=n))
+    await api.endpoint.paused.wait()
+    asking.cancel()
+    await api.endpoint.any_aborted.wait()
+    while len(api.endpoint.aborted) < n:
+        await asyncio.sleep(0.01)
+    assert sorted(api.endpoint.aborted) == sorted(r.request_id for r in api.endpoint.requests)
+
+
+async def test_an_idle_stream_gets_comments(serve_api) -> None:
+    api = await serve_api("ok", keep_alive_s=0.02)
+    api.endpoint.pause_after = 1
+    url = f"http://127.0.0.1:{api.port}/v1/completions"
+    async with api.session.post(url, json={"prompt": "hi", "stream": True}) as response:
+        lines = []
+        while b": keep-alive\n" not in lines:
+            lines.append(await response.content.readline())
+        api.endpoint.go_on.set()
+        rest = await response.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_that_has_not_begun_gets_comments_too(serve_api) -> None:
+    api = await serve_api("ok", keep_alive_s=0.02)
+    api.endpoint.pause_after = 0
+    url = f"http://127.0.0.1:{api.port}/v1/completions"
+    async with api.session.post(url, json={"prompt": "hi", "stream": True}) as response:
+        assert await response.content.readline() == b": keep-alive\n"
+        api.endpoint.go_on.set()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_reader_that_stops_reading_is_cut_off(serve_api) -> None:
+    api = await serve_api("x" * 250, max_model_len=1000, keep_alive_s=0.05, stall_timeout_s=0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port, limit=2**10)
+    body = {"prompt": ["hi"] * 100, "n": 10, "max_tokens": 250, "stream": True, "logprobs": 20}
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    writer.write(head.encode() + data)
+    await asyncio.wait_for(api.endpoint.any_aborted.wait(), 30)
+    writer.close()
+    del reader

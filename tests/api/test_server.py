@@ -1,0 +1,182 @@
+"""A real server process with the simulated executor, and the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from pagoda.api.server import ServerConfig, serve
+from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import SimConfig, WorkerConfig
+from pagoda.errors import ConfigError
+from pagoda.models.resolve import resolve_model
+
+SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
+USER = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    options = ["--api-key", "secret", "--served-model-name", "sim", "--max-num-waiting", "1000"]
+    with server_process([*SIM, *options]) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="secret", max_retries=0) as opened:
+        yield opened
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["sim"]
+    assert client.models.retrieve("sim").owned_by == "pagoda"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_chat_in_one_piece_and_as_a_stream(client: openai.OpenAI) -> None:
+    options = {"model": "sim", "messages": USER, "seed": 7, "max_tokens": 20}
+    whole = client.chat.completions.create(**options, extra_body={"ignore_eos": True})
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 20
+    [choice] = whole.choices
+    assert choice.finish_reason == "length"
+    text, usage = "", None
+    stream = client.chat.completions.create(
+        **options,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == choice.message.content
+    assert usage is not None
+    assert usage.total_tokens == whole.usage.total_tokens
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    options = {"model": "sim", "prompt": ["a", "b"], "seed": 7, "n": 2, "logprobs": 1}
+    whole = client.completions.create(**options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert all(len(choice.logprobs.tokens) == 16 for choice in whole.choices if choice.logprobs)
+    texts = [""] * 4
+    for chunk in client.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_the_same_seed_gives_the_same_answer(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str:
+        return client.completions.create(model="sim", prompt="x", seed=seed).choices[0].text
+
+    assert ask(1) == ask(1) != ask(2)
+
+
+def test_errors_as_the_client_raises_them(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="sim", messages=USER, temperature=9000)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+async def test_many_streams_at_once(server: ServerProcess) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.base_url}/v1", api_key="secret", max_retries=0
+    ) as client:
+
+        async def ask(seed: int) -> int:
+            stream = await client.completions.create(
+                model="sim",
+                prompt=f"{seed}",
+                seed=seed,
+                max_tokens=50,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            usages = [chunk.usage async for chunk in stream if chunk.usage]
+            return usages[0].completion_tokens
+
+        assert await asyncio.gather(*map(ask, range(64))) == [50] * 64
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="sim", prompt="x", max_tokens=100_000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    while client.get("/load", cast_to=dict)["num_running"]:
+        pass
+
+
+def test_sigterm_completes_what_runs() -> None:
+    with server_process([*SIM, "--sim-base-ms", "20", "--drain-timeout", "60"]) as process:
+        with openai.OpenAI(base_url=f"{process.base_url}/v1", api_key="x") as client:
+            stream = client.completions.create(
+                model="qwen3-0.6b",
+                prompt="x",
+                max_tokens=60,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            chunks = iter(stream)
+            next(chunks)
+            os.kill(process.pid, signal.SIGTERM)
+            reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons[-1] == "length"
+        assert len(reasons) == 59
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_stragglers_end_in_good_order(second: bool) -> None:
+    timeout = "600" if second else "0.2"
+    with server_process([*SIM, "--sim-base-ms", "20", "--drain-timeout", timeout]) as process:
+        with openai.OpenAI(base_url=f"{process.base_url}/v1", api_key="x") as client:
+            stream = client.chat.completions.create(
+                model="qwen3-0.6b", messages=USER, stream=True, extra_body={"ignore_eos": True}
+            )
+            chunks = iter(stream)
+            next(chunks)
+            os.kill(process.pid, signal.SIGTERM)
+            if second:
+                next(chunks)
+                os.kill(process.pid, signal.SIGINT)
+            reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert reasons[-1] == "abort"
+
+
+def simulated() -> EngineConfig:
+    worker = WorkerConfig(model="qwen3-0.6b", load_format="dummy")
+    return EngineConfig(worker=worker, executor="sim", sim=SimConfig())
+
+
+async def test_a_port_in_use() -> None:
+    files = resolve_model("qwen3-0.6b", load_format="dummy")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve(ServerConfig(port=port), simulated(), files, on_ready=print)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
+async def test_an_address_that_is_not_ours(host: str) -> None:
+    files = resolve_model("qwen3-0.6b", load_format="dummy")
+    with pytest.raises(ConfigError, match="choose another --host or --port"):
+        await serve(ServerConfig(host=host, port=0), simulated(), files, on_ready=print)

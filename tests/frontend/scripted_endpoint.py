@@ -1,0 +1,116 @@
+"""An endpoint that says what a test tells it to, one byte a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from pagoda.engine.messages import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    LoadReport,
+    TokenChunk,
+    TokenLogprobs,
+)
+from pagoda.frontend.endpoint import Health
+from pagoda.frontend.model_text import synthetic_model_text
+
+TEXT = synthetic_model_text()
+[EOS] = TEXT.eos_token_ids
+
+
+class ScriptedEndpoint:
+    """Answers with `answer`, then with the end-of-sequence token if there is room for it."""
+
+    def __init__(
+        self, answer: str | Callable[[GenerateRequest], str] = "ok", *, max_model_len: int = 256
+    ) -> None:
+        self.answer = answer
+        self.limits = EngineReady(
+            max_model_len=max_model_len,
+            vocab_size=512,
+            num_blocks=64,
+            block_size=16,
+            max_num_seqs=8,
+            max_num_waiting=8,
+            summary="scripted",
+        )
+        self.requests: list[GenerateRequest] = []
+        self.ended: list[str] = []
+        self.aborted: list[str] = []
+        self.any_aborted = asyncio.Event()
+        self.raises: Exception | None = None
+        self.breaks_after: int | None = None
+        self.num_cached_tokens = 0
+        self.pause_after: int | None = None
+        """Tokens after which an answer waits for `go_on`."""
+        self.paused = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.healthy = Health(True)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if self.raises is not None:
+            raise self.raises
+        self.requests.append(request)
+        try:
+            async for chunk in self._chunks(request):
+                if chunk.finish_reason is not None:
+                    self.ended.append(request.request_id)
+                yield chunk
+        finally:
+            if request.request_id not in self.ended:
+                self.aborted.append(request.request_id)
+                self.any_aborted.set()
+
+    async def _chunks(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        answer = self.answer if isinstance(self.answer, str) else self.answer(request)
+        ids = list(answer.encode())
+        if request.eos_token_ids:
+            ids.append(EOS)
+        limit = request.sampling.max_tokens
+        for count, token_id in enumerate(ids[:limit]):
+            if count == self.pause_after:
+                self.paused.set()
+                await self.go_on.wait()
+            if count == self.breaks_after:
+                yield TokenChunk(request.request_id, [], FinishReason.ERROR, error="It broke.")
+                return
+            reason = FinishReason.LENGTH if count + 1 in (limit, len(ids)) else None
+            if token_id in (*request.eos_token_ids, *request.sampling.stop_token_ids):
+                reason = FinishReason.STOP
+            yield TokenChunk(
+                request.request_id,
+                [token_id],
+                reason,
+                token_id if token_id in request.sampling.stop_token_ids else None,
+                self._logprobs(request, token_id),
+                self.num_cached_tokens,
+            )
+            if reason is not None:
+                return
+
+    def _logprobs(self, request: GenerateRequest, token_id: int) -> list[TokenLogprobs] | None:
+        count = request.sampling.logprobs
+        if count is None:
+            return None
+        top = [(token_id + i) % 256 for i in range(count)]
+        return [TokenLogprobs(-0.5, 1, top, [-0.5 - i for i in range(count)])]
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def load(self) -> LoadReport:
+        zeros = {field.name: 0 for field in msgspec.structs.fields(LoadReport)}
+        return LoadReport(**{**zeros, "num_running": len(self.requests), "is_worker_ready": True})
+
+    async def health(self) -> Health:
+        return self.healthy
+
+    async def drain(self, timeout_s: float) -> None:
+        del timeout_s
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.conversation import Message, check_tools, template_messages
+
+
+def turns(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return template_messages(msgspec.convert(list(messages), list[Message]))
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def test_text_parts_become_one_string() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert turns({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
+
+
+def test_arguments_become_objects() -> None:
+    [turn] = turns({"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}')]})
+    assert turn["content"] == ""
+    assert turn["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    ]
+
+
+def test_an_answer_as_a_client_got_it_is_taken_back() -> None:
+    message = {"role": "assistant", "content": "4", "refusal": None, "annotations": []}
+    [turn] = turns({**message, "audio": None, "function_call": None, "tool_calls": None})
+    assert turn == {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "user", "content": "x", "tool_calls": [call("{}")]}, "messages[0].tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [call("{")]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [call("[1]")]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [call('{"a":' * 100_000)]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_messages_that_lack_what_their_role_needs(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        turns(message)
+    assert caught.value.param == param
+
+
+def test_no_messages() -> None:
+    with pytest.raises(InvalidRequestError, match="at least one"):
+        turns()
+
+
+def test_tools_as_they_should_be() -> None:
+    nested = {"type": "array", "items": {"type": ["string", "null"], "pattern": "^a+$"}}
+    check_tools([tool(type="object", properties={"x": nested}, required=["x"]), tool()])
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        ({}, "tools[0]"),
+        ({"type": "other", "function": {"name": "f"}}, "tools[0].type"),
+        ({"type": "function", "function": {"name": "f", "x": 1}}, "tools[0].function"),
+        ({"type": "function", "function": {"name": "a b"}}, "tools[0].function.name"),
+        ({"type": "function", "function": {"name": "x" * 65}}, "tools[0].function.name"),
+        (tool(type="text"), "tools[0].function.parameters.type"),
+        (tool(type={"a": 1}), "tools[0].function.parameters.type"),
+        (tool(pattern="("), "tools[0].function.parameters.pattern"),
+        (tool(pattern=5), "tools[0].function.parameters.pattern"),
+        (tool(properties=[1]), "tools[0].function.parameters.properties"),
+        (tool(properties={"a": 1}), "tools[0].function.parameters.properties.a"),
+    ],
+)
+def test_malformed_tools(bad: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_tools([bad])
+    assert caught.value.param == param
+
+
+def test_tools_are_bounded() -> None:
+    with pytest.raises(InvalidRequestError, match="at most 128"):
+        check_tools([tool()] * 129)
+    with pytest.raises(InvalidRequestError, match="nested deeper"):
+        check_tools([tool(**deep(40))])

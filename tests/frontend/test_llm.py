@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+import pagoda
+from pagoda import LLM, AsyncLLM, SamplingParams
+from pagoda.engine.messages import SimConfig
+from pagoda.errors import ConfigError, InvalidRequestError
+
+OPTIONS = {"load_format": "dummy", "executor": "sim"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("qwen3-0.6b", max_num_seqs=4, max_num_waiting=4, **OPTIONS) as opened:
+        yield opened
+
+
+def test_results_are_spelled_as_in_vllm(llm: LLM) -> None:
+    params = SamplingParams(n=2, max_tokens=5, logprobs=1, seed=3, ignore_eos=True)
+    [output] = llm.generate("hi", params)
+    assert (output.prompt, output.prompt_token_ids) == ("hi", [104, 105])
+    assert output.finished
+    first, second = output.outputs
+    assert (first.index, second.index) == (0, 1)
+    assert len(first.token_ids) == 5
+    assert first.text == llm.get_tokenizer().decode(first.token_ids)
+    assert (first.finish_reason, first.stop_reason, first.error) == ("length", None, None)
+    assert first.logprobs is not None
+    assert [next(iter(position)) for position in first.logprobs] == first.token_ids
+    assert first.logprobs[0][first.token_ids[0]].rank == 1
+    assert first.cumulative_logprob == 0.0
+    assert first.token_ids != second.token_ids
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["ab", ["ab"], [97, 98], [[97, 98]], {"prompt": "ab"}, [{"prompt_token_ids": [97, 98]}]],
+)
+def test_the_kinds_of_prompts(llm: LLM, prompts: object) -> None:
+    [output] = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    assert output.prompt_token_ids == [97, 98]
+
+
+def test_results_are_in_order_whatever_their_length(llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=1 + (7 * i) % 30, ignore_eos=True, seed=i) for i in range(60)
+    ]
+    outputs = llm.generate([[i] for i in range(60)], params)
+    assert [output.prompt_token_ids for output in outputs] == [[i] for i in range(60)]
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == [param.max_tokens for param in params]
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    [one] = llm.chat(conversation, GREEDY)
+    two = llm.chat([conversation, conversation], GREEDY)
+    assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+
+
+def test_lists_do_as_well_as_tuples(llm: LLM) -> None:
+    params = SamplingParams(stop="x", stop_token_ids=[5], allowed_token_ids=[1, 2])  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids) == (("x",), (5,))
+    assert llm.generate("hi", params)[0].finished
+
+
+def test_an_answer_too_long_for_the_context_is_cut() -> None:
+    with LLM("qwen3-0.6b", sim=SimConfig(max_model_len=32), **OPTIONS) as short:
+        params = SamplingParams(max_tokens=1000, ignore_eos=True)
+        [output] = short.generate("hi", params)
+    assert len(output.outputs[0].token_ids) == 30
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_parameter_of_the_wrong_type() -> None:
+    with pytest.raises(InvalidRequestError, match="temperature must be a number, got 'hot'"):
+        SamplingParams(temperature="hot")  # type: ignore[arg-type]
+
+
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", GREEDY, "prompt is empty"),
+        ([["a"]], GREEDY, "list of token ids"),
+        ([[1, True]], GREEDY, "list of token ids"),
+        ({"text": "x"}, GREEDY, '"prompt" or "prompt_token_ids"'),
+        ([[10**6]], GREEDY, "token ids from 0 to 511"),
+        (["a", "b"], [GREEDY], "sampling_params has 1 entries for 2 prompts"),
+        ("a", SamplingParams(skip_special_tokens="x"), "sampling parameter"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    llm: LLM, prompts: object, params: object, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompts, params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "wizard", "content": "x"}], [{"role": "user"}]])
+def test_conversations_that_are_none(llm: LLM, messages: list[dict[str, str]]) -> None:
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat([messages], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("no such model", {}, "there is no model directory"),
+        ("qwen3-0.6b", {"load_format": "x"}, "--load-format"),
+        ("qwen3-0.6b", {**OPTIONS, "max_num_seqs": "many"}, "max_num_seqs"),
+        ("qwen3-0.6b", {"gpu_memory_utilization": 0.9}, "gpu_memory_utilization"),
+        ("qwen3-0.6b", {**OPTIONS, "chat_template": "none.jinja"}, "--chat-template"),
+    ],
+)
+def test_arguments_that_are_not_right(model: str, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **options)
+    assert not psutil.Process().children()[1:]
+
+
+def test_closing_ends_the_engine() -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    llm = LLM("qwen3-0.6b", **OPTIONS)
+    mine = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert mine
+    llm.close()
+    llm.close()
+    assert not any(psutil.pid_exists(pid) for pid in mine)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("hi", GREEDY)
+
+
+def test_a_plain_script_needs_no_guard_and_no_close() -> None:
+    script = (
+        "from pagoda import LLM, SamplingParams\n"
+        "llm = LLM('qwen3-0.6b', load_format='dummy', executor='sim')\n"
+        "print(len(llm.generate('hi', SamplingParams(max_tokens=3, ignore_eos=True))[0]"
+        ".outputs[0].token_ids))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+def test_the_package_is_light() -> None:
+    code = (
+        "import sys, pagoda\n"
+        "assert pagoda.__version__\n"
+        "print(sorted(m for m in sys.modules if m.startswith('pagoda')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['pagoda', 'pagoda.version']"
+    assert set(pagoda.__all__) <= set(dir(pagoda))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        pagoda.nothing  # noqa: B018
+
+
+# ---- AsyncLLM
+
+
+async def test_outputs_grow() -> None:
+    async with AsyncLLM("qwen3-0.6b", **OPTIONS) as llm:
+        outputs = [output async for output in llm.generate("hi", GREEDY, "mine")]
+        assert [output.request_id for output in outputs] == ["mine"] * 6
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5, 6]
+        assert [output.finished for output in outputs] == [False] * 5 + [True]
+        messages = [{"role": "user", "content": "hi"}]
+        last = [output async for output in llm.chat(messages, GREEDY)][-1]
+        assert last.outputs[0].finish_reason == "length"
+        assert last.prompt is not None
+        assert last.prompt.startswith("<|im_start|>user\nhi")
+
+
+async def test_leaving_early_and_aborting() -> None:
+    long = SamplingParams(max_tokens=None, ignore_eos=True, n=2)
+    async with AsyncLLM("qwen3-0.6b", **OPTIONS) as llm:
+        async for _ in llm.generate("hi", long, "a"):
+            break
+        reasons: set[str | None] = set()
+        async for output in llm.generate("hi", long, "b"):
+            await llm.abort("b")
+            reasons = {answer.finish_reason for answer in output.outputs}
+        assert reasons == {"abort"}
+        await llm.abort("unknown")
+        while (await llm.generator.endpoint.load()).num_running:
+            await asyncio.sleep(0.01)
+
+
+async def test_not_started() -> None:
+    llm = AsyncLLM("qwen3-0.6b", **OPTIONS)
+    with pytest.raises(RuntimeError, match="not started"):
+        llm.get_tokenizer()
+    await llm.close()

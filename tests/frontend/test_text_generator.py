@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
+
+from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from pagoda.errors import InvalidRequestError, OverloadedError
+from pagoda.frontend.text_generator import (
+    PromptTooLongError,
+    TextAssembler,
+    TextDelta,
+    TextGenerator,
+    TextRequest,
+    derive_seed,
+)
+
+
+def generator(answer: str = "ok") -> tuple[TextGenerator, ScriptedEndpoint]:
+    endpoint = ScriptedEndpoint(answer)
+    return TextGenerator(endpoint, TEXT), endpoint
+
+
+async def answer_of(texts: TextGenerator, **params: object) -> tuple[str, TextDelta]:
+    [request] = await texts.prepare("hi", SamplingParams(**params))  # type: ignore[arg-type]
+    deltas = [delta async for delta in texts.stream(request)]
+    return "".join(delta.text for delta in deltas), deltas[-1]
+
+
+async def test_the_end_token_has_no_text() -> None:
+    texts, endpoint = generator("héllo")
+    text, last = await answer_of(texts, max_tokens=20)
+    assert (text, last.finish_reason, last.stop_reason) == ("héllo", FinishReason.STOP, None)
+    assert last.token_ids == [EOS]
+    assert endpoint.aborted == []
+
+
+async def test_a_character_cut_by_the_limit_is_rendered_as_the_tokenizer_does() -> None:
+    texts, _ = generator("é")
+    text, last = await answer_of(texts, max_tokens=1)
+    assert (text, last.finish_reason) == (TEXT.tokenizer.decode([0xC3]), FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(False, "one "), (True, "one END")])
+async def test_a_stop_string_ends_and_aborts(keep: bool, expected: str) -> None:
+    texts, endpoint = generator("one END two")
+    text, last = await answer_of(
+        texts, max_tokens=50, stop=["END"], include_stop_str_in_output=keep
+    )
+    assert (text, last.finish_reason, last.stop_reason) == (expected, FinishReason.STOP, "END")
+    assert endpoint.aborted == [endpoint.requests[0].request_id]
+    assert endpoint.requests[0].sampling.stop == ()
+
+
+async def test_a_stop_token_is_named_and_silent() -> None:
+    texts, _ = generator("one!two")
+    text, last = await answer_of(texts, max_tokens=50, stop_token_ids=[ord("!")])
+    assert (text, last.stop_reason) == ("one", ord("!"))
+
+
+async def test_stop_strings_are_not_searched_before_min_tokens() -> None:
+    texts, _ = generator("ababab")
+    text, _ = await answer_of(texts, max_tokens=50, min_tokens=3, stop=["ab"])
+    assert text == "abab"
+
+
+async def test_what_was_held_back_comes_at_the_end() -> None:
+    texts, _ = generator("one EN")
+    text, last = await answer_of(texts, max_tokens=50, stop=["END"])
+    assert (text, last.finish_reason) == ("one EN", FinishReason.STOP)
+
+
+async def test_seeds_are_derived_from_the_seed_and_the_index() -> None:
+    texts, _ = generator()
+    first = await texts.prepare("hi", SamplingParams(seed=7, n=3))
+    second = await texts.prepare("hi", SamplingParams(seed=7, n=3))
+    seeds = [request.request.sampling.seed for request in first]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    assert seeds == [request.request.sampling.seed for request in second]
+    assert {request.request.sampling.n for request in first} == {1}
+    assert len({request.request.request_id for request in first}) == 3
+
+
+async def test_an_absent_seed_is_drawn() -> None:
+    texts, _ = generator()
+    [first] = await texts.prepare("hi", SamplingParams())
+    [second] = await texts.prepare("hi", SamplingParams())
+    assert first.request.sampling.seed is not None
+    assert first.request.sampling.seed != second.request.sampling.seed
+
+
+@given(st.integers(-(2**63), 2**64 - 1), st.integers(1, 127))
+def test_derived_seeds_fit_the_wire(seed: int, index: int) -> None:
+    assert 0 <= derive_seed(seed, index) < 2**64
+    SamplingParams(seed=derive_seed(seed, index))
+
+
+async def test_max_tokens_is_resolved_against_the_context() -> None:
+    texts, _ = generator()
+    [open_end] = await texts.prepare("hi", SamplingParams(max_tokens=None))
+    assert open_end.request.sampling.max_tokens == 254
+    with pytest.raises(PromptTooLongError, match="max_tokens is 255, but only 254"):
+        await texts.prepare("hi", SamplingParams(max_tokens=255))
+    [cut] = await texts.prepare("hi", SamplingParams(max_tokens=255), clamp_max_tokens=True)
+    assert cut.request.sampling.max_tokens == 254
+
+
+async def test_ignore_eos_leaves_no_end_tokens() -> None:
+    texts, _ = generator()
+    [request] = await texts.prepare("hi", SamplingParams(ignore_eos=True))
+    assert request.request.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ("x" * 256, "prompt has 256 tokens, but the context holds 256"),
+        ([512], "token ids from 0 to 511, got 512"),
+        ([-1], "token ids from 0 to 511, got -1"),
+        ("half \ud800", "surrogate"),
+    ],
+)
+async def test_prompts_that_do_not_fit_are_refused(prompt: str | list[int], message: str) -> None:
+    texts, _ = generator()
+    with pytest.raises(InvalidRequestError, match=message):
+        await texts.prepare(prompt, SamplingParams())
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257])
+async def test_cache_salts_are_bounded(salt: str) -> None:
+    texts, _ = generator()
+    with pytest.raises(InvalidRequestError, match="cache_salt") as caught:
+        await texts.prepare("hi", SamplingParams(), cache_salt=salt)
+    assert caught.value.param == "cache_salt"
+
+
+async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    texts, _ = generator()
+    with pytest.raises(InvalidRequestError, match="logit_bias takes token ids below"):
+        await texts.prepare("hi", SamplingParams(logit_bias={512: 1.0}))
+
+
+async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
+    texts, _ = generator()
+    assert await texts.encode("x" * 20_000, add_special_tokens=True) == [120] * 20_000
+
+
+async def test_errors_of_the_endpoint_reach_the_reader() -> None:
+    texts, endpoint = generator()
+    endpoint.raises = OverloadedError("full")
+    with pytest.raises(OverloadedError):
+        await answer_of(texts)
+
+
+async def test_closing_early_aborts() -> None:
+    texts, endpoint = generator("a long answer")
+    [request] = await texts.prepare("hi", SamplingParams())
+    deltas = texts.stream(request)
+    assert (await anext(deltas)).text == "a"
+    await deltas.aclose()
+    assert endpoint.aborted == [request.request.request_id]
+
+
+@given(
+    answer=st.text(max_size=12),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=20),
+    stop=st.lists(st.text(min_size=1, max_size=2), max_size=2),
+)
+def test_text_does_not_depend_on_how_tokens_are_chunked(
+    answer: str, sizes: list[int], stop: list[str]
+) -> None:
+    ids = list(answer.encode())
+    params = SamplingParams(stop=tuple(stop))
+
+    def run(cut: list[list[int]]) -> tuple[str, object, int]:
+        request = TextRequest(request=_wire(params), sampling=params, prompt=None)
+        assembler = TextAssembler(TEXT.tokenizer, request)
+        text, count = "", 0
+        for i, part in enumerate(cut):
+            reason = FinishReason.LENGTH if i == len(cut) - 1 else None
+            delta = assembler.push(TokenChunk("r", part, reason))
+            text, count = text + delta.text, count + len(delta.token_ids)
+            if delta.finish_reason is not None:
+                return text, delta.stop_reason, count
+        raise AssertionError("no chunk ended the answer")
+
+    cut, rest = [], ids
+    for size in sizes:
+        cut.append(rest[:size])
+        rest = rest[size:]
+    assert run([*cut, rest]) == run([[i] for i in ids] + [[]])
+
+
+def _wire(params: SamplingParams) -> GenerateRequest:
+    return GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=params)
