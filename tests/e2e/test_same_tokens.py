@@ -90,10 +90,14 @@ async def answers(client: EngineClient, requests: Sequence[GenerateRequest]) -> 
 
 
 @pytest.fixture(scope="module")
-async def alone(requests: list[GenerateRequest]) -> list[list[int]]:
+def alone(requests: list[GenerateRequest]) -> list[list[int]]:
     """Every request by itself, without the prefix cache: what all other ways are compared with."""
-    async with engine(max_num_seqs=1, enable_prefix_caching=False) as client:
-        return [await answer(client, request) for request in requests]
+
+    async def run() -> list[list[int]]:
+        async with engine(max_num_seqs=1, enable_prefix_caching=False) as client:
+            return [await answer(client, request) for request in requests]
+
+    return asyncio.run(run())
 
 
 async def test_in_a_batch_of_32(requests: list[GenerateRequest], alone: list[list[int]]) -> None:
