@@ -1,0 +1,1 @@
+"""What a device provides: the operations a model needs."""

@@ -145,7 +145,9 @@ class EngineCore:
         self._restart_at = self._clock.now() + backoff_s
         chunks = self._scheduler.recover()
         _log.error(
-            "%s; starting it again, %d requests will continue", loss.reason, self._scheduler.num_waiting
+            "%s; starting it again, %d requests will continue",
+            loss.reason,
+            self._scheduler.num_waiting,
         )
         return chunks
 

@@ -1,0 +1,1 @@
+"""The worker process: loads a model, executes step plans, samples."""

@@ -1,0 +1,125 @@
+"""What a device must provide so that a decoder model can run on it.
+
+A model is written in terms of these operations and knows no device. All activations are flat: the tokens of
+every sequence in the step, one after the other, with no padding between sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor, device, dtype
+
+from pagoda.engine.messages import Capabilities
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of one step: `n` tokens of `s` sequences, each sequence's tokens in a row.
+
+    Sequence `i` computes its tokens at positions `context_lens[i] - query_lens[i]` to `context_lens[i] - 1`.
+    """
+
+    token_ids: Tensor
+    """[n] int64."""
+    positions: Tensor
+    """[n] int64, position of each token in its sequence."""
+    sequence_ids: Tensor
+    """[n] int64, which of the `s` sequences each token belongs to; ascending."""
+    query_lens: Tensor
+    """[s] int64, how many tokens of each sequence the step computes; at least 1."""
+    context_lens: Tensor
+    """[s] int64, tokens of each sequence that have K and V after this step."""
+    block_tables: Tensor
+    """[s, b] int64, ids of the cache blocks that hold each sequence; entries past its end are any valid id."""
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """K and V of one layer, in blocks."""
+
+    keys: Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim]."""
+    values: Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim]."""
+
+
+LinearT = TypeVar("LinearT")
+"""A weight as the backend wants it."""
+PlanT = TypeVar("PlanT")
+"""What attention needs to know about a step, worked out once for all layers."""
+
+
+class Backend(Protocol, Generic[LinearT, PlanT]):
+    """The operations of a dense decoder.
+
+    The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its
+    sequence was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler).
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def device(self) -> device:
+        """Where weights, caches and activations lie."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """For the operator, such as `reference on cpu, 2 threads`."""
+        ...
+
+    def allocate_kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: dtype
+    ) -> KVCache:
+        """The cache of one layer."""
+        ...
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearT:
+        """Takes a weight [out, in] and a bias [out] in the form that `linear` is fastest with."""
+        ...
+
+    def linear(self, x: Tensor, weight: LinearT) -> Tensor:
+        """x [n, in] times the weight, plus the bias: [n, out]."""
+        ...
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of weight [vocab, hidden]: [n, hidden]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., d] over the root of its mean square, times weight [d] (Zhang and Sennrich 2019)."""
+        ...
+
+    def rotary_table(
+        self, positions: Tensor, frequencies: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
+        ...
+
+    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotates the pairs (i, i + d/2) of every head of x [n, heads, d] (Su et al. 2021, GPT-NeoX order)."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> PlanT:
+        """What is the same for all layers; `cache` is any layer's."""
+        ...
+
+    def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: PlanT) -> None:
+        """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
+        ...
+
+    def attention(
+        self, queries: Tensor, cache: KVCache, plan: PlanT, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal attention of queries [n, heads, d] over all cached tokens of their sequences: [n, heads, d].
+
+        With `window`, a token sees itself and the `window - 1` before it.
+        """
+        ...

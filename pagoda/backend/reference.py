@@ -1,0 +1,289 @@
+"""The operations in plain PyTorch, on the CPU: the specification that other backends are tested against.
+
+Every result is the same in all bits whatever else is in the batch. Library kernels choose their order of
+summation by the shape they are given, so the shapes are fixed here: matrix products are made in tiles of
+`ROWS` rows, attention in tiles of `ROWS` query rows by `KEYS` cached tokens at fixed absolute positions, with the
+softmax carried on from tile to tile (FlashAttention, Dao et al. 2022). A step only changes how many tiles there
+are. `tests/backend/test_invariance.py` checks that the kernels used here keep this promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.engine.messages import Capabilities
+
+ROWS = 16
+"""Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
+KEYS = 128
+"""Cached tokens of one attention tile; a multiple of every block size."""
+TILES_PER_PASS = 8
+"""Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: Tensor
+    """[out, in]."""
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Some query tiles of a step, those with the most key tiles first."""
+
+    tiles: slice
+    positions: Tensor
+    """[tiles, rows], of the query in each row; -1 in rows without one."""
+    last_positions: Tensor
+    """[tiles]."""
+    num_active: list[int]
+    """For each key tile, how many of the query tiles reach it."""
+    kv_rows: list[Tensor]
+    """For each key tile, where its blocks lie for the query tiles that reach it; see `_kv_rows`."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    block_ids: Tensor
+    """[n], the cache block of each token."""
+    offsets: Tensor
+    """[n], the place of each token in its block."""
+    rows: Tensor
+    """[n * heads], the row of each token's head in the flattened query tiles [tiles, kv_heads, rows]."""
+    num_tiles: int
+    rows_per_tile: int
+    passes: list[_Pass]
+
+
+class ReferenceBackend:
+    """Plain PyTorch."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.capabilities = Capabilities(
+            block_sizes=(16, 1, 2, 4, 8, 32, 64, 128),
+            max_batch_tokens=65536,
+            max_batch_seqs=4096,
+            max_model_len=2**20,
+            kv_dtypes=("float32", "bfloat16", "float16"),
+            weight_formats=("float32", "bfloat16", "float16"),
+        )
+
+    @property
+    def summary(self) -> str:
+        threads = torch.get_num_threads()
+        return f"reference on cpu, {threads} thread{'s' if threads > 1 else ''}"
+
+    def allocate_kv_cache(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KVCache:
+        # Left unwritten: memory is taken from the machine as blocks come into use.
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        return KVCache(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+
+    # ---- token by token
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Linear(weight, bias)
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        matrix = weight.weight
+        if matrix.dtype == torch.float16:
+            # Half-precision products are slow on CPUs, and would be summed in half precision.
+            matrix, x = matrix.float(), x.float()
+        num_tokens = x.shape[0]
+        x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
+        out = x.new_empty(x.shape[0], matrix.shape[0])
+        for start in range(0, x.shape[0], ROWS):
+            rows = slice(start, start + ROWS)
+            torch.mm(x[rows], matrix.t(), out=out[rows])
+        out = out[:num_tokens].to(weight.weight.dtype)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(token_ids, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return wide.to(x.dtype) * weight
+
+    def rotary_table(
+        self, positions: Tensor, frequencies: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        angles = positions.float()[:, None] * frequencies
+        return angles.cos() * scale, angles.sin() * scale
+
+    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = (part[:, None, :] for part in table)
+        left, right = x.float().chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        wide = gate.float()
+        # F.silu takes another path for the last few elements of a tensor than for the rest.
+        return (wide / (1 + torch.exp(-wide))).to(up.dtype) * up
+
+    # ---- attention
+
+    def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
+        """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head."""
+        _, num_kv_heads, block_size, _ = cache.keys.shape
+        group = num_heads // num_kv_heads
+        rows_per_tile = -(-group // ROWS) * ROWS
+        tokens_per_tile = rows_per_tile // group
+
+        tiles_of = (batch.query_lens + tokens_per_tile - 1) // tokens_per_tile
+        num_tiles = int(tiles_of.sum())
+        sequence_of_tile = torch.repeat_interleave(tiles_of)
+        first_tile = tiles_of.cumsum(0) - tiles_of
+        chunk_start = batch.context_lens - batch.query_lens
+        order_in_sequence = torch.arange(num_tiles) - first_tile[sequence_of_tile]
+        last_positions = (
+            torch.minimum(
+                chunk_start[sequence_of_tile] + (order_in_sequence + 1) * tokens_per_tile,
+                batch.context_lens[sequence_of_tile],
+            )
+            - 1
+        )
+
+        # Tiles with long contexts come first, so that those which reach a key tile are always the first few.
+        last_positions, by_length = last_positions.sort(descending=True, stable=True)
+        place_of_tile = torch.empty_like(by_length)
+        place_of_tile[by_length] = torch.arange(num_tiles)
+
+        index_in_chunk = batch.positions - chunk_start[batch.sequence_ids]
+        tile = place_of_tile[first_tile[batch.sequence_ids] + index_in_chunk // tokens_per_tile]
+        row = (index_in_chunk % tokens_per_tile)[:, None] * group + torch.arange(group)
+        positions = torch.full((num_tiles, rows_per_tile), -1)
+        positions[tile[:, None], row] = batch.positions[:, None].expand_as(row)
+        kv_head = torch.arange(num_kv_heads)[:, None]
+        rows = (tile[:, None, None] * num_kv_heads + kv_head) * rows_per_tile + row[:, None, :]
+
+        tables = batch.block_tables[sequence_of_tile[by_length]]
+        kv_rows = _kv_rows(tables, num_kv_heads, block_size)
+        block_index = batch.positions // block_size
+        return AttentionPlan(
+            block_ids=batch.block_tables[batch.sequence_ids, block_index],
+            offsets=batch.positions % block_size,
+            rows=rows.flatten(),
+            num_tiles=num_tiles,
+            rows_per_tile=rows_per_tile,
+            passes=[
+                _plan_pass(slice(start, start + TILES_PER_PASS), positions, last_positions, kv_rows)
+                for start in range(0, num_tiles, TILES_PER_PASS)
+            ],
+        )
+
+    def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
+        cache.keys[plan.block_ids, :, plan.offsets] = keys
+        cache.values[plan.block_ids, :, plan.offsets] = values
+
+    def attention(
+        self,
+        queries: Tensor,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
+        shape = (plan.num_tiles, num_kv_heads, plan.rows_per_tile, head_dim)
+        tiles = torch.zeros(shape, dtype=torch.float32)
+        scaled = queries.reshape(-1, head_dim).float() * scale
+        tiles.view(-1, head_dim).index_copy_(0, plan.rows, scaled)
+        for part in plan.passes:
+            tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
+        out = tiles.view(-1, head_dim).index_select(0, plan.rows)
+        return out.view_as(queries).to(queries.dtype)
+
+
+def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:
+    last = last_positions[tiles]
+    num_key_tiles = last // KEYS + 1
+    reached = num_key_tiles[:, None] > torch.arange(int(num_key_tiles[0]))
+    num_active = reached.sum(0).tolist()
+    return _Pass(
+        tiles=tiles,
+        positions=positions[tiles],
+        last_positions=last,
+        num_active=num_active,
+        kv_rows=[kv_rows[tiles][:n, i].flatten() for i, n in enumerate(num_active)],
+    )
+
+
+def _kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+    """Where the blocks of each key tile lie in a cache flattened to [num_blocks * kv_heads, ...].
+
+    Returns [tiles, key_tiles, kv_heads, blocks_per_tile].
+    """
+    per_tile = KEYS // block_size
+    tables = F.pad(tables, (0, -tables.shape[1] % per_tile))
+    blocks = tables.view(tables.shape[0], -1, 1, per_tile)
+    return blocks * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+
+
+def _attend(queries: Tensor, cache: KVCache, part: _Pass, window: int | None) -> Tensor:
+    """Attention of query tiles [tiles, kv_heads, rows, d], already scaled, in float32."""
+    num_heads = queries.shape[1]
+    queries = queries.flatten(0, 1)
+    highest = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    total = torch.zeros_like(highest)
+    out = torch.zeros_like(queries)
+    for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
+        key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
+        keys, values = _gather(cache.keys, rows), _gather(cache.values, rows)
+        going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
+        unwritten = key_positions > part.last_positions[going_on:active, None]
+        _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
+            unwritten[:, None, :, None], 0
+        )  # a weight of zero does not take away what an ended request left there if that is NaN
+
+        now = slice(0, active * num_heads)
+        scores = _bmm(queries[now], keys.transpose(1, 2))
+        hidden = _hidden(key_positions, part.positions[:active], window)
+        _by_head(scores, num_heads).masked_fill_(hidden[:, None], -torch.inf)
+
+        new_highest = torch.maximum(highest[now], scores.amax(-1, keepdim=True))
+        base = new_highest.masked_fill(new_highest == -torch.inf, 0)
+        weights = scores.sub_(base).exp_()
+        decay = torch.exp(highest[now] - base)
+        highest[now] = new_highest
+        total[now] = total[now] * decay + weights.sum(-1, keepdim=True)
+        out[now] = out[now] * decay + _bmm(weights, values)
+    # The highest score adds exactly 1 to the total, so only rows without a query have less.
+    return _by_head(out / total.clamp(min=1), num_heads)
+
+
+def _hidden(key_positions: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """[tiles, rows, keys], which keys a query does not see."""
+    positions = positions[:, :, None]
+    hidden = key_positions > positions
+    return hidden if window is None else hidden | (key_positions <= positions - window)
+
+
+def _gather(cached: Tensor, rows: Tensor) -> Tensor:
+    """The blocks at `rows` as float32 keys or values [tiles * kv_heads, KEYS, d]."""
+    flat = cached.view(cached.shape[0] * cached.shape[1], -1)
+    return flat.index_select(0, rows).float().view(-1, KEYS, cached.shape[3])
+
+
+def _by_head(x: Tensor, num_heads: int) -> Tensor:
+    return x.view(-1, num_heads, *x.shape[1:])
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product. With at least one matrix per thread, none is ever shared out between threads."""
+    count = a.shape[0]
+    missing = torch.get_num_threads() - count
+    if missing > 0:
+        a, b = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (a, b))
+    return torch.bmm(a, b)[:count]

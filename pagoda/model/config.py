@@ -1,0 +1,336 @@
+"""The shape of a dense decoder model, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from pagoda.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions are divided by `factor` (Chen et al. 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies are divided by `factor`, high ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """NTK-by-parts interpolation, with attention scaled by `attention_factor` (Peng et al. 2023)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None
+    beta_fast: float
+    beta_slow: float
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """All that the decoder needs to know; the families differ in nothing else."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    """The longest sequence that the model was made for, rotary scaling included."""
+    tie_word_embeddings: bool
+    qk_norm: bool
+    """Queries and keys are normalised per head before the rotary embedding."""
+    qkv_bias: bool
+    output_bias: bool
+    """Of the projection behind attention."""
+    mlp_bias: bool
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: a token sees itself and this many less one before it; None sees all."""
+    dtype: str
+    """Of the checkpoint."""
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The config.json in a model directory.
+
+    Raises:
+        ConfigError: the file is missing, corrupt or describes a model that Pagoda does not run.
+    """
+    path = directory / "config.json"
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is missing; give a Hugging Face model directory.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object.")
+    return parse_model_config(values, source=str(path))
+
+
+def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelConfig:
+    """Checks the content of a config.json; `source` names it in errors.
+
+    Raises:
+        ConfigError: a field is missing or wrong, or the model is not one that Pagoda runs.
+    """
+    fields = _Fields(values, source)
+    architecture = _architecture(fields)
+    _refuse_unsupported(fields)
+    hidden_size = fields.positive("hidden_size")
+    num_layers = fields.positive("num_hidden_layers")
+    num_heads = fields.positive("num_attention_heads")
+    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
+    # A Qwen3 head is 128 wide unless the file says otherwise, whatever the hidden size.
+    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    head_dim = fields.positive("head_dim", max(1, usual_head_dim))
+    if head_dim % 2:
+        fields.refuse("head_dim", "must be even")
+    scaling, rope_theta = _rope(fields)
+    attention_bias = architecture == "Qwen2ForCausalLM" or fields.flag("attention_bias", False)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=scaling,
+        max_position_embeddings=_longest_sequence(fields, scaling),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=attention_bias,
+        output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
+        mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
+        sliding_windows=_sliding_windows(fields, architecture, num_layers),
+        dtype=_dtype(fields),
+    )
+
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+class _Fields:
+    """Typed access to a JSON object; every error names the file and the field."""
+
+    def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
+        self.values = values
+        self.source = source
+        self._prefix = prefix
+
+    def refuse(self, name: str, rule: str) -> NoReturn:
+        value = self.values.get(name)
+        raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {value!r}.")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, (int, float), "a positive number", default)
+        if not 0 < value < float("inf"):
+            self.refuse(name, "must be a positive number")
+        return float(value)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, (int,), "a positive integer", default)
+        if value <= 0:
+            self.refuse(name, "must be a positive integer")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        return self._get(name, (str,), "a string", default)
+
+    def table(self, name: str) -> _Fields | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.refuse(name, "must be a JSON object")
+        return _Fields(value, self.source, f"{self._prefix}{name}.")
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.values.get(name) is None else self.number(name)
+
+    def _get(self, name: str, types: tuple[type, ...], kind: str, default: T | None) -> T:
+        value = self.values.get(name)
+        if value is None:
+            if default is None:
+                raise ConfigError(f"{self.source} lacks {self._prefix}{name}, {kind}.")
+            return default
+        if not isinstance(value, types) or isinstance(value, bool):
+            self.refuse(name, f"must be {kind}")
+        return value  # type: ignore[return-value]
+
+
+def _architecture(fields: _Fields) -> str:
+    named = fields.values.get("architectures")
+    known = ", ".join(ARCHITECTURES)
+    if not isinstance(named, list) or not named:
+        raise ConfigError(f"{fields.source} names no architectures; Pagoda runs models of {known}.")
+    for name in named:
+        if name in ARCHITECTURES:
+            return str(name)
+    raise ConfigError(
+        f"{fields.source}: architecture {named[0]!r} is not supported; Pagoda runs models of {known}."
+    )
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    if fields.values.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{fields.source}: quantized checkpoints (quantization_config) are not supported; "
+            f"use one in {', '.join(DTYPES)}."
+        )
+    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
+        fields.refuse("hidden_act", "must be 'silu'")
+
+
+def _dtype(fields: _Fields) -> str:
+    name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    dtype = fields.text(name, "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        fields.refuse(name, f"must be one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _rope(fields: _Fields) -> tuple[RopeScaling | None, float]:
+    """Rotary scaling and base, spelled the old way (`rope_scaling`, `rope_theta`) or as `rope_parameters`."""
+    rope = fields.table("rope_parameters") or fields.table("rope_scaling")
+    theta = fields.number("rope_theta", 10_000.0)
+    if rope is None:
+        return None, theta
+    theta = rope.number("rope_theta", theta)
+    if rope.number("partial_rotary_factor", 1.0) != 1.0:
+        rope.refuse("partial_rotary_factor", "must be 1.0")
+    name = "rope_type" if rope.values.get("rope_type") is not None else "type"
+    kind = rope.text(name, "default")
+    if kind == "default":
+        return None, theta
+    if kind == "linear":
+        return LinearScaling(rope.number("factor")), theta
+    if kind == "llama3":
+        return _llama3_scaling(rope), theta
+    if kind != "yarn":
+        rope.refuse(name, "must be one of default, linear, llama3, yarn")
+    return _yarn_scaling(rope, fields), theta
+
+
+def _llama3_scaling(rope: _Fields) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=rope.positive("original_max_position_embeddings"),
+    )
+
+
+def _yarn_scaling(rope: _Fields, fields: _Fields) -> YarnScaling:
+    return YarnScaling(
+        factor=rope.number("factor"),
+        original_max_position_embeddings=rope.positive(
+            "original_max_position_embeddings", fields.positive("max_position_embeddings")
+        ),
+        attention_factor=rope.optional_number("attention_factor"),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _longest_sequence(fields: _Fields, scaling: RopeScaling | None) -> int:
+    """As vLLM derives it: linear scaling and YaRN lengthen the context that is written in the file."""
+    length = fields.positive("max_position_embeddings")
+    if isinstance(scaling, LinearScaling):
+        return int(length * scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        return int(scaling.original_max_position_embeddings * scaling.factor)
+    return length
+
+
+def _sliding_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    if architecture == "LlamaForCausalLM":
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        # An absent field means 4096 (the first Mistral), an explicit null means none.
+        windowed = (
+            "sliding_window" not in fields.values or fields.values["sliding_window"] is not None
+        )
+        return (fields.positive("sliding_window", 4096) if windowed else None,) * num_layers
+    if not fields.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    window = fields.positive("sliding_window", 4096)
+    return tuple(
+        window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
+    )
+
+
+def _layer_types(fields: _Fields, num_layers: int) -> list[str]:
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        num_full = fields.positive("max_window_layers", 28)
+        return [
+            "full_attention" if i < num_full else "sliding_attention" for i in range(num_layers)
+        ]
+    known = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(k not in known for k in kinds)
+    ):
+        fields.refuse("layer_types", f"must be a list of {num_layers} of {', '.join(known)}")
+    return kinds

@@ -1,0 +1,182 @@
+"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+
+The families differ in switches only: biases, norms of queries and keys, sliding windows, rotary scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import Backend, KVCache, LinearT, PlanT, TokenBatch
+from pagoda.model.config import ModelConfig
+from pagoda.model.rotary import rotary_frequencies
+from pagoda.model.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class Layer(Generic[LinearT]):
+    attention_norm: Tensor
+    qkv: LinearT
+    """Queries, keys and values, one above the other."""
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention_out: LinearT
+    window: int | None
+    mlp_norm: Tensor
+    gate_up: LinearT
+    down: LinearT
+
+
+class Decoder(Generic[LinearT, PlanT]):
+    """Tokens in, hidden states and logits out; K and V go to the caches."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: Backend[LinearT, PlanT],
+        source: WeightSource,
+        dtype: torch.dtype,
+    ) -> None:
+        """Takes the weights out of `source`.
+
+        Raises:
+            ConfigError: a weight is missing or has the wrong shape.
+        """
+        loader = _Loader(config, backend, source, dtype)
+        self._config = config
+        self._backend = backend
+        self._embedding = loader.tensor(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
+        self._layers = [loader.layer(index) for index in range(config.num_layers)]
+        self._norm = loader.tensor("model.norm.weight", config.hidden_size)
+        self._head = backend.prepare_linear(
+            self._embedding
+            if config.tie_word_embeddings
+            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size),
+            None,
+        )
+        frequencies, self._rotary_scale = rotary_frequencies(config)
+        self._frequencies = frequencies.to(backend.device)
+        self.num_weight_bytes = loader.num_bytes
+
+    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
+        """Hidden states behind the last layer, [n, hidden]; `caches` has one entry per layer."""
+        ops, config = self._backend, self._config
+        plan = ops.plan_attention(batch, config.num_heads, caches[0])
+        table = ops.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
+        x = ops.embedding(batch.token_ids, self._embedding)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            h = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+            x = x + self._attention(layer, h, table, cache, plan)
+            h = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+            x = x + ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of hidden states [m, hidden]: [m, vocab] float32."""
+        ops = self._backend
+        h = ops.rms_norm(hidden, self._norm, self._config.rms_norm_eps)
+        return ops.linear(h, self._head).float()
+
+    def _attention(
+        self,
+        layer: Layer[LinearT],
+        h: Tensor,
+        table: tuple[Tensor, Tensor],
+        cache: KVCache,
+        plan: PlanT,
+    ) -> Tensor:
+        ops, config = self._backend, self._config
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        qkv = ops.linear(h, layer.qkv).view(-1, sum(heads), config.head_dim)
+        q, k, v = torch.split(qkv, heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        ops.write_kv(cache, ops.rotary(k, table), v, plan)
+        attended = ops.attention(
+            ops.rotary(q, table), cache, plan, scale=config.head_dim**-0.5, window=layer.window
+        )
+        return ops.linear(attended.flatten(1), layer.attention_out)
+
+
+class _Loader(Generic[LinearT]):
+    """From the names and shapes of a Hugging Face checkpoint to prepared weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: Backend[LinearT, PlanT],
+        source: WeightSource,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config = config
+        self._prepare_linear = backend.prepare_linear
+        self._source = source
+        self._dtype = dtype
+        self._device = backend.device
+        self.num_bytes = 0
+
+    def layer(self, index: int) -> Layer[LinearT]:
+        config, prefix = self._config, f"model.layers.{index}"
+        hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return Layer(
+            attention_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self.linear(
+                {
+                    f"{attention}.q_proj": q_size,
+                    f"{attention}.k_proj": kv_size,
+                    f"{attention}.v_proj": kv_size,
+                },
+                hidden,
+                bias=config.qkv_bias,
+            ),
+            q_norm=self._head_norm(f"{attention}.q_norm.weight"),
+            k_norm=self._head_norm(f"{attention}.k_norm.weight"),
+            attention_out=self.linear(
+                {f"{attention}.o_proj": hidden}, q_size, bias=config.output_bias
+            ),
+            window=config.sliding_windows[index],
+            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self.linear(
+                {
+                    f"{mlp}.gate_proj": config.intermediate_size,
+                    f"{mlp}.up_proj": config.intermediate_size,
+                },
+                hidden,
+                bias=config.mlp_bias,
+            ),
+            down=self.linear(
+                {f"{mlp}.down_proj": hidden}, config.intermediate_size, bias=config.mlp_bias
+            ),
+        )
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._joined({name: shape[0]}, *shape[1:])
+
+    def linear(self, parts: dict[str, int], in_size: int, *, bias: bool) -> LinearT:
+        """Linear maps of the same input, as one; `parts` holds their names and output sizes."""
+        weights = {f"{name}.weight": size for name, size in parts.items()}
+        biases = {f"{name}.bias": size for name, size in parts.items()}
+        return self._prepare_linear(
+            self._joined(weights, in_size), self._joined(biases) if bias else None
+        )
+
+    def _head_norm(self, name: str) -> Tensor | None:
+        return self.tensor(name, self._config.head_dim) if self._config.qk_norm else None
+
+    def _joined(self, parts: dict[str, int], *inner: int) -> Tensor:
+        shape = (sum(parts.values()), *inner)
+        joined = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for name, out in zip(parts, torch.split(joined, list(parts.values())), strict=True):
+            self._source.read_into(name, out)
+        self.num_bytes += joined.nbytes
+        return joined

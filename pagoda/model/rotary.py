@@ -1,0 +1,65 @@
+"""Frequencies of the rotary position embedding, with the scalings that lengthen a model's context."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pagoda.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Angle per position of each pair of dimensions, [head_dim / 2] float32, and the scale of cosines and sines.
+
+    The base form is Su et al. 2021.
+    """
+    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    wavelengths = config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return 1.0 / wavelengths, 1.0
+    if isinstance(scaling, LinearScaling):
+        return 1.0 / wavelengths / scaling.factor, 1.0
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(1.0 / wavelengths, scaling), 1.0
+    return _yarn(wavelengths, config.rope_theta, scaling), _yarn_scale(scaling)
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Blends by how often a wave fits into the original context (Llama 3.1)."""
+    waves = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((waves - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(wavelengths: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """Interpolates the dimensions that turn seldom, keeps those that turn often (Peng et al. 2023, part 3.2)."""
+    head_dim = 2 * wavelengths.shape[0]
+
+    def dimension_of(turns: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)
+    return interpolated / (scaling.factor * wavelengths) + (1 - interpolated) / wavelengths
+
+
+def _yarn_scale(scaling: YarnScaling) -> float:
+    """What the paper calls the temperature of attention, put on cosines and sines."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def of(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return of(scaling.mscale) / of(scaling.mscale_all_dim)
+    return of(1.0)

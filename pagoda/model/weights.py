@@ -1,0 +1,155 @@
+"""Where weights come from: safetensors files, or a random pattern for benchmarks without files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pagoda.errors import ConfigError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_PATTERN_SIZE = 2**20 - 3
+
+
+class WeightSource(Protocol):
+    """Gives weights by the names of a Hugging Face checkpoint."""
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fills `out`, converting to its dtype.
+
+        Raises:
+            ConfigError: there is no such weight of this shape.
+        """
+        ...
+
+
+class DummyWeights:
+    """Random weights, the same for the same seed, made at about the speed of memory.
+
+    Norms are one and biases zero. Matrices have a standard deviation of `1 / sqrt(inputs)`, so activations keep
+    their size from layer to layer. All are cut from one random pattern, each from its own place on.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        self._pattern = torch.randn(_PATTERN_SIZE, generator=generator)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        if out.dim() == 1:
+            out.fill_(0 if name.endswith(".bias") else 1)
+            return
+        pattern = (self._pattern * out.shape[1] ** -0.5).to(out.dtype)
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        start = int.from_bytes(digest[:8], "little") % _PATTERN_SIZE
+        flat = out.view(-1)
+        filled = 0
+        while filled < flat.shape[0]:
+            piece = pattern[start : start + flat.shape[0] - filled]
+            flat[filled : filled + piece.shape[0]] = piece
+            filled += piece.shape[0]
+            start = 0
+
+
+class CheckpointWeights:
+    """Weights in safetensors files, mapped into memory and copied out one at a time."""
+
+    def __init__(self, files: Mapping[str, Path], opened: contextlib.ExitStack) -> None:
+        """`files` says which file holds each tensor; `opened` closes them."""
+        self._files = files
+        self._opened = opened
+        self._handles: dict[Path, Any] = {}
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        path = self._files.get(name)
+        if path is None:
+            some = next(iter(self._files.values()), None)
+            where = some.parent if some else "the checkpoint"
+            raise ConfigError(
+                f"{where}: no file holds the tensor {name}, which config.json calls for."
+            )
+        with _readable(path):
+            handle = self._handle(path)
+            if name not in handle.keys():  # noqa: SIM118 - not a mapping
+                raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
+            view = handle.get_slice(name)
+            shape, stored_dtype = list(view.get_shape()), view.get_dtype()
+            if stored_dtype not in _READABLE:
+                raise ConfigError(
+                    f"{path}: tensor {name} is stored as {stored_dtype}; "
+                    f"Pagoda reads {', '.join(_READABLE.values())}."
+                )
+            if shape != list(out.shape):
+                raise ConfigError(
+                    f"{path}: tensor {name} has shape {shape}, config.json calls for {list(out.shape)}."
+                )
+            out.copy_(handle.get_tensor(name))
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._handles:
+            handle = safe_open(path, framework="pt")
+            self._handles[path] = self._opened.enter_context(handle)
+        return self._handles[path]
+
+
+@contextlib.contextmanager
+def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
+    """The weights of a Hugging Face model directory, in one file or several with an index.
+
+    Raises:
+        ConfigError: there are none, or a file is corrupt.
+    """
+    with contextlib.ExitStack() as opened:
+        yield CheckpointWeights(_find_tensors(directory), opened)
+
+
+def _find_tensors(directory: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = directory / INDEX_FILE
+    if index.exists():
+        return _read_index(index)
+    path = directory / SINGLE_FILE
+    if not path.exists():
+        raise ConfigError(
+            f"{directory} has no weights that Pagoda reads: neither {SINGLE_FILE} nor {INDEX_FILE}."
+        )
+    with _readable(path), safe_open(path, framework="pt") as handle:
+        names: list[str] = handle.keys()
+        return dict.fromkeys(names, path)
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    try:
+        index = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON.") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{path} has no weight_map from tensor names to files.")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(f"{path}: weight_map must name files beside it, got {name!r}.")
+        if not (path.parent / name).is_file():
+            raise ConfigError(f"{path} names {name}, which is missing.")
+    return {tensor: path.parent / name for tensor, name in weight_map.items()}
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Says of a file that safetensors cannot read which one it is."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not a complete safetensors file ({error}); fetch it again."
+        ) from error

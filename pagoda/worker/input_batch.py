@@ -1,0 +1,131 @@
+"""What the worker remembers of each request, and how a step's flat input is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagoda.backend.base import TokenBatch
+from pagoda.engine.messages import SlotStart
+
+
+@dataclass
+class _Slot:
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+
+
+class InputBatch:
+    """Token ids and block tables by slot, in tables that are allocated once.
+
+    Only what a slot's counts cover is ever read, and a start sets all of them, so nothing of an earlier request in
+    the same slot can be seen.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        # The last token of a full context is sampled but never computed: one more place for it.
+        self._token_ids = torch.empty((max_num_seqs, max_model_len + 1), dtype=torch.int32)
+        self._block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32)
+        self._slots: dict[int, _Slot] = {}
+
+    def start(self, start: SlotStart) -> None:
+        """Puts a request into a slot.
+
+        Raises:
+            ValueError: the slot is taken or does not exist, or the request is too long for it.
+        """
+        if start.slot in self._slots:
+            raise ValueError(f"Slot {start.slot} is started while it is in use.")
+        if not 0 <= start.slot < self._token_ids.shape[0]:
+            raise ValueError(f"Slot {start.slot} does not exist.")
+        num_tokens = len(start.token_ids)
+        if num_tokens >= self._token_ids.shape[1]:
+            raise ValueError(f"Slot {start.slot} is started with {num_tokens} tokens, too many.")
+        self._token_ids[start.slot, :num_tokens] = torch.tensor(start.token_ids, dtype=torch.int32)
+        self._slots[start.slot] = _Slot(num_tokens, start.num_computed_tokens, 0)
+        self.add_blocks(start.slot, start.block_ids)
+
+    def add_blocks(self, slot: int, block_ids: list[int]) -> None:
+        """Appends to a slot's block table.
+
+        Raises:
+            ValueError: the slot is not in use, or has more blocks than the longest sequence needs.
+        """
+        state = self._state(slot)
+        end = state.num_blocks + len(block_ids)
+        if end > self._block_tables.shape[1]:
+            raise ValueError(f"Slot {slot} is given {end} blocks, too many.")
+        new_ids = torch.tensor(block_ids, dtype=torch.int32)
+        self._block_tables[slot, state.num_blocks : end] = new_ids
+        state.num_blocks = end
+
+    def free(self, slot: int) -> None:
+        """Raises ValueError when the slot is not in use."""
+        self._state(slot)
+        del self._slots[slot]
+
+    def prepare(self, slots: list[int], num_tokens: list[int]) -> TokenBatch:
+        """The next `num_tokens[i]` tokens of each slot.
+
+        Raises:
+            ValueError: a slot is not in use, or has no such tokens, or no blocks for them.
+        """
+        computed = [self._checked(s, n) for s, n in zip(slots, num_tokens, strict=True)]
+        rows = torch.tensor(slots)
+        query_lens = torch.tensor(num_tokens)
+        computed_lens = torch.tensor(computed)
+        context_lens = computed_lens + query_lens
+        sequence_ids = torch.repeat_interleave(query_lens)
+        first_token = query_lens.cumsum(0) - query_lens
+        index_in_chunk = torch.arange(len(sequence_ids)) - first_token[sequence_ids]
+        positions = computed_lens[sequence_ids] + index_in_chunk
+        max_blocks = -(-int(context_lens.max()) // self._block_size)
+        return TokenBatch(
+            token_ids=self._token_ids[rows[sequence_ids], positions].long(),
+            positions=positions,
+            sequence_ids=sequence_ids,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=self._block_tables[rows, :max_blocks].long(),
+        )
+
+    def will_sample(self, slot: int, num_tokens: int) -> bool:
+        """Whether computing `num_tokens` more leaves nothing to compute."""
+        state = self._state(slot)
+        return state.num_computed_tokens + num_tokens == state.num_tokens
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """`num_tokens` more have been computed."""
+        self._state(slot).num_computed_tokens += num_tokens
+
+    def append(self, slot: int, token_id: int) -> None:
+        """A token was sampled."""
+        state = self._state(slot)
+        self._token_ids[slot, state.num_tokens] = token_id
+        state.num_tokens += 1
+
+    def _state(self, slot: int) -> _Slot:
+        try:
+            return self._slots[slot]
+        except KeyError:
+            raise ValueError(f"Slot {slot} is not in use.") from None
+
+    def _checked(self, slot: int, num_tokens: int) -> int:
+        """The slot's computed tokens, if `num_tokens` more can be computed."""
+        state = self._state(slot)
+        end = state.num_computed_tokens + num_tokens
+        if num_tokens < 1 or end > state.num_tokens:
+            raise ValueError(
+                f"Slot {slot} is to compute {num_tokens} tokens and has "
+                f"{state.num_tokens - state.num_computed_tokens}."
+            )
+        if end > state.num_blocks * self._block_size:
+            raise ValueError(
+                f"Slot {slot} is to hold {end} tokens in {state.num_blocks} blocks of "
+                f"{self._block_size}."
+            )
+        return state.num_computed_tokens

@@ -1,0 +1,124 @@
+"""From a `WorkerConfig` to a model that is ready to run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from pagoda.backend.reference import ReferenceBackend
+from pagoda.engine.messages import Capabilities, WorkerConfig, WorkerReady
+from pagoda.errors import ConfigError
+from pagoda.ipc.machine import available_cores, available_memory_bytes
+from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_model_config
+from pagoda.model.decoder import Decoder
+from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
+from pagoda.models.presets import PRESETS
+from pagoda.worker.input_batch import InputBatch
+from pagoda.worker.kv_size import choose_num_blocks, format_bytes
+from pagoda.worker.runner import Runner
+from pagoda.worker.sampler import Sampler
+
+
+def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
+    """Loads weights and allocates the KV cache.
+
+    Raises:
+        ConfigError: the model, its files, the machine or a flag does not allow it.
+    """
+    torch.set_num_threads(config.num_threads or available_cores())
+    backend = _backend(config.backend)
+    block_size = _block_size(config.block_size, backend.capabilities)
+    shape = _model_config(config)
+    dtype_name = _dtype(config.dtype, shape.dtype, backend.capabilities)
+    dtype = getattr(torch, dtype_name)
+    max_model_len = _max_model_len(config.max_model_len, shape, backend.capabilities)
+
+    with _weights(config) as source:
+        model = Decoder(shape, backend, source, dtype)
+    bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    num_blocks = choose_num_blocks(
+        config,
+        block_size=block_size,
+        bytes_per_block=block_size * bytes_per_token,
+        max_model_len=max_model_len,
+        available_bytes=available_memory_bytes(),
+    )
+    caches = [
+        backend.allocate_kv_cache(num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        for _ in range(shape.num_layers)
+    ]
+    num_cached = num_blocks * block_size
+    ready = WorkerReady(
+        capabilities=backend.capabilities,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        vocab_size=shape.vocab_size,
+        summary=(
+            f"{backend.summary}, {dtype_name}, {format_bytes(model.num_weight_bytes)} weights, "
+            f"{format_bytes(num_cached * bytes_per_token)} KV cache for {num_cached} tokens"
+        ),
+    )
+    batch = InputBatch(config.max_num_seqs, max_model_len, block_size)
+    return Runner(model, caches, batch, Sampler(shape.vocab_size)), ready
+
+
+def _backend(name: str) -> ReferenceBackend:
+    if name != "reference":
+        raise ConfigError(f"--backend must be reference, got {name!r}.")
+    return ReferenceBackend()
+
+
+def _block_size(wanted: int | None, capabilities: Capabilities) -> int:
+    sizes = capabilities.block_sizes
+    if wanted is None:
+        return sizes[0]
+    if wanted not in sizes:
+        known = ", ".join(str(size) for size in sorted(sizes))
+        raise ConfigError(f"--block-size must be one of {known}, got {wanted}.")
+    return wanted
+
+
+def _model_config(config: WorkerConfig) -> ModelConfig:
+    if config.load_format == "dummy" and config.model in PRESETS:
+        return parse_model_config(PRESETS[config.model], source=f"preset {config.model}")
+    directory = Path(config.model)
+    if not directory.is_dir():
+        hint = f" or a preset ({', '.join(PRESETS)})" if config.load_format == "dummy" else ""
+        raise ConfigError(f"there is no model directory {config.model}{hint}.")
+    return read_model_config(directory)
+
+
+def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
+    if wanted not in ("auto", *DTYPES):
+        raise ConfigError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {wanted!r}.")
+    dtype = stored if wanted == "auto" else wanted
+    if dtype not in capabilities.weight_formats:
+        known = ", ".join(capabilities.weight_formats)
+        raise ConfigError(f"this backend does not compute in {dtype}; --dtype may be {known}.")
+    return dtype
+
+
+def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabilities) -> int:
+    longest = min(shape.max_position_embeddings, capabilities.max_model_len)
+    if wanted is None:
+        return longest
+    if not 1 <= wanted <= longest:
+        raise ConfigError(
+            f"--max-model-len must be from 1 to the model's own {longest}, got {wanted}."
+        )
+    return wanted
+
+
+@contextlib.contextmanager
+def _weights(config: WorkerConfig) -> Iterator[WeightSource]:
+    if config.load_format == "dummy":
+        yield DummyWeights(config.seed)
+    elif config.load_format == "auto":
+        with open_checkpoint(Path(config.model)) as checkpoint:
+            yield checkpoint
+    else:
+        raise ConfigError(f"--load-format must be auto or dummy, got {config.load_format!r}.")

@@ -1,0 +1,77 @@
+"""The worker process: `python -m pagoda.worker.main ipc://PATH`.
+
+Its configuration comes over standard input; then it answers step plans, in order, over one ZeroMQ pair socket.
+Plans wait in the socket, so the next one is there when a step ends. Nothing here polls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pagoda.engine.messages import (
+    StepPlan,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerReady,
+)
+from pagoda.errors import ConfigError
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.lifeline import hold_lifeline
+
+if TYPE_CHECKING:
+    from pagoda.worker.runner import Runner
+
+_FAREWELL_MS = 5000
+"""How long a last message may wait for the engine to fetch it."""
+
+
+def main() -> None:
+    hold_lifeline()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the frontend coordinates
+    # Threads that wait for each other sleep: spinning would take the cores from engine and frontend.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    (address,) = sys.argv[1:]
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, _FAREWELL_MS)
+    socket.connect(address)
+    codec = Codec[WorkerMessage](WorkerMessage)
+    loaded = _load(config)
+    if isinstance(loaded, WorkerFailed):
+        socket.send(codec.encode(loaded))
+        context.destroy()
+        sys.exit(1)
+    runner, ready = loaded
+    socket.send(codec.encode(ready))
+    decode = Codec[StepPlan](StepPlan).decode
+    while True:
+        socket.send(codec.encode(runner.step(decode(socket.recv()))))
+
+
+def _load(config: WorkerConfig) -> tuple[Runner, WorkerReady] | WorkerFailed:
+    try:
+        # torch works without numpy, which nothing here needs; its complaint would only alarm.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        # Importing torch takes a second; until then the engine's hang-up must already be heard.
+        from pagoda.worker.loading import load_runner
+
+        return load_runner(config)
+    except ConfigError as error:
+        return WorkerFailed(str(error), is_user_error=True)
+    except Exception as error:
+        traceback.print_exc()
+        return WorkerFailed(f"{type(error).__name__}: {error}", is_user_error=False)
+
+
+if __name__ == "__main__":
+    main()

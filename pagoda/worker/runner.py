@@ -1,0 +1,122 @@
+"""Executes step plans on a loaded model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.engine.messages import StepPlan, StepResult
+from pagoda.worker.input_batch import InputBatch
+from pagoda.worker.sampler import Sampled, Sampler
+
+
+class Model(Protocol):
+    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
+        """Hidden states [n, hidden] of the batch's tokens; K and V go to the caches, one per layer."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[m, hidden] to [m, vocab] float32."""
+        ...
+
+
+class Runner:
+    """One model with its KV cache and the requests in its slots."""
+
+    def __init__(
+        self, model: Model, caches: Sequence[KVCache], batch: InputBatch, sampler: Sampler
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._batch = batch
+        self._sampler = sampler
+        self._failed: dict[int, str] = {}
+        """Slots whose request has failed, until the engine frees them."""
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Executes a plan. A request that cannot be computed fails alone.
+
+        Raises:
+            ValueError: the plan does not fit what the worker knows; engine and worker disagree.
+        """
+        began = time.perf_counter()
+        self._apply(plan)
+        counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
+        errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
+        sampled = self._compute_isolated({s: n for s, n in counts.items() if s not in errors})
+        self._failed |= sampled.errors
+        return StepResult(
+            step=plan.step,
+            slots=list(sampled.token_ids),
+            token_ids=list(sampled.token_ids.values()),
+            logprobs=sampled.logprobs,
+            errors=errors | sampled.errors,
+            step_time_s=time.perf_counter() - began,
+        )
+
+    def _apply(self, plan: StepPlan) -> None:
+        for slot in plan.freed_slots:
+            self._batch.free(slot)
+            self._sampler.free(slot)
+            self._failed.pop(slot, None)
+        for start in plan.starts:
+            self._batch.start(start)
+            try:
+                self._sampler.start(start)
+            except Exception as error:
+                self._failed[start.slot] = _describe(error)
+        for slot, block_ids in plan.new_blocks:
+            self._batch.add_blocks(slot, block_ids)
+
+    def _compute_isolated(self, counts: dict[int, int]) -> Sampled:
+        """Computes all slots together, or one by one if that raises, to find out whose fault it is.
+
+        Computing tokens a second time writes the same K and V to the same places.
+        """
+        if not counts:
+            return Sampled()
+        try:
+            return self._compute(counts)
+        except Exception as error:
+            if len(counts) == 1:
+                (slot,) = counts
+                return Sampled(errors={slot: _describe(error)})
+        parts = [self._compute_isolated({slot: count}) for slot, count in counts.items()]
+        return Sampled(
+            token_ids={k: v for part in parts for k, v in part.token_ids.items()},
+            logprobs={k: v for part in parts for k, v in part.logprobs.items()},
+            errors={k: v for part in parts for k, v in part.errors.items()},
+        )
+
+    def _compute(self, counts: dict[int, int]) -> Sampled:
+        slots, num_tokens = list(counts), list(counts.values())
+        batch = self._batch.prepare(slots, num_tokens)
+        hidden = self._model.forward(batch, self._caches)
+        sampling = [self._batch.will_sample(slot, count) for slot, count in counts.items()]
+        sampled = self._sample(batch, hidden, slots, sampling)
+        for slot, count in counts.items():
+            self._batch.advance(slot, count)
+        for slot, token_id in sampled.token_ids.items():
+            self._batch.append(slot, token_id)
+        return sampled
+
+    def _sample(
+        self, batch: TokenBatch, hidden: Tensor, slots: list[int], sampling: list[bool]
+    ) -> Sampled:
+        if not any(sampling):
+            return Sampled()
+        last_tokens = batch.query_lens.cumsum(0)[torch.tensor(sampling)] - 1
+        logits = self._model.logits(hidden[last_tokens])
+        return self._sampler.sample(
+            logits, [slot for slot, samples in zip(slots, sampling, strict=True) if samples]
+        )
+
+
+def _describe(error: Exception) -> str:
+    return f"this request broke a step ({type(error).__name__}: {error})"

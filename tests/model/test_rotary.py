@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pagoda.model.config import parse_model_config
+from pagoda.model.rotary import rotary_frequencies
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        _YARN,
+        _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        _YARN | {"attention_factor": 0.7},
+        _YARN | {"mscale": 0.8, "mscale_all_dim": 0.5},
+    ],
+    ids=lambda scaling: "-".join(str(value) for value in scaling.values()),
+)
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_scalings_equal_transformers(scaling: dict[str, Any], theta: float) -> None:
+    shape: dict[str, Any] = {
+        "vocab_size": 8,
+        "hidden_size": 256,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    }
+    oracle = transformers.LlamaConfig(**shape, rope_parameters=scaling | {"rope_theta": theta})
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](oracle, "cpu")
+    config = parse_model_config(
+        shape
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+        },
+        source="config.json",
+    )
+    frequencies, scale = rotary_frequencies(config)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(expected_scale)

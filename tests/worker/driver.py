@@ -1,0 +1,114 @@
+"""Stands in for the engine: makes step plans by hand for a runner in this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from pagoda.engine.messages import (
+    SamplingParams,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+)
+from pagoda.worker.loading import load_runner
+from pagoda.worker.runner import Runner
+
+GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=10_000)
+
+
+def load(directory: Path | str, **options: Any) -> Runner:
+    defaults: dict[str, Any] = {"num_blocks": 512, "max_num_seqs": 64, "num_threads": 1}
+    runner, _ = load_runner(WorkerConfig(model=str(directory), **defaults | options))
+    return runner
+
+
+class Driver:
+    """Requests in the slots of a runner, their blocks taken from the end of a pool."""
+
+    def __init__(self, runner: Runner, *, num_blocks: int = 512, block_size: int = 16) -> None:
+        self.runner = runner
+        self.block_size = block_size
+        self.results: list[StepResult] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.num_prompt_tokens: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self._pool = deque(range(num_blocks - 1, -1, -1))
+        self._starts: list[SlotStart] = []
+        self._freed: list[int] = []
+        self._step = 0
+
+    def start(
+        self,
+        slot: int,
+        prompt: list[int],
+        sampling: SamplingParams = GREEDY,
+        *,
+        output: list[int] | None = None,
+        shared_blocks: list[int] | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """`shared_blocks` already hold the first tokens of the prompt."""
+        shared = list(shared_blocks or [])
+        self.tokens[slot] = prompt + list(output or [])
+        self.num_prompt_tokens[slot] = len(prompt)
+        self.computed[slot] = len(shared) * self.block_size
+        missing = -(-len(self.tokens[slot]) // self.block_size) - len(shared)
+        self.blocks[slot] = shared + [self._pool.popleft() for _ in range(missing)]
+        self._starts.append(
+            SlotStart(
+                slot=slot,
+                token_ids=list(self.tokens[slot]),
+                num_prompt_tokens=len(prompt),
+                num_computed_tokens=self.computed[slot],
+                block_ids=list(self.blocks[slot]),
+                sampling=sampling,
+                eos_token_ids=eos_token_ids,
+            )
+        )
+
+    def free(self, slot: int) -> None:
+        self._freed.append(slot)
+        self._pool.extend(self.blocks.pop(slot))
+        del self.tokens[slot], self.computed[slot]
+
+    def output(self, slot: int) -> list[int]:
+        return self.tokens[slot][self.num_prompt_tokens[slot] :]
+
+    def step(self, shares: dict[int, int]) -> StepResult:
+        """Computes `shares[slot]` tokens of each slot."""
+        new_blocks = []
+        for slot, count in shares.items():
+            needed = -(-(self.computed[slot] + count) // self.block_size)
+            new = [self._pool.popleft() for _ in range(needed - len(self.blocks[slot]))]
+            if new:
+                self.blocks[slot] += new
+                new_blocks.append((slot, new))
+        plan = StepPlan(
+            self._step, list(shares), list(shares.values()), self._starts, new_blocks, self._freed
+        )
+        self._starts, self._freed = [], []
+        self._step += 1
+        result = self.runner.step(plan)
+        for slot, count in shares.items():
+            self.computed[slot] += count
+        for slot, token_id in zip(result.slots, result.token_ids, strict=True):
+            self.tokens[slot].append(token_id)
+        self.results.append(result)
+        return result
+
+    def share(self, slot: int, chunk: int) -> int:
+        return min(chunk, len(self.tokens[slot]) - self.computed[slot])
+
+    def run(self, slots: list[int], count: int, *, chunk: int = 10_000) -> None:
+        """Steps until each slot has `count` output tokens, prompts cut into chunks."""
+        while True:
+            active = [slot for slot in slots if len(self.output(slot)) < count]
+            if not active:
+                return
+            result = self.step({slot: self.share(slot, chunk) for slot in active})
+            if result.errors:
+                raise RuntimeError(f"Slots failed: {result.errors}")

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from driver import Driver
+from tiny_models import save_model
+
+from pagoda.engine.messages import WorkerConfig
+from pagoda.errors import ConfigError
+from pagoda.worker.kv_size import choose_num_blocks, format_bytes
+from pagoda.worker.loading import load_runner
+
+CONFIG = WorkerConfig(model="", max_num_seqs=4)
+SIZES: dict[str, Any] = {
+    "block_size": 16,
+    "bytes_per_block": 1024,
+    "max_model_len": 100,
+    "available_bytes": 100 * 1024,
+}
+
+
+def _replace(**changes: Any) -> WorkerConfig:
+    return msgspec.structs.replace(CONFIG, **changes)
+
+
+def test_the_cache_takes_its_share_of_free_memory() -> None:
+    assert choose_num_blocks(_replace(memory_utilization=0.1), **SIZES) == 10
+    assert choose_num_blocks(_replace(memory_utilization=0.9), **SIZES) == 4 * 7  # never more
+    assert choose_num_blocks(_replace(kv_cache_memory_bytes=9 * 1024 + 5), **SIZES) == 9
+    assert choose_num_blocks(_replace(num_blocks=7), **SIZES) == 7
+    assert choose_num_blocks(_replace(num_blocks=1000), **SIZES) == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"num_blocks": 6}, "raise --num-kv-blocks or lower --max-model-len"),
+        (
+            {"kv_cache_memory_bytes": 6 * 1024},
+            "raise --kv-cache-memory-bytes or lower --max-model-len",
+        ),
+        ({"memory_utilization": 0.06}, "raise --kv-cache-memory-bytes or lower --max-model-len"),
+    ],
+)
+def test_too_small_a_cache_names_numbers_and_flags(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_num_blocks(_replace(**changes), **SIZES)
+    text = str(caught.value)
+    assert "would hold 96 tokens" in text
+    assert "one sequence may have 100" in text
+    assert text.endswith(f"{remedy}.")
+
+
+def test_format_bytes() -> None:
+    assert format_bytes(512) == "512 bytes"
+    assert format_bytes(2048) == "2.0 KiB"
+    assert format_bytes(3 * 2**20) == "3.0 MiB"
+    assert format_bytes(int(4.2 * 2**40)) == "4300.8 GiB"
+
+
+def _load(directory: Path, **changes: Any) -> None:
+    load_runner(
+        WorkerConfig(**{"model": str(directory), "num_threads": 1, "num_blocks": 64} | changes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int8'."),
+        ({"load_format": "gguf"}, "--load-format must be auto or dummy, got 'gguf'."),
+        ({"backend": "abacus"}, "--backend must be reference, got 'abacus'."),
+        ({"block_size": 24}, "--block-size must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 24."),
+        ({"max_model_len": 513}, "--max-model-len must be from 1 to the model's own 512, got 513."),
+        ({"max_model_len": 0}, "--max-model-len must be from 1 to the model's own 512, got 0."),
+    ],
+)
+def test_wrong_flags_are_one_sentence(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model("qwen3", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path, **changes)
+    assert str(caught.value) == message
+
+
+def test_a_missing_directory_names_the_presets_for_dummy_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model directory .* or a preset \(qwen3-0.6b, "):
+        _load(tmp_path / "nothing", load_format="dummy")
+
+
+def test_dummy_weights_of_a_directory_with_a_config_only(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    answers = []
+    for seed in (1, 1, 2):
+        config = WorkerConfig(
+            model=str(tmp_path), load_format="dummy", seed=seed, num_blocks=64, num_threads=1
+        )
+        runner, ready = load_runner(config)
+        assert ready.vocab_size == 320
+        driver = Driver(runner, num_blocks=64)
+        driver.start(0, [1, 2, 3])
+        driver.run([0], 20)
+        answers.append(driver.output(0))
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
+
+
+def test_the_checkpoint_says_the_dtype(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config = WorkerConfig(model=str(tmp_path), num_blocks=64, num_threads=1)
+    assert "bfloat16" in load_runner(config)[1].summary
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["torch_dtype"] = written.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert "bfloat16" in load_runner(config)[1].summary
+    wider = msgspec.structs.replace(config, dtype="float32")
+    assert "float32" in load_runner(wider)[1].summary

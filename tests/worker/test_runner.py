@@ -1,0 +1,149 @@
+"""One request that cannot be computed fails alone; the others never notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver, load
+from tiny_models import save_model
+from torch import Tensor
+
+from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.engine.messages import SamplingParams, StepPlan, WorkerConfig
+from pagoda.worker.input_batch import InputBatch
+from pagoda.worker.loading import load_runner
+from pagoda.worker.runner import Runner
+from pagoda.worker.sampler import NOT_FINITE, Sampler
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_model("qwen3", tmp_path)
+    return tmp_path
+
+
+def _expected(directory: Path, count: int) -> list[list[int]]:
+    driver = Driver(load(directory))
+    for slot, prompt in enumerate(PROMPTS):
+        driver.start(slot, prompt)
+    driver.run([0, 1, 2], count)
+    return [driver.output(slot) for slot in range(3)]
+
+
+def test_a_request_that_raises_fails_alone(directory: Path) -> None:
+    expected = _expected(directory, 4)
+    driver = Driver(load(directory))
+    for slot, prompt in enumerate(PROMPTS):
+        driver.start(slot, prompt)
+    driver.start(3, [320])  # not in the vocabulary: the embedding raises
+    result = driver.step({0: 3, 3: 1, 1: 4, 2: 2})
+    assert list(result.errors) == [3]
+    assert result.errors[3].startswith("this request broke a step (IndexError: ")
+    assert result.slots == [0, 1, 2]
+
+    # A plan that was under way still counts on the failed slot.
+    result = driver.step({0: 1, 1: 1, 3: 1, 2: 1})
+    assert list(result.errors) == [3]
+    driver.free(3)
+    driver.start(3, PROMPTS[0])
+    driver.run([0, 1, 2, 3], 4)
+    assert [driver.output(slot) for slot in range(3)] == expected
+    assert driver.output(3) == expected[0]
+    assert not driver.results[-1].errors
+
+
+def test_a_request_whose_parameters_cannot_be_taken_fails_alone(directory: Path) -> None:
+    driver = Driver(load(directory))
+    driver.start(0, PROMPTS[0])
+    driver.start(1, PROMPTS[1], SamplingParams(seed=0, allowed_token_ids=(5000,)))
+    result = driver.step({0: 3, 1: 4})
+    assert (result.slots, list(result.errors)) == ([0], [1])
+    driver.free(1)
+    driver.start(1, PROMPTS[1])
+    assert driver.step({0: 1, 1: 4}).slots == [0, 1]
+
+
+class _Poisoned:
+    """A model whose logits are NaN behind one token."""
+
+    def __init__(self, poison: int) -> None:
+        self._poison = poison
+
+    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:  # noqa: ARG002
+        return torch.nn.functional.one_hot(batch.token_ids, 16).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = hidden.roll(1, dims=1)
+        logits[hidden[:, self._poison] == 1] = torch.nan
+        return logits
+
+
+def test_nan_logits_fail_alone() -> None:
+    driver = Driver(Runner(_Poisoned(9), [], InputBatch(8, 64, 16), Sampler(16)))
+    driver.start(0, [3])
+    driver.start(1, [8])
+    driver.start(2, [1, 2, 7])
+    driver.run([0, 1, 2], 1)
+    result = driver.step({0: 1, 1: 1, 2: 1})
+    assert result.errors == {1: NOT_FINITE}
+    assert (result.slots, result.token_ids) == ([0, 2], [5, 9])
+    result = driver.step({0: 1, 2: 1, 1: 1})
+    assert result.errors == {1: NOT_FINITE, 2: NOT_FINITE}
+    assert (result.slots, result.token_ids) == ([0], [6])
+
+
+def test_what_a_nan_request_left_in_the_cache_harms_nobody(directory: Path) -> None:
+    expected = _expected(directory, 4)
+    runner = load(directory)
+    for cache in runner._caches:
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    driver = Driver(runner)
+    for slot, prompt in enumerate(PROMPTS):
+        driver.start(slot, prompt)
+    driver.run([0, 1, 2], 4, chunk=2)
+    assert [driver.output(slot) for slot in range(3)] == expected
+
+
+def test_only_slots_that_have_all_their_tokens_sample(directory: Path) -> None:
+    driver = Driver(load(directory))
+    driver.start(0, list(range(30)))
+    driver.start(1, [4])
+    result = driver.step({0: 7, 1: 1})
+    assert result.slots == [1]
+    assert result.logprobs == {}
+    assert result.step_time_s > 0
+    assert driver.step({0: 22, 1: 1}).slots == [1]
+    assert driver.step({1: 1, 0: 1}).slots == [1, 0]
+
+
+def test_min_tokens_reaches_the_sampler_with_eos(directory: Path) -> None:
+    (first, *_), *_ = _expected(directory, 1)
+    driver = Driver(load(directory))
+    sampling = SamplingParams(temperature=0, seed=0, min_tokens=2, max_tokens=9)
+    driver.start(0, PROMPTS[0], sampling, eos_token_ids=(first,))
+    driver.run([0], 2)
+    assert first not in driver.output(0)
+
+
+def test_a_plan_for_an_unknown_slot_is_an_error(directory: Path) -> None:
+    runner = load(directory)
+    assert list(runner.step(StepPlan(0, [5], [1])).errors) == [5]
+    with pytest.raises(ValueError, match="Slot 5 is not in use"):
+        runner.step(StepPlan(1, [], [], freed_slots=[5]))
+
+
+def test_the_whole_context_can_be_used(directory: Path) -> None:
+    runner, ready = load_runner(
+        WorkerConfig(model=str(directory), max_model_len=32, num_blocks=2, num_threads=1)
+    )
+    assert ready.max_model_len == 32
+    driver = Driver(runner, num_blocks=2)
+    driver.start(0, list(range(30)))
+    driver.run([0], 3)  # the last is sampled behind the 32nd token and never computed
+    assert len(driver.tokens[0]) == 33

@@ -1,0 +1,81 @@
+"""The same request and seed give the same tokens and log-probabilities, bit for bit, in any company."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from driver import Driver, load
+from tiny_models import save_model
+
+from pagoda.engine.messages import SamplingParams, TokenLogprobs
+from pagoda.worker.runner import Runner
+
+LENGTH = 24
+BATCH = 32
+
+
+def _requests() -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(7)
+    requests = []
+    for index in range(BATCH):
+        prompt = [rng.randrange(320) for _ in range(rng.randint(1, 140))]
+        sampling = SamplingParams(
+            temperature=[0.0, 0.8, 1.5][index % 3],
+            top_k=[0, 20][index // 3 % 2],
+            top_p=[1.0, 0.9][index // 2 % 2],
+            min_p=[0.0, 0.02][index // 5 % 2],
+            repetition_penalty=[1.0, 1.2][index // 7 % 2],
+            frequency_penalty=[0.0, 0.4][index // 4 % 2],
+            seed=index - 5,
+            max_tokens=10_000,
+            logprobs=3,
+        )
+        requests.append((prompt, sampling))
+    return requests
+
+
+def _answer(
+    runner: Runner, chosen: list[int], chunk: int, preempt_at: int | None = None
+) -> dict[int, tuple[list[int], list[TokenLogprobs]]]:
+    requests, driver = _requests(), Driver(runner)
+    for slot in chosen:
+        driver.start(slot, *requests[slot])
+    if preempt_at is not None:
+        driver.run(chosen, preempt_at, chunk=chunk)
+        for slot in chosen:
+            output = driver.output(slot)
+            driver.free(slot)
+            driver.start(slot, *requests[slot], output=output)
+    driver.run(chosen, LENGTH, chunk=chunk)
+    answers = {
+        slot: (
+            driver.output(slot),
+            [result.logprobs[slot] for result in driver.results if slot in result.logprobs],
+        )
+        for slot in chosen
+    }
+    for slot in chosen:
+        driver.free(slot)
+    driver.step({})
+    return answers
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_alone_batched_chunked_preempted(
+    family: str, dtype: str, threads: int, tmp_path: Path
+) -> None:
+    save_model(family, tmp_path)
+    runner = load(tmp_path, dtype=dtype, num_threads=threads)
+    together = _answer(runner, list(range(BATCH)), 10_000)
+    assert len({tuple(tokens) for tokens, _ in together.values()}) == BATCH
+    for slot in (0, 1, 5, 13, 31):
+        assert _answer(runner, [slot], 10_000)[slot] == together[slot]
+    shuffled = random.Random(1).sample(range(BATCH), 11)
+    assert _answer(runner, shuffled, 7) == {slot: together[slot] for slot in shuffled}
+    assert _answer(runner, shuffled[:4], 7, preempt_at=10) == {
+        slot: together[slot] for slot in shuffled[:4]
+    }

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.engine.messages import SamplingParams, SlotStart
+from pagoda.worker.philox import uniform
+from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampled, Sampler
+
+VOCAB = 50
+
+
+def _start(
+    slot: int = 0,
+    prompt: tuple[int, ...] = (1, 2),
+    output: tuple[int, ...] = (),
+    eos: tuple[int, ...] = (),
+    **params: Any,
+) -> SlotStart:
+    sampling = SamplingParams(**{"temperature": 0.0, "seed": 0, "max_tokens": 1000} | params)
+    return SlotStart(slot, [*prompt, *output], len(prompt), 0, [], sampling, eos)
+
+
+def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:
+    sampler = Sampler(logits.shape[1])
+    for start in starts:
+        sampler.start(start)
+    return sampler.sample(logits.clone(), [start.slot for start in starts])
+
+
+def _one(values: dict[int, float], start: SlotStart, vocab: int = VOCAB) -> int:
+    """The token for logits that are 0 but for `values`."""
+    logits = torch.zeros(1, vocab)
+    for token_id, value in values.items():
+        logits[0, token_id] = value
+    return _sample(logits, start).token_ids[start.slot]
+
+
+def test_greedy_takes_the_most_likely_and_of_equals_the_first() -> None:
+    assert _one({7: 3.0, 9: 2.0}, _start()) == 7
+    assert _one({30: 2.0, 9: 2.0}, _start()) == 9
+
+
+# ---- rules, in vLLM's order and with its formulas
+
+
+def test_allowed_token_ids() -> None:
+    assert _one({7: 9.0, 3: 1.0}, _start(allowed_token_ids=(3, 4))) == 3
+    assert _one({7: 9.0, 3: 1.0}, _start(allowed_token_ids=(3, 4), temperature=1.0)) in (3, 4)
+
+
+def test_logit_bias() -> None:
+    assert _one({7: 9.0, 3: 1.0}, _start(logit_bias={7: -100.0})) == 3
+    assert _one({7: 9.0}, _start(logit_bias={5: 9.5})) == 5
+
+
+def test_min_tokens_holds_back_eos_and_stop_tokens() -> None:
+    logits = {7: 9.0, 8: 8.0, 3: 1.0}
+    held = {"eos": (7,), "stop_token_ids": (8,), "min_tokens": 2}
+    assert _one(logits, _start(**held)) == 3
+    assert _one(logits, _start(output=(3,), **held)) == 3
+    assert _one(logits, _start(output=(3, 3), **held)) == 7
+
+
+def test_repetition_penalty_counts_prompt_and_output() -> None:
+    logits = {7: 3.0, 8: 2.9, 9: 2.8}
+    assert _one(logits, _start(prompt=(7,), output=(8,), repetition_penalty=1.5)) == 9
+    negative = dict.fromkeys(range(VOCAB), -1.0) | {7: -0.9}
+    assert _one(negative, _start(prompt=(7,), repetition_penalty=2.0)) == 0
+
+
+def test_presence_and_frequency_penalties_count_output_only() -> None:
+    logits = {7: 3.0, 8: 2.6, 9: 2.2}
+    assert _one(logits, _start(prompt=(7, 8), presence_penalty=0.5)) == 7
+    assert _one(logits, _start(output=(7, 7, 7), presence_penalty=0.5)) == 8
+    assert _one(logits, _start(output=(7,), frequency_penalty=0.3)) == 7
+    assert _one(logits, _start(output=(7, 7, 8), frequency_penalty=0.3)) == 7
+    assert _one(logits, _start(output=(7, 7, 7, 8), frequency_penalty=0.3)) == 8
+
+
+def test_penalties_grow_with_every_token() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(_start(frequency_penalty=1.0))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 8] = 2.5, 1.0
+    drawn = [sampler.sample(logits.clone(), [0]).token_ids[0] for _ in range(5)]
+    assert drawn == [7, 7, 8, 7, 0]
+
+
+# ---- truncation
+
+
+def _kept(logits: Tensor, **params: Any) -> set[int]:
+    """Every token that some seed draws."""
+    starts = [_start(slot, seed=slot, temperature=1.0, **params) for slot in range(400)]
+    sampled = _sample(logits.expand(400, -1), *starts)
+    return set(sampled.token_ids.values())
+
+
+def test_top_k() -> None:
+    logits = torch.full((1, VOCAB), -4.0)
+    logits[0, [3, 7, 11]] = torch.tensor([1.0, 0.5, 0.2])
+    assert _kept(logits, top_k=2) == {3, 7}
+    assert _kept(logits, top_k=1) == {3}
+    assert len(_kept(logits, top_k=-1)) > 3
+    assert _kept(torch.zeros(1, VOCAB), top_k=3) == set(range(VOCAB))  # equals are kept, as in vLLM
+
+
+def test_top_p() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert _kept(logits, top_p=0.35) == {0}
+    assert _kept(logits, top_p=0.6) == {0, 1}
+    assert _kept(logits, top_p=0.75) == {0, 1, 2}
+    assert _kept(logits, top_p=0.95) == {0, 1, 2, 3}
+    assert _kept(torch.zeros(1, VOCAB), top_p=1e-9) == {0}
+    assert _kept(logits, top_p=0.6, top_k=2) == {0, 1}
+    assert _kept(logits, top_p=0.5, top_k=2) == {0}  # 4/7 of what top-k leaves
+
+
+def test_min_p() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert _kept(logits, min_p=0.6) == {0, 1}
+    assert _kept(logits, min_p=1.0) == {0}
+
+
+def test_nucleus_equals_a_full_sort() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.1, 1.0, 5.0):
+        logits = torch.randn(1, 300, generator=generator) * scale
+        for top_p in (0.05, 0.5, 0.9, 0.999):
+            ordered, order = logits[0].softmax(0).sort(descending=True)
+            before = ordered.double().cumsum(0) - ordered
+            nucleus = set(order[before < top_p].tolist())
+            assert _kept(logits, top_p=top_p) <= nucleus
+
+
+# ---- drawing
+
+
+def test_draws_by_inverting_the_distribution() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    for seed in (0, 5, -3, 2**64 - 1):
+        for position in range(20):
+            number = uniform(seed, position)
+            expected = sum(number >= bound for bound in (0.1, 0.3, 0.6))
+            start = _start(output=(0,) * position, seed=seed, temperature=1.0)
+            assert _sample(logits, start).token_ids[0] == expected
+
+
+def test_frequencies_follow_the_distribution_at_a_temperature() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0])
+    starts = [_start(slot, seed=slot, temperature=2.0) for slot in range(4000)]
+    drawn = Counter(_sample(logits.expand(4000, -1), *starts).token_ids.values())
+    expected = (logits / 2).softmax(0) * 4000
+    assert [drawn[i] for i in range(3)] == pytest.approx(expected.tolist(), abs=150)
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    assert _one({7: 3.0, 9: 2.9}, _start(temperature=1e-6, seed=3)) == 7
+
+
+# ---- log-probabilities
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    start = _start(logit_bias={3: 50.0}, logprobs=2, temperature=0.5, prompt=(0,))
+    sampled = _sample(logits, start)
+    assert sampled.token_ids == {0: 3}
+    reported = sampled.logprobs[0]
+    assert reported.logprob == pytest.approx(math.log(0.1), abs=1e-5)
+    assert reported.rank == 4
+    assert reported.top_token_ids == [0, 1]
+    assert reported.top_logprobs == pytest.approx([math.log(0.4), math.log(0.3)], abs=1e-5)
+
+
+def test_logprobs_without_top_tokens_and_beyond_the_vocabulary() -> None:
+    logits = torch.zeros(2, 4)
+    sampled = _sample(logits, _start(0, logprobs=0), _start(1, logprobs=20))
+    assert sampled.logprobs[0].top_token_ids == []
+    assert sampled.logprobs[0].rank == 1
+    assert sorted(sampled.logprobs[1].top_token_ids) == [0, 1, 2, 3]
+
+
+# ---- one row does not touch another
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_bad_row_fails_alone(poison: float) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 5] = 1.0
+    logits[1, 20] = poison
+    starts = [_start(slot, temperature=t, logprobs=1) for slot, t in enumerate((0.0, 1.0, 1.0))]
+    expected = _sample(logits[[0, 2]], starts[0], starts[2])
+    sampled = _sample(logits, *starts)
+    assert sampled.errors == {1: NOT_FINITE}
+    assert sampled.token_ids == expected.token_ids
+    assert set(sampled.logprobs) == {0, 2}
+
+
+def test_rules_that_leave_nothing_fail_alone() -> None:
+    nothing = _start(1, allowed_token_ids=(4,), eos=(4,), min_tokens=3, temperature=1.0)
+    sampled = _sample(torch.zeros(2, VOCAB), _start(0), nothing)
+    assert sampled.errors == {1: NOTHING_ALLOWED}
+    assert sampled.token_ids == {0: 0}
+
+
+_parameters = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+        "top_k": st.sampled_from([0, 1, 5, 40]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.3]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, 0.7]),
+        "frequency_penalty": st.sampled_from([0.0, -0.4]),
+        "logit_bias": st.sampled_from([None, {3: 4.0}]),
+        "allowed_token_ids": st.sampled_from([None, tuple(range(0, 97, 2))]),
+        "min_tokens": st.sampled_from([0, 30]),
+        "logprobs": st.sampled_from([None, 0, 4]),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(_parameters, min_size=1, max_size=9), seed=st.integers(0, 99))
+def test_rows_are_independent(rows: list[dict[str, Any]], seed: int) -> None:
+    """Three steps together give what three steps alone give."""
+    vocab = 97
+    generator = torch.Generator().manual_seed(seed)
+    steps = [torch.randn(len(rows), vocab, generator=generator) * 3 for _ in range(3)]
+    starts = [_start(slot, (1, 2), (5,), (9,), **row) for slot, row in enumerate(rows)]
+
+    def run(slots: list[int]) -> list[Sampled]:
+        sampler = Sampler(vocab)
+        for slot in slots:
+            sampler.start(starts[slot])
+        return [sampler.sample(logits[slots].clone(), slots) for logits in steps]
+
+    together = run(list(range(len(rows))))
+    for slot in range(len(rows)):
+        for alone, step in zip(run([slot]), together, strict=True):
+            assert alone.token_ids == {slot: step.token_ids[slot]}
+            assert alone.logprobs.get(slot) == step.logprobs.get(slot)
+
+
+def test_a_freed_slot_leaves_nothing() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(_start(frequency_penalty=2.0, output=(7, 7), logit_bias={3: 100.0}))
+    sampler.free(0)
+    sampler.start(_start())
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 1.0
+    assert sampler.sample(logits, [0]).token_ids == {0: 7}

@@ -1,0 +1,124 @@
+"""The worker as a process, over a real socket."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from tiny_models import continuation, save_model
+
+import pagoda
+from pagoda.engine.messages import (
+    SamplingParams,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerReady,
+)
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.lifeline import ChildProcess
+
+EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=64)
+
+
+class _Worker:
+    def __init__(self, directory: Path, config: WorkerConfig) -> None:
+        address = f"ipc://{directory}/worker"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self._socket.bind(address)
+        self._codec = Codec[WorkerMessage](WorkerMessage)
+        encoded = msgspec.msgpack.encode(config)
+        self.child = ChildProcess("pagoda.worker.main", [address], config=encoded)
+
+    def receive(self) -> WorkerMessage:
+        return self._codec.decode(self._socket.recv())
+
+    def send(self, plan: StepPlan) -> None:
+        self._socket.send(msgspec.msgpack.encode(plan))
+
+    def close(self) -> None:
+        self.child.close()
+        self._context.destroy()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[_Worker]]:
+    started: list[_Worker] = []
+    yield started
+    for worker in started:
+        worker.close()
+
+
+def _start(workers: list[_Worker], directory: Path, config: WorkerConfig) -> _Worker:
+    workers.append(_Worker(directory, config))
+    return workers[-1]
+
+
+def test_answers_plans_that_run_ahead(tmp_path: Path, workers: list[_Worker]) -> None:
+    model = save_model("qwen3", tmp_path)
+    config = WorkerConfig(model=str(tmp_path), max_model_len=256, num_threads=1)
+    worker = _start(workers, tmp_path, config)
+    ready = worker.receive()
+    assert isinstance(ready, WorkerReady)
+    assert (ready.max_model_len, ready.vocab_size, ready.block_size) == (256, 320, 16)
+    assert ready.num_blocks == 256 * 256 // 16  # all that 256 sequences of 256 tokens could use
+    assert "reference on cpu, 1 thread, float32" in ready.summary
+
+    os.kill(worker.child.pid, signal.SIGINT)  # Ctrl-C in the terminal is for the parent to handle
+    prompt = [random.Random(0).randrange(320) for _ in range(20)]
+    start = SlotStart(3, prompt, len(prompt), 0, [5, 2], SAMPLING)
+    worker.send(StepPlan(0, [3], [15], [start]))
+    worker.send(StepPlan(1, [3], [5]))
+    for step in range(2, 10):  # each counts on a token that has not been seen
+        worker.send(StepPlan(step, [3], [1]))
+    results = [worker.receive() for _ in range(10)]
+    assert all(isinstance(result, StepResult) for result in results)
+    assert [result.step for result in results if isinstance(result, StepResult)] == list(range(10))
+    tokens = [t for result in results if isinstance(result, StepResult) for t in result.token_ids]
+    assert tokens == continuation(model, prompt, 9)
+
+
+def test_runs_the_embedded_model(tmp_path: Path, workers: list[_Worker]) -> None:
+    worker = _start(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), num_threads=1))
+    ready = worker.receive()
+    assert isinstance(ready, WorkerReady)
+    start = SlotStart(0, [1, 2, 3], 3, 0, [0], SAMPLING)
+    worker.send(StepPlan(0, [0], [3], [start]))
+    result = worker.receive()
+    assert isinstance(result, StepResult)
+    assert result.slots == [0]
+    assert not result.errors
+
+
+def test_a_user_error_is_one_sentence(tmp_path: Path, workers: list[_Worker]) -> None:
+    worker = _start(workers, tmp_path, WorkerConfig(model=str(tmp_path / "nothing")))
+    failed = worker.receive()
+    assert isinstance(failed, WorkerFailed)
+    assert failed.is_user_error
+    assert failed.error == f"there is no model directory {tmp_path / 'nothing'}."
+    assert worker.child.describe_end() == "exited with code 1"
+
+
+def test_ends_when_its_parent_hangs_up(tmp_path: Path, workers: list[_Worker]) -> None:
+    save_model("qwen3", tmp_path)
+    config = WorkerConfig(model=str(tmp_path), max_model_len=64, num_threads=1)
+    worker = _start(workers, tmp_path, config)
+    assert isinstance(worker.receive(), WorkerReady)
+    process = psutil.Process(worker.child.pid)
+    worker.child.close()
+    assert not process.is_running()
+    assert worker.child.describe_end() == "exited with code 0"
