@@ -235,7 +235,8 @@ class _Connection(web.RequestHandler):
         elif status < 500:
             error = ApiError(status, "The request is not valid HTTP.")
         else:
-            _log.error("a connection failed", exc_info=exc)
+            if not isinstance(exc, ConnectionError):  # a client that went away is no failure
+                _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"

@@ -128,6 +128,8 @@ class EngineProcess:
                 if frontend not in self._greeted:
                     self._greeted.add(frontend)
                     self._send(frontend, ready)
+            gc.collect()
+            gc.freeze()  # a pass over a large block pool would take longer than many steps
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         answer = self._core.add(request)
@@ -173,7 +175,6 @@ def main() -> None:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     process = EngineProcess(config, directory, context)
-    gc.freeze()  # what exists now lives as long as the process; no need to look at it again
     process.run()
     context.term()
 

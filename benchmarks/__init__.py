@@ -1,0 +1,1 @@
+"""Programs that measure what Pagoda promises. Figures, not tests: nothing here is asserted."""

@@ -1,0 +1,8 @@
+"""`python -m pagoda` is the command `pagoda`."""
+
+from __future__ import annotations
+
+from pagoda.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""Files in OpenAI's batch format: one request a line in, one response a line out.
+
+in   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+out  {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}},
+      "error": null}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pagoda.cli.openai_client import OpenAIClient
+from pagoda.errors import ConfigError
+
+
+class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of the input."""
+
+    custom_id: str
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, object]
+    method: Literal["POST"] = "POST"
+
+
+class BatchResponse(msgspec.Struct, frozen=True):
+    """The server's reply, whatever it was."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """One line of the output."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse
+    error: None = None
+
+
+def read_batch(path: Path) -> list[BatchRequest]:
+    """All requests of a batch file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not a request; the error says which.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--input: cannot read {path}: {error.strerror}.") from error
+    decode = msgspec.json.Decoder(BatchRequest).decode
+    requests = []
+    seen: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            request = decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--input: {path} line {number}: {error}.") from error
+        if request.body.get("stream"):
+            raise ConfigError(f"--input: {path} line {number}: a batch request cannot be a stream.")
+        if request.custom_id in seen:
+            raise ConfigError(
+                f"--input: {path} line {number}: custom_id {request.custom_id} is used twice."
+            )
+        seen.add(request.custom_id)
+        requests.append(request)
+    if not requests:
+        raise ConfigError(f"--input: {path} holds no request.")
+    return requests
+
+
+async def answer_batch(
+    client: OpenAIClient,
+    model: str,
+    requests: Sequence[BatchRequest],
+    concurrency: int,
+    on_done: Callable[[], None],
+) -> AsyncGenerator[BatchResult, None]:
+    """The results in the order of the requests, `concurrency` under way at a time.
+
+    Requests that name no model are sent to `model`.
+    """
+    room = asyncio.Semaphore(concurrency)
+
+    async def answer(request: BatchRequest) -> BatchResult:
+        async with room:
+            status, data = await client.post_raw(request.url, {"model": model, **request.body})
+        on_done()
+        response = BatchResponse(status, f"req_{uuid.uuid4().hex}", msgspec.Raw(data))
+        return BatchResult(f"batch_req_{uuid.uuid4().hex}", request.custom_id, response)
+
+    tasks = [asyncio.create_task(answer(request)) for request in requests]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""`pagoda bench`: load on a server, throughput without one, and right answers counted."""

@@ -1,0 +1,173 @@
+"""`pagoda bench accuracy`: held-out questions asked over HTTP, and right answers counted by skill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from pagoda.cli import event_loop, output
+from pagoda.cli.bench.questions import Question, load_questions
+from pagoda.cli.bench.serve import write_json
+from pagoda.cli.local_server import Connection, connect
+from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.options import Count, EngineOptions, GeneralOptions
+from pagoda.errors import PagodaError
+
+_ENGINE = EngineOptions()
+_GENERAL = GeneralOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """How one question went."""
+
+    question: Question
+    answer: str
+    correct: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Right answers out of questions asked."""
+
+    correct: int
+    asked: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.asked
+
+
+def accuracy(
+    model: str | None = None,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    questions: Path | None = None,
+    skill: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
+    concurrency: Count = 16,
+    fail_under: Annotated[float | None, Parameter(validator=Number(gte=0, lte=1))] = None,
+    output_file: Annotated[Path | None, Parameter(name="--output")] = None,
+    engine: EngineOptions = _ENGINE,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Ask held-out questions and report the share of right answers for each skill.
+
+    Args:
+        model: The model to load, by default the embedded one; with --base-url its name there.
+        base_url: Ask a running server instead of loading a model.
+        api_key: Sent to that server as a bearer token.
+        questions: A JSONL file of questions; by default the embedded model's held-out ones.
+        skill: Ask only about this skill; may be given several times.
+        concurrency: Questions under way at once.
+        fail_under: Exit with code 1 when the overall accuracy is below this.
+        output_file: Write the figures and all answers as JSON to this file too.
+    """
+    general.apply()
+    asked = load_questions(questions, skill)
+    with (
+        event_loop.runner() as runner,
+        connect(runner, model, base_url, api_key, engine) as connection,
+    ):
+        grades = runner.run(_ask_all(connection, asked, concurrency))
+    scores = score_by_skill(grades)
+    overall = Score(sum(grade.correct for grade in grades), len(grades))
+    rows = [*scores.items(), ("all", overall)]
+    output.stdout().print(
+        output.table(
+            "Accuracy",
+            ("skill", "right", "asked", "accuracy"),
+            (
+                (name, str(score.correct), str(score.asked), f"{score.accuracy:.1%}")
+                for name, score in rows
+            ),
+        )
+    )
+    failed = [grade for grade in grades if grade.error is not None]
+    if failed:
+        output.stderr().print(f"{len(failed)} questions failed, the first: {failed[0].error}")
+    if output_file is not None:
+        write_json(output_file, _record(scores, overall, grades))
+    return 1 if failed or (fail_under is not None and overall.accuracy < fail_under) else 0
+
+
+async def _ask_all(
+    connection: Connection, questions: Sequence[Question], concurrency: int
+) -> list[Grade]:
+    with output.progress() as bar:
+        task = bar.add_task("questions", total=len(questions))
+        return await grade_all(
+            connection.client,
+            connection.model,
+            questions,
+            concurrency,
+            lambda: bar.advance(task),
+        )
+
+
+async def grade_all(
+    client: OpenAIClient,
+    model: str,
+    questions: Sequence[Question],
+    concurrency: int,
+    on_done: Callable[[], None],
+) -> list[Grade]:
+    """Asks every question, `concurrency` at a time, and grades the answers in order."""
+    room = asyncio.Semaphore(concurrency)
+
+    async def grade(question: Question) -> Grade:
+        async with room:
+            result = await _grade(client, model, question)
+        on_done()
+        return result
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(grade(question)) for question in questions]
+    return [task.result() for task in tasks]
+
+
+async def _grade(client: OpenAIClient, model: str, question: Question) -> Grade:
+    try:
+        answer = await client.post("/v1/chat/completions", question.body(model))
+    except PagodaError as error:
+        return Grade(question, "", correct=False, error=str(error))
+    message = answer.choices[0].message if answer.choices else None
+    if message is None:
+        return Grade(question, "", correct=False, error="The server's answer holds no message.")
+    return Grade(question, message.content or "", question.expect.is_met_by(message))
+
+
+def score_by_skill(grades: Sequence[Grade]) -> dict[str, Score]:
+    """Scores in the order in which skills were first asked about."""
+    scores: dict[str, Score] = {}
+    for grade in grades:
+        name = grade.question.skill
+        before = scores.get(name, Score(0, 0))
+        scores[name] = Score(before.correct + grade.correct, before.asked + 1)
+    return scores
+
+
+def _record(
+    scores: Mapping[str, Score], overall: Score, grades: Sequence[Grade]
+) -> dict[str, object]:
+    return {
+        "accuracy": overall.accuracy,
+        "skills": {name: score.accuracy for name, score in scores.items()},
+        "answers": [
+            {
+                "id": grade.question.id,
+                "correct": grade.correct,
+                "answer": grade.answer,
+                "expect": grade.question.expect,
+                "error": grade.error,
+            }
+            for grade in grades
+        ],
+    }

@@ -1,0 +1,115 @@
+"""`pagoda bench offline`: the throughput of the engine with all prompts at hand, without HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from pagoda.cli import output
+from pagoda.cli.bench.datasets import RandomLengths, random_prompts
+from pagoda.cli.bench.serve import write_json
+from pagoda.cli.options import Count, EngineOptions, ExecutorOptions, GeneralOptions
+from pagoda.engine.messages import FinishReason, SamplingParams
+from pagoda.frontend.llm import LLM
+from pagoda.frontend.outputs import RequestOutput
+
+_ENGINE = EngineOptions()
+_EXECUTOR = ExecutorOptions()
+_GENERAL = GeneralOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineReport:
+    """The figures of one run, model loading left out."""
+
+    duration_s: float
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
+    output_tokens: int
+
+    @property
+    def output_token_rate(self) -> float:
+        return self.output_tokens / self.duration_s
+
+    @property
+    def total_token_rate(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.duration_s
+
+
+def offline(
+    model: str | None = None,
+    *,
+    num_prompts: Count = 100,
+    input_len: Count = 256,
+    output_len: Count = 64,
+    prefix_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    output_file: Annotated[Path | None, Parameter(name="--output")] = None,
+    engine: EngineOptions = _ENGINE,
+    executor: ExecutorOptions = _EXECUTOR,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Answer random prompts as fast as the engine can, and report tokens a second.
+
+    Args:
+        model: The model to load; by default the embedded one.
+        num_prompts: How many prompts.
+        input_len: Random tokens in a prompt.
+        output_len: Tokens to generate for each prompt.
+        prefix_len: Further tokens with which all prompts begin.
+        output_file: Write the figures as JSON to this file too.
+    """
+    general.apply()
+    files = executor.resolve(engine, model)
+    with LLM.from_config(files, executor.engine_config(engine, files.model)) as llm:
+        lengths = RandomLengths(input_len=input_len, output_len=output_len, prefix_len=prefix_len)
+        prompts = random_prompts(num_prompts, lengths, engine.seed or 0)
+        sampling = SamplingParams(max_tokens=output_len, ignore_eos=True, seed=engine.seed or 0)
+        start = time.perf_counter()
+        outputs = llm.generate([prompt for prompt, _ in prompts], sampling)
+        report = summarize(outputs, time.perf_counter() - start)
+    output.stdout().print(output.facts(_rows(files.served_name, report)))
+    failures = [answer.error for request in outputs for answer in request.outputs if answer.error]
+    if failures:
+        output.stderr().print(f"{len(failures)} failed, the first: {failures[0]}")
+    if output_file is not None:
+        write_json(output_file, {"model": files.served_name, **dataclasses.asdict(report)})
+    return 1 if failures else 0
+
+
+def summarize(outputs: Sequence[RequestOutput], duration_s: float) -> OfflineReport:
+    """Counts of the requests that were answered to the end."""
+    good = [
+        request
+        for request in outputs
+        if all(answer.finish_reason != FinishReason.ERROR for answer in request.outputs)
+    ]
+    return OfflineReport(
+        duration_s=duration_s,
+        requests=len(good),
+        prompt_tokens=sum(len(request.prompt_token_ids) for request in good),
+        cached_tokens=sum(request.num_cached_tokens for request in good),
+        output_tokens=sum(len(answer.token_ids) for request in good for answer in request.outputs),
+    )
+
+
+def _rows(model: str, report: OfflineReport) -> list[tuple[str, str]]:
+    return [
+        ("model", model),
+        ("requests", f"{report.requests} in {report.duration_s:.2f} s"),
+        (
+            "tokens",
+            f"{report.prompt_tokens:,} in ({report.cached_tokens:,} from the prefix cache), "
+            f"{report.output_tokens:,} out",
+        ),
+        ("output throughput", f"{report.output_token_rate:,.1f} tokens/s"),
+        ("total throughput", f"{report.total_token_rate:,.1f} tokens/s"),
+    ]

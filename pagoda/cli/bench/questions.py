@@ -1,0 +1,128 @@
+"""Held-out questions with answers that can be checked, and the checks.
+
+A file holds one question a line: `id`, `skill`, the `messages`, `tools` and `chat_template_kwargs` of a chat
+request, `max_tokens`, and under `expect` one of
+
+    {"text": ...}       the answer, without white space around it, is this text
+    {"contains": ...}   the answer holds this text
+    {"json": ...}       the answer is JSON of exactly this value
+    {"tool_call": ...}  the answer is one call of this tool (`name`) with these `arguments`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pagoda.cli.openai_client import Message
+from pagoda.errors import ConfigError
+from pagoda.models.resolve import resolve_model
+
+_EMBEDDED_FILE = "heldout.jsonl"
+
+
+class ExpectedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call: which tool, and the arguments as values."""
+
+    name: str
+    arguments: dict[str, object]
+
+
+class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the answer must be; exactly one field is set."""
+
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    contains: str | msgspec.UnsetType = msgspec.UNSET
+    json: object | msgspec.UnsetType = msgspec.UNSET
+    tool_call: ExpectedCall | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if sum(value is not msgspec.UNSET for value in msgspec.structs.astuple(self)) != 1:
+            raise ValueError("expect needs exactly one of text, contains, json and tool_call")
+
+    def is_met_by(self, answer: Message) -> bool:
+        if isinstance(self.tool_call, ExpectedCall):
+            return _only_call(answer) == self.tool_call
+        content = (answer.content or "").strip()
+        if isinstance(self.text, str):
+            return content == self.text.strip()
+        if isinstance(self.contains, str):
+            return self.contains in content
+        return _is_json(content, self.json)
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a question file."""
+
+    id: str
+    skill: str
+    messages: list[dict[str, object]]
+    max_tokens: int
+    expect: Expectation
+    tools: list[dict[str, object]] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+    def body(self, model: str) -> dict[str, object]:
+        """The chat request that asks it, greedily."""
+        fields: dict[str, object] = {
+            "model": model,
+            "messages": self.messages,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+        }
+        if self.tools is not None:
+            fields["tools"] = self.tools
+        if self.chat_template_kwargs is not None:
+            fields["chat_template_kwargs"] = self.chat_template_kwargs
+        return fields
+
+
+def load_questions(path: Path | None, skills: Sequence[str]) -> list[Question]:
+    """The questions of a file, by default the embedded model's; of `skills` only, if any are named.
+
+    Raises:
+        ConfigError: the file is missing, a line is not a question, or no question has such a skill.
+    """
+    file = path or _embedded_questions()
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--questions: cannot read {file}: {error.strerror}.") from error
+    decode = msgspec.json.Decoder(Question).decode
+    questions = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                questions.append(decode(line))
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"--questions: {file} line {number}: {error}.") from error
+    known = sorted({question.skill for question in questions})
+    for skill in skills:
+        if skill not in known:
+            raise ConfigError(f"--skill {skill} is not in {file}; it has {', '.join(known)}.")
+    return [question for question in questions if not skills or question.skill in skills]
+
+
+def _embedded_questions() -> Path:
+    return Path(resolve_model(None).model) / _EMBEDDED_FILE
+
+
+def _only_call(answer: Message) -> ExpectedCall | None:
+    calls = answer.tool_calls or []
+    if len(calls) != 1:
+        return None
+    function = calls[0].function
+    try:
+        arguments = msgspec.json.decode(function.arguments or "", type=dict[str, object])
+    except msgspec.DecodeError:
+        return None
+    return ExpectedCall(name=function.name or "", arguments=arguments)
+
+
+def _is_json(text: str, value: object) -> bool:
+    try:
+        return bool(msgspec.json.decode(text) == value)
+    except msgspec.DecodeError:
+        return False

@@ -1,0 +1,236 @@
+"""`pagoda bench serve`: load on a running server, and its latencies.
+
+The server may be any that speaks the OpenAI API. Nothing of Pagoda's engine is used here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+from rich.console import Group as Stack
+
+from pagoda.cli import event_loop, output
+from pagoda.cli.bench.datasets import (
+    Endpoint,
+    RandomLengths,
+    Sample,
+    jsonl_samples,
+    random_samples,
+    sharegpt_samples,
+)
+from pagoda.cli.bench.load import Schedule, ask, run_load
+from pagoda.cli.bench.metrics import Distribution, Goal, Report, parse_goal, summarize
+from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.options import Count, GeneralOptions
+from pagoda.errors import ConfigError
+
+Length = Annotated[int, Parameter(validator=Number(gte=0))]
+
+
+@Parameter(name="*", group=Group("Requests", sort_key=10))
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What is asked."""
+
+    dataset: Literal["random", "sharegpt", "jsonl"] = "random"
+    """random makes up token ids; sharegpt reads conversations; jsonl reads one request a line."""
+    dataset_path: Path | None = None
+    """The file of a sharegpt or jsonl dataset."""
+    num_prompts: Count = 100
+    """How many requests to send."""
+    endpoint: Endpoint | None = None
+    """completions or chat; by default completions for random prompts, else chat."""
+    random_input_len: Count = 256
+    """Tokens in a random prompt."""
+    random_output_len: Count = 64
+    """Tokens to ask for after a random prompt."""
+    random_prefix_len: Length = 0
+    """Further tokens with which all random prompts begin."""
+    random_range_ratio: Annotated[float, Parameter(validator=Number(gte=0, lt=1))] = 0.0
+    """Random lengths vary uniformly by this share."""
+    random_vocab_size: Annotated[int, Parameter(validator=Number(gte=8))] = 256
+    """Random token ids are below this."""
+    output_len: Count | None = None
+    """The longest answer to a sharegpt or jsonl request that names none."""
+    ignore_eos: bool | None = None
+    """Go on to the length asked for, past the end of the answer; by default for random only."""
+    temperature: float | None = None
+    """Sampling temperature; by default the server's."""
+
+    def samples(self, seed: int) -> list[Sample]:
+        """The requests to send.
+
+        Raises:
+            ConfigError: the dataset's file is missing or unreadable.
+        """
+        if self.dataset == "random":
+            lengths = RandomLengths(
+                input_len=self.random_input_len,
+                output_len=self.random_output_len,
+                prefix_len=self.random_prefix_len,
+                range_ratio=self.random_range_ratio,
+                vocab_size=self.random_vocab_size,
+            )
+            return random_samples(self.num_prompts, lengths, self.endpoint or "completions", seed)
+        if self.dataset_path is None:
+            raise ConfigError(f"--dataset {self.dataset} needs --dataset-path FILE.")
+        read = sharegpt_samples if self.dataset == "sharegpt" else jsonl_samples
+        return read(self.dataset_path, self.num_prompts, self.endpoint or "chat", self.output_len)
+
+    def common_fields(self) -> dict[str, object]:
+        """Body fields that every request carries."""
+        fields: dict[str, object] = {}
+        ignore_eos = self.dataset == "random" if self.ignore_eos is None else self.ignore_eos
+        if ignore_eos:
+            fields["ignore_eos"] = True
+        if self.temperature is not None:
+            fields["temperature"] = self.temperature
+        return fields
+
+
+@Parameter(name="*", group=Group("Load", sort_key=20))
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """When it is asked, and what counts as good."""
+
+    request_rate: Annotated[float, Parameter(validator=Number(gt=0))] = math.inf
+    """Arrivals a second (open loop, Poisson); by default all requests are ready at once."""
+    max_concurrency: Annotated[
+        Count | None, Parameter(name=["--max-concurrency", "--concurrency"])
+    ] = None
+    """The most requests under way (closed loop)."""
+    num_warmups: Length = 1
+    """Requests sent before the clock starts."""
+    goodput: Annotated[
+        tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
+    ] = ()
+    """Limits in ms such as ttft:200 tpot:50 e2e:3000; requests that keep them are goodput."""
+    seed: int = 0
+    """Of random prompts and arrivals."""
+
+
+_REQUESTS = RequestOptions()
+_LOAD = LoadOptions()
+_GENERAL = GeneralOptions()
+
+
+def serve(
+    *,
+    base_url: str = "http://127.0.0.1:8000",
+    model: str | None = None,
+    api_key: str | None = None,
+    output_file: Annotated[Path | None, Parameter(name="--output")] = None,
+    requests: RequestOptions = _REQUESTS,
+    load: LoadOptions = _LOAD,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Put load on any OpenAI-compatible server and report its latencies and throughput.
+
+    Args:
+        base_url: The server's address.
+        model: The model's name there; by default the first that the server lists.
+        api_key: Sent as a bearer token.
+        output_file: Write the figures as JSON to this file too.
+    """
+    general.apply()
+    goal = parse_goal(load.goodput)
+    samples = requests.samples(load.seed)
+    client = OpenAIClient(base_url, api_key)
+    report = event_loop.run(_measure(client, model, samples, requests, load, goal))
+    output.stdout().print(report_table(base_url, report))
+    for error, count in report.errors.items():
+        output.stderr().print(f"{count} failed: {error}")
+    if output_file is not None:
+        write_json(output_file, _record(base_url, requests, load, report))
+    return 0 if report.completed else 1
+
+
+async def _measure(
+    connection: OpenAIClient,
+    model: str | None,
+    samples: list[Sample],
+    requests: RequestOptions,
+    load: LoadOptions,
+    goal: Goal | None,
+) -> Report:
+    async with connection as client:
+        common = {"model": model or await client.first_model(), **requests.common_fields()}
+        for _ in range(load.num_warmups):
+            await ask(client, samples[0], common)
+        schedule = Schedule(
+            request_rate=load.request_rate,
+            max_concurrency=load.max_concurrency,
+            seed=load.seed,
+        )
+        with output.progress() as bar:
+            task = bar.add_task("requests", total=len(samples))
+            run = await run_load(client, samples, common, schedule, lambda: bar.advance(task))
+    return summarize(run.outcomes, run.duration_s, goal)
+
+
+def report_table(title: str, report: Report) -> Stack:
+    """The figures as two tables in one: counts and rates, then latencies."""
+    counts = output.facts(_count_rows(report))
+    latencies = output.table(
+        "Latency in ms",
+        ("", "mean", "median", "p90", "p99"),
+        (
+            ("time to first token (TTFT)", *_cells(report.ttft_ms)),
+            ("time per output token (TPOT)", *_cells(report.tpot_ms)),
+            ("inter-token latency (ITL)", *_cells(report.itl_ms)),
+            ("end to end (E2E)", *_cells(report.e2e_ms)),
+        ),
+    )
+    return Stack(f"\nLoad on {title}\n", counts, "", latencies)
+
+
+def _count_rows(report: Report) -> Iterable[tuple[str, str]]:
+    yield "requests", f"{report.completed} completed, {report.failed} failed"
+    yield "duration", f"{report.duration_s:.2f} s"
+    yield (
+        "tokens",
+        f"{report.prompt_tokens:,} in, {report.output_tokens:,} out "
+        f"in {report.output_events:,} events",
+    )
+    yield "request throughput", f"{report.request_rate:.2f} requests/s"
+    if report.goodput is not None:
+        yield "goodput", f"{report.goodput:.2f} requests/s"
+    yield "output throughput", f"{report.output_token_rate:,.1f} tokens/s"
+    yield "total throughput", f"{report.total_token_rate:,.1f} tokens/s"
+
+
+def _cells(values: Distribution) -> list[str]:
+    numbers = (values.mean, values.median, values.p90, values.p99)
+    return ["–" if number is None else f"{number:,.2f}" for number in numbers]
+
+
+def _record(
+    base_url: str, requests: RequestOptions, load: LoadOptions, report: Report
+) -> dict[str, object]:
+    return {
+        "base_url": base_url,
+        "requests": dataclasses.asdict(requests),
+        "load": dataclasses.asdict(load),
+        "report": dataclasses.asdict(report),
+    }
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Writes `value` as indented JSON.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)
+    try:
+        path.write_bytes(text + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {path}: {error.strerror}.") from error

@@ -1,0 +1,135 @@
+"""`pagoda chat`: a conversation in the terminal, with a model of this machine or of a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+from rich.style import Style
+
+from pagoda.cli import event_loop, output
+from pagoda.cli.answer import StreamedAnswer, stream_answer
+from pagoda.cli.local_server import Connection, connect
+from pagoda.cli.openai_client import Message
+from pagoda.cli.options import EngineOptions, GeneralOptions, SamplingOptions
+from pagoda.errors import PagodaError
+
+_ENGINE = EngineOptions()
+_GENERAL = GeneralOptions()
+_SAMPLING = SamplingOptions()
+
+_HELP = """\
+/reset  forget the conversation so far
+/help   show this
+/exit   leave; so does Ctrl-D
+Ctrl-C stops an answer."""
+
+
+def chat(
+    model: str | None = None,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    system: str | None = None,
+    sampling: SamplingOptions = _SAMPLING,
+    engine: EngineOptions = _ENGINE,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Talk with a model; every line is a message. Reads piped lines too.
+
+    Args:
+        model: The model to load, by default the embedded one; with --base-url its name there.
+        base_url: Talk with the model of a running server instead of loading one.
+        api_key: Sent to that server as a bearer token.
+        system: A system message to begin with.
+    """
+    general.apply()
+    with (
+        event_loop.runner() as runner,
+        connect(runner, model, base_url, api_key, engine) as connection,
+    ):
+        conversation = _Conversation(connection, sampling.body(engine.seed), system)
+        if sys.stdin.isatty():
+            _greet(connection)
+        for line in _lines():
+            if line == "/exit":
+                break
+            if line == "/help":
+                output.stderr().print(_HELP)
+            elif line == "/reset":
+                conversation.reset()
+            elif line.startswith("/"):
+                output.stderr().print(f"{line.split()[0]} is no command; /help lists them.")
+            elif line:
+                with suppress(KeyboardInterrupt):
+                    _show_figures(runner.run(conversation.say(line)))
+    return 0
+
+
+class _Conversation:
+    """The messages so far, and the server that answers them."""
+
+    def __init__(
+        self, connection: Connection, sampling: dict[str, object], system: str | None
+    ) -> None:
+        self._connection = connection
+        self._sampling = sampling
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._opening)
+
+    def reset(self) -> None:
+        self._messages = list(self._opening)
+
+    async def say(self, text: str) -> StreamedAnswer | None:
+        """Sends `text`, prints the answer as it comes and remembers both.
+
+        A question whose answer was stopped or failed is forgotten, so that it can be asked again.
+        """
+        question = {"role": "user", "content": text}
+        body = {
+            "model": self._connection.model,
+            "messages": [*self._messages, question],
+            **self._sampling,
+        }
+        try:
+            answer = await stream_answer(self._connection.client, body, _print_delta)
+        except PagodaError as error:
+            if not sys.stdin.isatty():
+                raise
+            output.stderr().print(str(error))
+            return None
+        finally:
+            output.write_answer("\n")
+        content = answer.message.content or ""
+        self._messages += [question, {"role": "assistant", "content": content}]
+        return answer
+
+
+def _lines() -> Iterator[str]:
+    """Messages without white space around them, until the end of input."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.strip()
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives input() a history and an editor)
+    with suppress(EOFError):
+        while True:
+            yield input("> ").strip()
+
+
+def _greet(connection: Connection) -> None:
+    output.stderr().print(f"{connection.model} at your service; /help shows what else can be said.")
+
+
+def _print_delta(delta: Message) -> None:
+    if delta.reasoning_content:
+        output.write_answer(delta.reasoning_content, dim=True)
+    if delta.content:
+        output.write_answer(delta.content)
+
+
+def _show_figures(answer: StreamedAnswer | None) -> None:
+    if answer is not None and sys.stdin.isatty():
+        output.stderr().print(f"[{answer.figures()}]", style=Style(dim=True))

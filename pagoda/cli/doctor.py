@@ -1,0 +1,96 @@
+"""`pagoda doctor`: what this machine has, what will be used, and how fast decoding can be at best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pagoda.cli import machine_facts, output
+from pagoda.cli.bandwidth import Bandwidth, measure_read_bandwidth
+from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.sizes import format_bytes
+from pagoda.cli.weight_traffic import WeightTraffic, read_config, weight_traffic
+from pagoda.models.presets import PRESETS
+from pagoda.models.resolve import resolve_model
+from pagoda.version import __version__
+
+_GENERAL = GeneralOptions()
+
+
+def doctor(
+    model: str | None = None,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    threads: Count | None = None,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Say what this machine has, what will be used, and the decode limit that follows.
+
+    Args:
+        model: A model directory or a preset; by default the embedded model and all presets.
+        dtype: Number format of the weights; auto takes the model's own.
+        threads: Threads that measure memory bandwidth; by default the cores that may be used.
+    """
+    general.apply()
+    models = dict(_models(model, dtype))
+    cores = machine_facts.cores()
+    bandwidth = measure_read_bandwidth(threads or cores.usable, machine_facts.free_memory_bytes())
+    console = output.stdout()
+    console.print(output.facts(_facts(cores, bandwidth)))
+    console.print()
+    console.print(
+        output.table(
+            "Decode limit: bandwidth / weights read a step",
+            ("model", "dtype", "read a step", "at most, one request"),
+            (_limit_row(name, traffic, bandwidth) for name, traffic in models.items()),
+        )
+    )
+    return 0
+
+
+def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[str, str]]:
+    cpuinfo = machine_facts.read_cpuinfo()
+    found = machine_facts.accelerators()
+    free = format_bytes(machine_facts.free_memory_bytes())
+    total = format_bytes(machine_facts.total_memory_bytes())
+    yield "pagoda", __version__
+    yield "processor", machine_facts.cpu_name(cpuinfo)
+    yield (
+        "cores",
+        f"{cores.usable} usable under the container's quota, {cores.allowed} allowed by affinity, "
+        f"{cores.machine} in the machine",
+    )
+    yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
+    yield "memory", f"{free} free of {total}"
+    yield "accelerators", "; ".join(found) or "none found"
+    yield (
+        "backend",
+        "reference (plain PyTorch) on the CPU" + ("; accelerators are not used" if found else ""),
+    )
+    yield (
+        "memory bandwidth",
+        f"{bandwidth.bytes_per_s / 1e9:.1f} GB/s read (best {bandwidth.best_bytes_per_s / 1e9:.1f}): "
+        f"{bandwidth.threads} threads scan {format_bytes(bandwidth.buffer_bytes)} each, "
+        f"median of {bandwidth.passes} passes",
+    )
+
+
+def _models(model: str | None, dtype: str) -> Iterable[tuple[str, WeightTraffic]]:
+    if model is not None and model in PRESETS:
+        yield model, weight_traffic(PRESETS[model], dtype, f"preset {model}")
+        return
+    files = resolve_model(model)
+    directory = files.directory or Path(files.model)
+    source = str(directory / "config.json")
+    yield files.served_name, weight_traffic(read_config(directory), dtype, source)
+    if model is None:
+        for name, config in PRESETS.items():
+            yield name, weight_traffic(config, dtype, f"preset {name}")
+
+
+def _limit_row(name: str, traffic: WeightTraffic, bandwidth: Bandwidth) -> tuple[str, ...]:
+    rate = bandwidth.bytes_per_s / traffic.num_bytes
+    fits_cache = traffic.num_bytes < machine_facts.last_level_cache_bytes()
+    limit = "fits the cache" if fits_cache else f"{rate:,.1f} tokens/s"
+    return name, traffic.dtype, format_bytes(traffic.num_bytes), limit

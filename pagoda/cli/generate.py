@@ -1,0 +1,130 @@
+"""`pagoda generate`: answers to prompts of the command line, or to the lines of an OpenAI batch file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from rich.style import Style
+
+from pagoda.cli import event_loop, output
+from pagoda.cli.batch_file import BatchRequest, answer_batch, read_batch
+from pagoda.cli.local_server import Connection, connect
+from pagoda.cli.openai_client import Choice
+from pagoda.cli.options import Count, EngineOptions, GeneralOptions, SamplingOptions
+from pagoda.errors import ConfigError
+
+_ENGINE = EngineOptions()
+_GENERAL = GeneralOptions()
+_SAMPLING = SamplingOptions()
+
+
+def generate(
+    *prompts: str,
+    model: Annotated[str | None, Parameter(name=["--model", "-m"])] = None,
+    raw: bool = False,
+    input_file: Annotated[Path | None, Parameter(name="--input")] = None,
+    output_file: Annotated[Path | None, Parameter(name="--output")] = None,
+    concurrency: Count = 64,
+    sampling: SamplingOptions = _SAMPLING,
+    engine: EngineOptions = _ENGINE,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Answer prompts, or all requests of an OpenAI batch file.
+
+    Args:
+        prompts: What to answer; by default what standard input holds.
+        model: A model directory, hub id or preset; by default the embedded model.
+        raw: Continue the prompt as it stands, instead of putting it into the chat template.
+        input_file: A JSONL file of requests in OpenAI's batch format.
+        output_file: Where the results of --input go, in the same order.
+        concurrency: Requests of --input under way at once.
+    """
+    general.apply()
+    if input_file is not None or output_file is not None:
+        if input_file is None or output_file is None or prompts:
+            raise ConfigError("--input and --output go together, and without prompts.")
+        return _generate_batch(input_file, output_file, concurrency, model, engine)
+    texts = prompts or (_read_prompt(),)
+    body = sampling.body(engine.seed)
+    with (
+        event_loop.runner() as runner,
+        connect(runner, model, None, None, engine) as connection,
+    ):
+        for text in texts:
+            if len(texts) > 1:
+                output.stdout().print(f"> {text}", style=Style(bold=True))
+            runner.run(_print_answer(connection, text, body, raw=raw))
+    return 0
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        raise ConfigError("Give a prompt, pipe one in, or name a batch file with --input.")
+    return sys.stdin.read().strip()
+
+
+async def _print_answer(
+    connection: Connection, text: str, sampling: dict[str, object], *, raw: bool
+) -> None:
+    path = "/v1/completions" if raw else "/v1/chat/completions"
+    prompt = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
+    body = {"model": connection.model, **prompt, **sampling, "stream": True}
+    async for _, answers in connection.client.stream(path, body):
+        for answer in answers:
+            for choice in answer.choices:
+                output.write_answer(_new_text(choice))
+    output.write_answer("\n")
+
+
+def _new_text(choice: Choice) -> str:
+    delta = choice.delta
+    return choice.text or (delta.content if delta is not None else None) or ""
+
+
+def _generate_batch(
+    source: Path, target: Path, concurrency: int, model: str | None, engine: EngineOptions
+) -> int:
+    requests = read_batch(source)
+    try:
+        file = target.open("wb")
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {target}: {error.strerror}.") from error
+    with (
+        file,
+        event_loop.runner() as runner,
+        connect(runner, model, None, None, engine) as connection,
+    ):
+        num_failed = runner.run(_write_results(connection, requests, concurrency, file.write))
+    output.stderr().print(
+        f"{len(requests) - num_failed} of {len(requests)} requests answered, results in {target}"
+    )
+    return 1 if num_failed else 0
+
+
+async def _write_results(
+    connection: Connection,
+    requests: Sequence[BatchRequest],
+    concurrency: int,
+    write: Callable[[bytes], object],
+) -> int:
+    num_failed = 0
+    with output.progress() as bar:
+        task = bar.add_task("requests", total=len(requests))
+        results = answer_batch(
+            connection.client,
+            connection.model,
+            requests,
+            concurrency,
+            lambda: bar.advance(task),
+        )
+        async with aclosing(results):
+            async for result in results:
+                write(msgspec.json.encode(result) + b"\n")
+                num_failed += result.response.status_code != 200
+    return num_failed

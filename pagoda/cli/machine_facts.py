@@ -1,0 +1,118 @@
+"""What this machine has, read from where Linux says it; nothing is changed and nothing heavy imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pagoda.ipc.machine import available_cores, available_memory_bytes
+
+_NOTABLE = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "asimddp",
+    "bf16",
+    "i8mm",
+    "sve",
+    "sve2",
+)
+"""Instruction sets that matter to matrix products, on x86-64 and on Arm."""
+
+_QUERY_TIMEOUT_S = 10.0
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True)
+class Cores:
+    """CPU cores of the machine, those that this process may run on, and those it may use in full."""
+
+    machine: int
+    allowed: int
+    usable: int
+
+
+def cores() -> Cores:
+    machine = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    return Cores(machine=machine, allowed=allowed, usable=available_cores())
+
+
+def total_memory_bytes() -> int:
+    total: int = psutil.virtual_memory().total
+    return total
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache of the first core; 0 where Linux does not say."""
+    sizes = [
+        int(path.read_text(encoding="ascii").strip().removesuffix("K")) * 1024
+        for path in _CACHES.glob("index*/size")
+    ]
+    return max(sizes, default=0)
+
+
+def free_memory_bytes() -> int:
+    """What this process may still take, container limit included."""
+    return available_memory_bytes()
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The processor's name from the text of /proc/cpuinfo."""
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
+
+
+def instruction_sets(cpuinfo: str) -> list[str]:
+    """The notable instruction sets that the text of /proc/cpuinfo lists."""
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    present = set(match.group(1).split()) if match else set()
+    return [name for name in _NOTABLE if name in present]
+
+
+def read_cpuinfo() -> str:
+    """The text of /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def accelerators() -> list[str]:
+    """One line for each NVIDIA GPU and Ascend NPU that the vendor's tool lists."""
+    return [*_nvidia_gpus(), *_ascend_npus()]
+
+
+def _nvidia_gpus() -> list[str]:
+    query = "--query-gpu=name,memory.total"
+    lines = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    return [f"NVIDIA GPU: {line.strip()}" for line in lines if line.strip()]
+
+
+def _ascend_npus() -> list[str]:
+    listing = _output("npu-smi", "info", "-l")
+    return [f"Ascend NPU {number}" for number in re.findall(r"NPU ID\s*:\s*(\d+)", listing)]
+
+
+def _output(tool: str, *arguments: str) -> str:
+    path = shutil.which(tool)
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [path, *arguments], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout

@@ -1,0 +1,93 @@
+"""The command `pagoda`: which commands there are, and how it ends.
+
+A command's module is imported when the command is called or asked for its help, so that
+`pagoda --help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Group
+from cyclopts.config import Env
+
+from pagoda.cli.config_file import read_config_file
+from pagoda.errors import EngineDeadError, PagodaError
+from pagoda.version import __version__
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+_ENV_PREFIX = "PAGODA_"
+
+_COMMANDS = {
+    "serve": "Serve a model over the OpenAI API.",
+    "generate": "Answer prompts, or the lines of an OpenAI batch file.",
+    "chat": "Talk with a model in the terminal.",
+    "doctor": "Say what this machine has, and what will be used.",
+    "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
+}
+_BENCHMARKS = {
+    "serve": "Put load on any OpenAI-compatible server.",
+    "offline": "Measure the throughput of the engine without HTTP.",
+    "accuracy": "Ask held-out questions and count the right answers.",
+}
+
+
+def build_app() -> App:
+    """The command line. A flag wins over the environment, the environment over `--config`."""
+    app = App(
+        name="pagoda",
+        help="Serves large language models over the OpenAI API.",
+        help_epilogue="Any flag may also stand in a YAML file (--config) or in the environment, "
+        "such as PAGODA_MAX_MODEL_LEN for --max-model-len.",
+        version=__version__,
+        config=(Env(_ENV_PREFIX, command=False, show=False), read_config_file),
+        group_commands=Group.create_ordered("Commands"),
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for name, summary in _COMMANDS.items():
+        app.command(f"pagoda.cli.{name}:{name}", name=name, help=summary)
+    bench = App(name="bench", help="Benchmarks.")
+    for name, summary in _BENCHMARKS.items():
+        bench.command(f"pagoda.cli.bench.{name}:{name}", name=name, help=summary)
+    app.command(bench)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code of the process.
+
+    0 is success, 1 a failure that is no fault of the user's, 2 a mistake in what was asked, 130 an
+    interrupt. Mistakes are one sentence on standard error, never a traceback.
+    """
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(tokens)
+    except CycloptsError as error:
+        return _complain(str(error), EXIT_USAGE)
+    except EngineDeadError as error:
+        return _complain(str(error), EXIT_FAILED)
+    except PagodaError as error:
+        return _complain(str(error), EXIT_USAGE)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at exit; that must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _run(tokens: list[str]) -> int:
+    code = build_app()(tokens, exit_on_error=False, print_error=False)
+    return code if isinstance(code, int) else 0
+
+
+def _complain(sentence: str, code: int) -> int:
+    print(f"pagoda: {' '.join(sentence.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,125 @@
+"""`pagoda serve`: a model behind the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+
+from pagoda.api.server import ServerConfig
+from pagoda.api.server import serve as serve_api
+from pagoda.cli import event_loop, output
+from pagoda.cli.options import EngineOptions, ExecutorOptions, GeneralOptions, Seconds
+from pagoda.cli.server_process import READY_PREFIX
+from pagoda.engine.messages import EngineReady
+from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.models.resolve import ModelFiles
+from pagoda.version import __version__
+
+
+@Parameter(name="*", group=Group("Server", sort_key=5))
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where the API listens, and how it behaves."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on; 0.0.0.0 is every one of this machine."""
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000
+    """The port to listen on; 0 takes a free one."""
+    served_model_name: str | None = None
+    """What the API calls the model; by default as it was named here."""
+    api_key: str | None = None
+    """Refuse requests without this bearer token."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the model's chat template."""
+    drain_timeout: Seconds = 30.0
+    """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
+    allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
+    """A further Host header to answer to when listening on this machine only; may be repeated."""
+
+    def config(self) -> ServerConfig:
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            served_model_name=self.served_model_name,
+            api_key=self.api_key,
+            chat_template=self.chat_template,
+            drain_timeout_s=self.drain_timeout,
+            allowed_hosts=self.allowed_hosts,
+        )
+
+
+_SERVER = ServerOptions()
+_ENGINE = EngineOptions()
+_EXECUTOR = ExecutorOptions()
+_GENERAL = GeneralOptions()
+
+
+def serve(
+    model: str | None = None,
+    *,
+    server: ServerOptions = _SERVER,
+    engine: EngineOptions = _ENGINE,
+    executor: ExecutorOptions = _EXECUTOR,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
+
+    Args:
+        model: A model directory, a hub id, or a preset with --load-format dummy; by default
+            the embedded pagoda-tiny.
+    """
+    hold_lifeline()
+    general.apply(default_level="info")
+    started = time.perf_counter()
+    files = executor.resolve(engine, model)
+    config = server.config()
+
+    def announce(url: str, limits: EngineReady) -> None:
+        seconds = time.perf_counter() - started
+        _announce(url, config, files, limits, seconds)
+
+    event_loop.run(
+        serve_api(config, executor.engine_config(engine, files.model), files, on_ready=announce)
+    )
+    return 0
+
+
+def _announce(
+    url: str, server: ServerConfig, files: ModelFiles, limits: EngineReady, seconds: float
+) -> None:
+    console = output.stdout()
+    name = server.served_model_name or files.served_name
+    console.print(output.facts(_facts(name, files, limits)))
+    console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
+    console.print(f"\n{curl_line(url, name, server.api_key)}\n", soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _facts(name: str, files: ModelFiles, limits: EngineReady) -> Iterator[tuple[str, str]]:
+    cached = limits.num_blocks * limits.block_size
+    yield "pagoda", __version__
+    yield "model", name if name == files.model else f"{name}  ({files.model})"
+    yield "worker", limits.summary
+    yield "KV cache", f"{cached:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}"
+    yield (
+        "limits",
+        f"{limits.max_model_len:,} tokens a request, {limits.max_num_seqs} requests at once, "
+        f"{limits.max_num_waiting:,} waiting",
+    )
+
+
+def curl_line(url: str, model: str, api_key: str | None) -> str:
+    """A command that asks the server one question."""
+    body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    key = "" if api_key is None else ' -H "Authorization: Bearer $PAGODA_API_KEY"'
+    data = shlex.quote(json.dumps(body))
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"

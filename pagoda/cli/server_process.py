@@ -1,0 +1,53 @@
+"""A server of our own in a process of its own: `pagoda serve` on a free port, ended with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pagoda.errors import ConfigError
+from pagoda.ipc.lifeline import ChildProcess
+
+READY_PREFIX = "ready: "
+"""What `pagoda serve` writes before the URL on the line that says that it is ready."""
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A running server."""
+
+    base_url: str
+    pid: int
+
+
+@contextlib.contextmanager
+def server_process(arguments: Sequence[str]) -> Iterator[ServerProcess]:
+    """Runs `pagoda serve --port 0 ARGUMENTS` for as long as the context lasts.
+
+    At the end the server is asked to finish (SIGTERM), and nothing of it is left behind.
+
+    Raises:
+        ConfigError: the server did not start; it has said why on standard error.
+    """
+    read_end, write_end = os.pipe()
+    with open(read_end, encoding="utf-8") as output:
+        try:
+            child = ChildProcess("pagoda", ["serve", "--port", "0", *arguments], stdout=write_end)
+        finally:
+            os.close(write_end)
+        try:
+            url = next(filter(None, map(_url_in, output)), None)
+            if url is None:
+                raise ConfigError(f"the server did not start; it {child.describe_end()}.")
+            yield ServerProcess(url, child.pid)
+            os.kill(child.pid, signal.SIGTERM)
+            child.describe_end()
+        finally:
+            child.close()
+
+
+def _url_in(line: str) -> str | None:
+    return line.removeprefix(READY_PREFIX).split()[0] if line.startswith(READY_PREFIX) else None

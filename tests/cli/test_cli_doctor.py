@@ -1,0 +1,116 @@
+"""What the machine is said to have, and the decode limit that follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli import machine_facts
+from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.cli.weight_traffic import read_config, weight_traffic
+from pagoda.errors import ConfigError
+
+QWEN3_0_6B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_weight_traffic_of_a_known_model() -> None:
+    traffic = weight_traffic(QWEN3_0_6B, "auto", "config")
+    assert traffic.dtype == "bfloat16"
+    assert traffic.weights == pytest.approx(596e6, rel=0.001)
+    assert traffic.num_bytes == pytest.approx(1.19e9, rel=0.005)
+    assert weight_traffic(QWEN3_0_6B, "float32", "config").num_bytes == 2 * traffic.num_bytes
+
+
+def test_head_dim_and_kv_heads_have_their_usual_defaults() -> None:
+    bare = {
+        name: value
+        for name, value in QWEN3_0_6B.items()
+        if name not in ("head_dim", "num_key_value_heads")
+    }
+    full = {**bare, "head_dim": 64, "num_key_value_heads": 16}
+    assert weight_traffic(bare, "auto", "c") == weight_traffic(full, "auto", "c")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "hidden_size"),
+        ({**QWEN3_0_6B, "hidden_size": "big"}, "hidden_size"),
+        ({**QWEN3_0_6B, "torch_dtype": "int3"}, "dtype int3"),
+    ],
+)
+def test_what_is_no_decoder_config_is_refused(config: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        weight_traffic(config, "auto", "some/config.json")
+
+
+def test_a_bad_config_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        read_config(tmp_path)
+
+
+def test_cpuinfo_of_both_families() -> None:
+    x86 = "model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n"
+    assert machine_facts.cpu_name(x86) == "AMD EPYC"
+    assert machine_facts.instruction_sets(x86) == ["avx2", "avx512f", "avx512_bf16"]
+    arm = "Features\t: fp asimd i8mm bf16 sve\n"
+    assert machine_facts.instruction_sets(arm) == ["asimd", "bf16", "i8mm", "sve"]
+    assert machine_facts.instruction_sets("") == []
+
+
+def test_accelerators_are_what_the_vendor_tools_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("nvidia-smi", "NVIDIA L4, 23034 MiB"),
+        ("npu-smi", "Total Count : 2\nNPU ID : 0\nNPU ID : 1"),
+    ):
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = machine_facts.accelerators()
+    assert found == ["NVIDIA GPU: NVIDIA L4, 23034 MiB", "Ascend NPU 0", "Ascend NPU 1"]
+
+
+def test_no_tools_means_no_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_facts.accelerators() == []
+
+
+def test_the_largest_cache_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, size in enumerate(("32K", "1024K", "32768K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(machine_facts, "_CACHES", tmp_path)
+    assert machine_facts.last_level_cache_bytes() == 2**25
+    monkeypatch.setattr(machine_facts, "_CACHES", tmp_path / "none")
+    assert machine_facts.last_level_cache_bytes() == 0
+
+
+def test_cores_are_counted() -> None:
+    cores = machine_facts.cores()
+    assert 1 <= cores.usable <= cores.allowed <= cores.machine
+
+
+def test_bandwidth_is_measured_on_buffers_beyond_the_caches() -> None:
+    bandwidth = measure_read_bandwidth(1, memory_bytes=2**30)
+    assert bandwidth.buffer_bytes >= 2**26
+    assert bandwidth.threads == 1
+    assert bandwidth.bytes_per_s > 0

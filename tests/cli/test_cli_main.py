@@ -1,0 +1,188 @@
+"""The command line as a whole: sources of flags, exit codes and sentences."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli import main as command
+from pagoda.cli.bench.serve import RequestOptions
+from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.version import __version__
+
+Calls = list[dict[str, object]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Runs `pagoda bench serve` up to the point where it would send requests; collects its flags."""
+    seen: Calls = []
+
+    def record(options: RequestOptions, seed: int) -> list[object]:
+        seen.append({"requests": options, "seed": seed})
+        raise ConfigError("stop here.")
+
+    monkeypatch.setattr(RequestOptions, "samples", record)
+    return seen
+
+
+def _requests(calls: Calls) -> RequestOptions:
+    [call] = calls
+    options = call["requests"]
+    assert isinstance(options, RequestOptions)
+    return options
+
+
+def test_flag_wins_over_environment_over_file_over_default(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text(
+        "num-prompts: 1\nrandom_input_len: 1\nrandom_output_len: 1\nseed: 7\nignore-eos: false\n"
+    )
+    monkeypatch.setenv("PAGODA_NUM_PROMPTS", "2")
+    monkeypatch.setenv("PAGODA_RANDOM_INPUT_LEN", "2")
+    command.main(["bench", "serve", "--config", str(config), "--num-prompts", "3"])
+    options = _requests(calls)
+    assert options.num_prompts == 3
+    assert options.random_input_len == 2
+    assert options.random_output_len == 1
+    assert options.random_prefix_len == 0
+    assert options.ignore_eos is False
+    assert calls[0]["seed"] == 7
+
+
+def test_the_config_file_may_be_named_in_the_environment(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text("num_prompts: 4\n")
+    monkeypatch.setenv("PAGODA_CONFIG", str(config))
+    command.main(["bench", "serve"])
+    assert _requests(calls).num_prompts == 4
+
+
+def test_an_empty_config_file_and_empty_values_change_nothing(calls: Calls, tmp_path: Path) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text("num_prompts:\n")
+    command.main(["bench", "serve", "--config", str(config)])
+    assert _requests(calls).num_prompts == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("num_promts: 3\n", "num_promts is not a flag of 'pagoda bench serve'."),
+        ("serve:\n  num_prompts: 3\n", "serve is not a flag of 'pagoda bench serve'."),
+        ("config: other.yaml\n", "config is not a flag of 'pagoda bench serve'."),
+        ("- num_prompts\n", "must hold one 'flag: value' a line."),
+        ("num_prompts: [1\n", "is not valid YAML at line 2."),
+        ("num_prompts: many\n", "many"),
+    ],
+)
+def test_a_bad_config_file_is_one_sentence(
+    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text(text)
+    assert command.main(["bench", "serve", "--config", str(config)]) == 2
+    assert sentence in _only_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["sevre"], "sevre"),
+        (["bench", "serve", "--prot", "3"], "--prot"),
+        (["bench", "serve", "--num-prompts", "x"], "--num-prompts"),
+        (["bench", "serve", "--num-prompts", "0"], "--num-prompts"),
+        (["bench", "serve", "--dataset", "foo"], "--dataset"),
+        (["bench", "serve", "--dataset", "jsonl"], "--dataset jsonl needs --dataset-path"),
+        (["bench", "serve", "--goodput", "fast"], "--goodput takes limits"),
+        (["bench", "serve", "--config", "no-such-file"], "cannot read no-such-file"),
+        (["bench", "serve", "--base-url", "ftp://x"], "--base-url must begin with http"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    assert sentence in _only_line(capsys)
+
+
+def test_a_bad_environment_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGODA_NUM_PROMPTS", "many")
+    assert command.main(["bench", "serve"]) == 2
+    assert "PAGODA_NUM_PROMPTS" in _only_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("told."), 2),
+        (EngineDeadError("told."), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_end_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> list[object]:
+        raise error
+
+    monkeypatch.setattr(RequestOptions, "samples", fail)
+    assert command.main(["bench", "serve"]) == code
+    said = "" if isinstance(error, KeyboardInterrupt) else "pagoda: told.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_version_and_module_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pagoda", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from pagoda.cli.main import main; main(['--help']);"
+        "heavy = {'torch', 'aiohttp', 'zmq', 'tokenizers', 'transformers', 'yaml'};"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("serve", "generate", "chat", "bench", "doctor", "demo"):
+        assert name in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    done = subprocess.run(
+        [
+            "/bin/sh",
+            "-c",
+            'for i in 1 2 3 4 5; do "$0" -m pagoda bench serve --help || exit 9; done | true',
+            sys.executable,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
+
+
+def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("pagoda: ")
+    return line

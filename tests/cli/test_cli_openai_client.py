@@ -1,0 +1,165 @@
+"""The client against small servers that say exactly what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from pagoda.cli.bench.datasets import Sample
+from pagoda.cli.bench.load import Schedule, arrival_times, ask, run_load
+from pagoda.cli.openai_client import OpenAIClient, ServerError
+from pagoda.errors import ConfigError
+
+HELLO = b'data: {"choices":[{"index":0,"text":"hello"}]}\n\n'
+EMPTY = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def streaming(pieces: Sequence[bytes]) -> AsyncIterator[OpenAIClient]:
+    """A client of a server that writes `pieces` one by one and then ends the stream."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        return response
+
+    async with client_of(handle) as client:
+        yield client
+
+
+@asynccontextmanager
+async def client_of(handle: object) -> AsyncIterator[OpenAIClient]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)  # type: ignore[arg-type]
+    async with TestServer(app) as server, OpenAIClient(str(server.make_url("/v1"))) as client:
+        yield client
+
+
+async def texts(client: OpenAIClient) -> list[str | None]:
+    found = []
+    async for _, answers in client.stream("/v1/completions", {"stream": True}):
+        found += [choice.text for answer in answers for choice in answer.choices]
+    return found
+
+
+async def test_events_are_found_however_they_are_cut() -> None:
+    whole = HELLO * 3 + b": keep-alive\n\n" + HELLO.replace(b"\n", b"\r\n") + DONE
+    for size in (1, 7, 50, len(whole)):
+        pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
+        async with streaming(pieces) as client:
+            assert await texts(client) == ["hello"] * 4
+
+
+async def test_a_stream_without_done_is_an_error() -> None:
+    async with streaming([HELLO]) as client:
+        with pytest.raises(ServerError, match="without \\[DONE\\]"):
+            await texts(client)
+
+
+async def test_an_error_event_is_raised_with_its_message() -> None:
+    error = b'event: error\ndata: {"error":{"message":"the worker broke"}}\n\n'
+    async with streaming([HELLO, error, DONE]) as client:
+        with pytest.raises(ServerError, match="the worker broke"):
+            await texts(client)
+
+
+async def test_a_refusal_carries_status_and_message() -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
+
+    async with client_of(handle) as client:
+        with pytest.raises(ServerError, match="status 404: no such model"):
+            await client.post("/v1/chat/completions", {})
+        with pytest.raises(ServerError, match="status 404"):
+            await client.first_model()
+
+
+async def test_what_is_not_the_openai_format_is_an_error() -> None:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    async with client_of(handle) as client:
+        with pytest.raises(ServerError, match="not in the OpenAI format"):
+            await client.post("/v1/completions", {})
+
+
+async def test_a_server_that_is_not_there_is_named() -> None:
+    async with OpenAIClient("http://127.0.0.1:1") as client:
+        with pytest.raises(ConfigError, match=r"Cannot reach a server at http://127\.0\.0\.1:1"):
+            await client.first_model()
+
+
+def test_an_address_without_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must begin with http"):
+        OpenAIClient("localhost:8000")
+
+
+async def test_the_api_key_is_sent_and_v1_is_not_doubled() -> None:
+    seen = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append((request.path, request.headers.get("Authorization")))
+        return web.json_response({"data": [{"id": "m"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", handle)
+    async with (
+        TestServer(app) as server,
+        OpenAIClient(str(server.make_url("/v1/")), "secret") as client,
+    ):
+        assert await client.first_model() == "m"
+    assert seen == [("/v1/models", "Bearer secret")]
+
+
+async def test_an_outcome_counts_tokens_by_usage_and_times_events_with_output() -> None:
+    async with streaming([EMPTY, HELLO, HELLO, USAGE, DONE]) as client:
+        outcome = await ask(client, Sample("completions", {"prompt": "x"}), {"model": "m"})
+    assert outcome.error is None
+    assert len(outcome.event_times_s) == 2
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (3, 2)
+    assert outcome.sent_s < outcome.event_times_s[0] <= outcome.ended_s
+
+
+async def test_load_keeps_to_its_concurrency_and_reports_failures() -> None:
+    running = peak = served = 0
+
+    async def handle(_: web.Request) -> web.StreamResponse:
+        nonlocal running, peak, served
+        running += 1
+        served += 1
+        number = served
+        peak = max(peak, running)
+        await asyncio.sleep(0)
+        running -= 1
+        if number == 5:
+            return web.json_response({"error": {"message": "boom"}}, status=500)
+        return web.Response(body=HELLO + DONE, content_type="text/event-stream")
+
+    done = []
+    schedule = Schedule(request_rate=float("inf"), max_concurrency=3, seed=0)
+    async with client_of(handle) as client:
+        run = await run_load(
+            client, [Sample("completions", {})] * 10, {}, schedule, lambda: done.append(1)
+        )
+    assert len(run.outcomes) == len(done) == 10
+    assert peak <= 3
+    assert [outcome.error for outcome in run.outcomes].count(None) == 9
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
+    times = arrival_times(20_000, 50.0, seed=3)
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(400, rel=0.05)
+    assert times == arrival_times(20_000, 50.0, seed=3)
+    assert arrival_times(3, float("inf"), seed=0) == [0.0, 0.0, 0.0]

@@ -1,0 +1,94 @@
+"""Flags become engine configurations."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.cli.options import EngineOptions, ExecutorOptions, SamplingOptions
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import WorkerConfig
+from pagoda.errors import ConfigError
+
+
+def test_defaults_are_those_of_the_engine() -> None:
+    expected = EngineConfig(worker=WorkerConfig(model="dir"))
+    assert EngineOptions().engine_config("dir") == expected
+    assert ExecutorOptions().engine_config(EngineOptions(), "dir") == expected
+
+
+def test_every_flag_reaches_the_engine() -> None:
+    options = EngineOptions(
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=50,
+        max_num_waiting=9,
+        block_size=32,
+        num_kv_blocks=7,
+        kv_cache_memory_bytes=1000,
+        memory_utilization=0.25,
+        enable_prefix_caching=False,
+        threads=2,
+        step_timeout=1.5,
+        seed=5,
+    )
+    assert options.engine_config("m") == EngineConfig(
+        worker=WorkerConfig(
+            model="m",
+            load_format="dummy",
+            dtype="bfloat16",
+            seed=5,
+            max_model_len=100,
+            max_num_seqs=3,
+            max_num_batched_tokens=50,
+            block_size=32,
+            num_blocks=7,
+            kv_cache_memory_bytes=1000,
+            memory_utilization=0.25,
+            num_threads=2,
+        ),
+        max_num_seqs=3,
+        max_num_batched_tokens=50,
+        max_num_waiting=9,
+        enable_prefix_caching=False,
+        step_timeout_s=1.5,
+    )
+
+
+def test_the_simulated_executor_takes_its_sizes_from_the_same_flags() -> None:
+    executor = ExecutorOptions(
+        executor="sim", sim_base_ms=2.0, sim_per_token_ms=0.5, sim_vocab_size=99
+    )
+    engine = EngineOptions(num_kv_blocks=40, block_size=8, max_model_len=300)
+    config = executor.engine_config(engine, "m")
+    assert config.executor == "sim"
+    assert config.sim.base_s == pytest.approx(0.002)
+    assert config.sim.per_token_s == pytest.approx(0.0005)
+    sizes = (config.sim.num_blocks, config.sim.block_size, config.sim.max_model_len)
+    assert sizes == (40, 8, 300)
+    assert config.sim.vocab_size == 99
+
+
+def test_flags_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--sim-base-ms needs --executor sim"):
+        ExecutorOptions(sim_base_ms=1.0).engine_config(EngineOptions(), "m")
+    for engine, flag in (
+        (EngineOptions(dtype="float16"), "--dtype"),
+        (EngineOptions(threads=2), "--threads"),
+        (EngineOptions(kv_cache_memory_bytes=10), "--kv-cache-memory-bytes"),
+        (EngineOptions(memory_utilization=0.4), "--memory-utilization"),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} has no effect with --executor sim"):
+            ExecutorOptions(executor="sim").engine_config(engine, "m")
+
+
+def test_a_body_holds_only_what_was_given() -> None:
+    assert SamplingOptions().body(None) == {}
+    options = SamplingOptions(temperature=0.0, max_tokens=5, stop=("a", "b"))
+    assert options.body(3) == {
+        "temperature": 0.0,
+        "max_tokens": 5,
+        "stop": ["a", "b"],
+        "seed": 3,
+    }

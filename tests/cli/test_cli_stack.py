@@ -1,0 +1,291 @@
+"""Commands against the whole stack: a real server process, a real engine, a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pagoda.cli import main as command
+from pagoda.cli.serve import curl_line
+from pagoda.cli.server_process import ServerProcess, server_process
+
+DUMMY = ["--load-format", "dummy", "--threads", "1", "--kv-cache-memory-bytes", "4MiB"]
+
+
+@pytest.fixture(scope="module")
+def sim_server() -> Iterator[ServerProcess]:
+    with server_process(["--executor", "sim", "--log-level", "warning"]) as server:
+        yield server
+
+
+def _pagoda(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pagoda", *arguments],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=100,
+        env={**os.environ, "PAGODA_LOG_LEVEL": "warning"},
+    )
+
+
+# ---- serve
+
+
+def test_the_start_up_summary_fits_one_screen_and_ends_with_a_curl_line() -> None:
+    arguments = ["serve", "--port", "0", "--executor", "sim", "--api-key", "k"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagoda", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith("curl "):
+            break
+    process.terminate()
+    assert process.wait(30) == 0
+    process.stdout.close()
+    assert len(lines) <= 12
+    assert any(line.startswith("model     synthetic") for line in lines)
+    assert any("131,072 tokens in 8,192 blocks of 16" in line for line in lines)
+    assert any(line.startswith("ready: http://127.0.0.1:") for line in lines)
+    assert '-H "Authorization: Bearer $PAGODA_API_KEY"' in lines[-1]
+    assert "Bearer k" not in lines[-1]
+
+
+def test_the_curl_line_is_quoted_for_the_shell() -> None:
+    line = curl_line("http://127.0.0.1:1", "it's", None)
+    printed = subprocess.run(
+        ["/bin/sh", "-c", line.replace("curl", "printf '%s\\n'", 1)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert printed[0] == "http://127.0.0.1:1/v1/chat/completions"
+    assert json.loads(printed[-1])["model"] == "it's"
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = _pagoda("serve", "--executor", "sim", "--port", port)
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["no-such-model"], "no-such-model"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--executor", "sim", "--threads", "2"], "--threads has no effect"),
+        (["--sim-base-ms", "1"], "--sim-base-ms needs --executor sim"),
+        (["--kv-cache-memory-bytes", "lots"], "such as 2GiB"),
+        (["--port", "70000"], "--port"),
+        (["--load-format", "dummy", "gpt-7"], "qwen3-0.6b"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["serve", *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def test_too_little_memory_for_one_sequence_is_one_sentence(dummy_model: Path) -> None:
+    done = _pagoda(
+        "serve", str(dummy_model), "--port", "0", "--load-format", "dummy", "--num-kv-blocks", "1"
+    )
+    assert done.returncode == 2
+    assert "--max-model-len" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_torch_is_in_the_worker_only(dummy_model: Path) -> None:
+    with server_process([str(dummy_model), *DUMMY, "--log-level", "warning"]) as server:
+        frontend = psutil.Process(server.pid)
+        [engine] = frontend.children()
+        [worker] = engine.children()
+        with_torch = [
+            "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+            for process in (frontend, engine, worker)
+        ]
+    assert with_torch == [False, False, True]
+    assert not worker.is_running()
+
+
+# ---- bench
+
+
+def test_bench_serve_measures_a_server(sim_server: ServerProcess, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = _pagoda(
+        "bench",
+        "serve",
+        "--base-url",
+        sim_server.base_url,
+        "--num-prompts",
+        "12",
+        "--concurrency",
+        "4",
+        "--random-output-len",
+        "9",
+        "--goodput",
+        "ttft:60000",
+        "tpot:60000",
+        "--output",
+        str(figures),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "12 completed, 0 failed" in done.stdout
+    assert "time to first token (TTFT)" in done.stdout
+    record = json.loads(figures.read_text())
+    report = record["report"]
+    assert report["output_tokens"] == 12 * 9
+    assert report["prompt_tokens"] == 12 * 256
+    assert report["goodput"] == pytest.approx(report["request_rate"])
+    assert record["load"]["request_rate"] is None
+    assert set(report["ttft_ms"]) == {"mean", "median", "p90", "p99"}
+
+
+def test_bench_serve_asks_chat_questions_at_a_rate(
+    sim_server: ServerProcess, tmp_path: Path
+) -> None:
+    dataset = tmp_path / "questions.jsonl"
+    messages = [{"role": "user", "content": "hello"}]
+    dataset.write_text(json.dumps({"messages": messages, "max_tokens": 5}) + "\n")
+    done = _pagoda(
+        *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "6"],
+        *["--dataset", "jsonl", "--dataset-path", str(dataset), "--request-rate", "500"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 completed, 0 failed" in done.stdout
+
+
+def test_bench_serve_says_why_requests_failed(sim_server: ServerProcess) -> None:
+    done = _pagoda(
+        *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "3"],
+        *["--model", "another"],
+    )
+    assert done.returncode == 1
+    assert "3 failed: The server answered with status 404" in done.stderr
+
+
+def test_bench_offline_needs_no_server(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = _pagoda(
+        *["bench", "offline", "--executor", "sim", "--num-prompts", "10", "--output-len", "7"],
+        *["--input-len", "5", "--prefix-len", "32", "--output", str(figures)],
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(figures.read_text())
+    assert record["output_tokens"] == 70
+    assert record["prompt_tokens"] == 370
+    assert "output throughput" in done.stdout
+
+
+def test_bench_accuracy_counts_right_answers(sim_server: ServerProcess, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    lines = [
+        {
+            "id": f"{skill}-1",
+            "skill": skill,
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 4,
+            "expect": {"contains": wanted},
+        }
+        for skill, wanted in (("easy", ""), ("hard", "a text that no dice would roll"))
+    ]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = tmp_path / "figures.json"
+    arguments = ["bench", "accuracy", "--base-url", sim_server.base_url]
+    arguments += ["--questions", str(questions)]
+    done = _pagoda(*arguments, "--output", str(figures), "--fail-under", "0.5")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(figures.read_text())
+    assert record["accuracy"] == 0.5
+    assert record["skills"] == {"easy": 1.0, "hard": 0.0}
+    assert [answer["correct"] for answer in record["answers"]] == [True, False]
+    assert _pagoda(*arguments, "--fail-under", "0.6").returncode == 1
+    assert _pagoda(*arguments, "--skill", "easy", "--fail-under", "1").returncode == 0
+
+
+# ---- generate and chat
+
+
+def test_generate_answers_prompts_in_order(dummy_model: Path) -> None:
+    arguments = ["generate", "--model", str(dummy_model), *DUMMY, "--seed", "1"]
+    arguments += ["--max-tokens", "6"]
+    both = _pagoda(*arguments, "one", "two")
+    assert both.returncode == 0, both.stderr
+    assert both.stdout.startswith("> one\n")
+    assert "\n> two\n" in both.stdout
+    again = _pagoda(*arguments, stdin="one")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout in both.stdout
+
+
+def test_generate_answers_a_batch_file(dummy_model: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [
+        {
+            "custom_id": "chat",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": messages, "max_tokens": 3},
+        },
+        {"custom_id": "bad", "url": "/v1/completions", "body": {"prompt": "x", "n": -1}},
+        {"custom_id": "text", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}},
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = _pagoda(
+        *["generate", "--model", str(dummy_model), *DUMMY],
+        *["--input", str(source), "--output", str(target)],
+    )
+    assert done.returncode == 1
+    assert "2 of 3 requests answered" in done.stderr
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [result["custom_id"] for result in results] == ["chat", "bad", "text"]
+    assert [result["response"]["status_code"] for result in results] == [200, 400, 200]
+    assert results[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert results[1]["response"]["body"]["error"]["param"] == "n"
+
+
+def test_chat_answers_piped_lines_and_commands(dummy_model: Path) -> None:
+    done = _pagoda(
+        *["chat", str(dummy_model), *DUMMY, "--seed", "1", "--max-tokens", "5"],
+        stdin="hello\n/reset\nhello\n/nonsense\n/exit\nnever\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/nonsense is no command" in done.stderr
+    half = len(done.stdout) // 2
+    assert done.stdout[:half] == done.stdout[half:]
+
+
+def test_chat_talks_to_a_running_server(sim_server: ServerProcess) -> None:
+    done = _pagoda("chat", "--base-url", sim_server.base_url, "--max-tokens", "5", stdin="hello\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_refused_question_is_one_sentence(sim_server: ServerProcess) -> None:
+    done = _pagoda(
+        *["chat", "--base-url", sim_server.base_url, "--temperature", "-3"], stdin="hello\n"
+    )
+    assert done.returncode == 2
+    assert "temperature" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,115 @@
+"""`pagoda chat` at a real terminal: figures behind answers, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+_PATIENCE_S = 5.0
+
+
+class _Terminal:
+    """A pseudo-terminal with a command running in it."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "pagoda", *arguments])
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Reads until `text` is shown; what came before it is dropped."""
+        while text not in self.shown:
+            self._read()
+        self.shown = self.shown.partition(text)[2]
+
+    def wait_for_anything(self) -> None:
+        """Reads until something is shown behind what was waited for last."""
+        while not self.shown:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self.shown += os.read(self._fd, 4096).decode(errors="replace")
+        except OSError as error:
+            raise AssertionError(f"the command ended after showing {self.shown!r}") from error
+
+    def end(self, *, interrupting: bool = False) -> int:
+        """Reads until the command hangs up; returns its exit code.
+
+        `interrupting` types Ctrl-C, and again if nothing comes of it: between showing a prompt and
+        reading the answer, Python's readline may miss a signal.
+        """
+        try:
+            if interrupting:
+                self.type("\x03")
+            while True:
+                while interrupting and not select.select([self._fd], [], [], _PATIENCE_S)[0]:
+                    self.type("\x03")
+                self.shown += os.read(self._fd, 4096).decode(errors="replace")
+        except OSError:
+            os.close(self._fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def test_ctrl_c_stops_an_answer_and_then_the_chat(dummy_model: Path) -> None:
+    arguments = ["chat", str(dummy_model), "--load-format", "dummy", "--threads", "1"]
+    arguments += ["--kv-cache-memory-bytes", "4MiB", "--max-tokens", "450", "--seed", "1"]
+    terminal = _Terminal(arguments)
+    try:
+        terminal.wait_for("> ")
+        terminal.type("hello\r")
+        terminal.wait_for("hello\r\n")
+        terminal.wait_for_anything()
+        terminal.type("\x03")
+        terminal.wait_for("> ")
+        terminal.type("/help\r")
+        terminal.wait_for("Ctrl-C stops an answer.")
+        terminal.wait_for("> ")
+        terminal.type("again\r")
+        terminal.wait_for("tokens/s]")
+        terminal.wait_for("> ")
+        code = terminal.end(interrupting=True)
+    except BaseException:
+        terminal.kill()
+        raise
+    assert code == 130
+    assert "Traceback" not in terminal.shown
+
+
+def test_ctrl_d_leaves(dummy_model: Path) -> None:
+    arguments = ["chat", str(dummy_model), "--load-format", "dummy", "--threads", "1"]
+    terminal = _Terminal([*arguments, "--kv-cache-memory-bytes", "4MiB"])
+    try:
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+    except BaseException:
+        terminal.kill()
+        raise
+    assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("hostile", ["\x1b]0;title\x07", "\x1b[2J", "\x9b2J"])
+def test_control_characters_of_an_answer_are_not_obeyed(
+    hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pagoda.cli import output
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    output.write_answer(f"a{hostile}b\n")
+    shown = capsys.readouterr().out
+    assert not set(shown) & {"\x1b", "\x07", "\x9b"}
+    assert shown.startswith("a")

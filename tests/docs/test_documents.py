@@ -1,0 +1,58 @@
+"""What the documents name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:pagoda|tests|benchmarks|tools|docs)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), f"{document.name} names {path}"
+
+
+def test_every_flag_of_serve_is_documented() -> None:
+    from dataclasses import fields
+
+    from pagoda.cli.options import EngineOptions, ExecutorOptions, GeneralOptions
+    from pagoda.cli.serve import ServerOptions
+
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for group in (ServerOptions, EngineOptions, ExecutorOptions, GeneralOptions):
+        for field in fields(group):
+            assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_every_route_is_documented() -> None:
+    from pagoda.api.app import ROUTES
+
+    text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    for route, methods in ROUTES.items():
+        shown = route.replace("*", "{id}")
+        for method in methods:
+            assert f"`{method} {shown}`" in text
+
+
+def test_the_licence_is_whole() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text

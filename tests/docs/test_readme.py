@@ -1,0 +1,145 @@
+"""Every command and program in README.md is run, against real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli.openai_client import OpenAIClient
+from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.models.resolve import resolve_model
+
+ROOT = Path(__file__).parents[2]
+README_URL = "http://127.0.0.1:8000"
+LOCAL_MODEL = "~/models/Qwen3-0.6B"
+HUB_MODEL = "Qwen/Qwen3-0.6B"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block."""
+
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.language}: {self.text.splitlines()[0][:40]}"
+
+
+def _blocks() -> list[Block]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)]
+
+
+def _console_commands() -> list[str]:
+    return [
+        line[2:].partition("#")[0].strip()
+        for block in _blocks()
+        if block.language == "console"
+        for line in block.text.splitlines()
+        if line.startswith("$ ")
+    ]
+
+
+def _of(language: str) -> list[Block]:
+    return [block for block in _blocks() if block.language == language]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with server_process(["--log-level", "warning"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local hub cache that holds the embedded model under the hub id of the README."""
+    home = tmp_path_factory.mktemp("hub")
+    model = home / "hub" / f"models--{HUB_MODEL.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    (model / "snapshots").mkdir()
+    (model / "snapshots" / ("0" * 40)).symlink_to(resolve_model(None).model)
+    return home
+
+
+def test_the_readme_has_no_block_that_nobody_runs() -> None:
+    assert {block.language for block in _blocks()} == {"bash", "console", "python"}
+    assert {command.split()[0] for command in _console_commands()} == {"make", "pagoda"}
+    for block in _of("console"):
+        assert all(line.startswith("$ ") for line in block.text.splitlines())
+
+
+@pytest.mark.parametrize("block", _of("python"), ids=str)
+def test_python(block: Block, server: ServerProcess) -> None:
+    done = _run([sys.executable, "-c", block.text.replace(README_URL, server.base_url)])
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("block", _of("bash"), ids=str)
+def test_shell(block: Block, server: ServerProcess) -> None:
+    done = _run(["bash", "-euo", "pipefail", "-c", block.text.replace(README_URL, server.base_url)])
+    assert done.stdout.strip()
+    assert '"error"' not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "line", [command for command in _console_commands() if command.startswith("make")]
+)
+def test_make(line: str) -> None:
+    """Make would do this; what it calls is run in the tests below."""
+    done = _run(["make", "--dry-run", "--always-make", *shlex.split(line)[1:]])
+    target = line.split()[1]
+    assert f".venv/bin/pagoda {target}" in done.stdout
+    assert "torch==" in done.stdout
+
+
+def test_demo() -> None:
+    done = _run([sys.executable, "-m", "pagoda", "demo"])
+    assert "The server has stopped." in done.stdout
+    assert "time to first token" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "line", [command for command in _console_commands() if command.startswith("pagoda serve")]
+)
+def test_serve(line: str, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(hub_cache))
+    words = [
+        resolve_model(None).model if word == LOCAL_MODEL else word for word in shlex.split(line)[2:]
+    ]
+    with server_process([*words, "--log-level", "warning"]) as running:
+        assert asyncio.run(_first_token(running)) == 1
+
+
+async def _first_token(server: ServerProcess) -> int:
+    async with OpenAIClient(server.base_url) as client:
+        body = {"model": await client.first_model(), "prompt": "1", "max_tokens": 1}
+        answer = await client.post("/v1/completions", body)
+    assert answer.usage is not None
+    return answer.usage.completion_tokens
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    bin_directory = Path(sys.executable).parent
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=110,
+        env={**os.environ, "PATH": f"{bin_directory}{os.pathsep}{os.environ['PATH']}"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
