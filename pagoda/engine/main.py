@@ -64,7 +64,8 @@ class EngineProcess:
         self._executor = _make_executor(config, directory, self._clock)
         self._core = EngineCore(config, self._executor, self._clock)
         self._frontends: list[bytes] = []
-        self._greeted: set[bytes] = set()
+        self._newcomers: list[bytes] = []
+        """Frontends that have not been told yet that the engine is ready."""
         self._owners: dict[str, bytes] = {}
         """Which frontend a running request belongs to."""
         self._stopping = False
@@ -120,16 +121,17 @@ class EngineProcess:
             self._send(frontend, EngineFailed(problem, is_user_error=True))
             return
         self._frontends.append(frontend)
+        self._newcomers.append(frontend)
 
     def _greet(self) -> None:
         ready = self._core.ready
-        if ready is not None and len(self._greeted) < len(self._frontends):
-            for frontend in self._frontends:
-                if frontend not in self._greeted:
-                    self._greeted.add(frontend)
-                    self._send(frontend, ready)
-            gc.collect()
-            gc.freeze()  # a pass over a large block pool would take longer than many steps
+        if ready is None or not self._newcomers:
+            return
+        for frontend in self._newcomers:
+            self._send(frontend, ready)
+        self._newcomers.clear()
+        gc.collect()
+        gc.freeze()  # a pass over a large block pool would take longer than many steps
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         answer = self._core.add(request)
