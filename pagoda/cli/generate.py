@@ -64,9 +64,10 @@ def generate(
 
 
 def _read_prompt() -> str:
-    if sys.stdin.isatty():
+    prompt = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    if not prompt:
         raise ConfigError("Give a prompt, pipe one in, or name a batch file with --input.")
-    return sys.stdin.read().strip()
+    return prompt
 
 
 async def _print_answer(
