@@ -20,8 +20,11 @@ from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import KVManager
 
-MAX_LOSSES_IN_ROW = 8
-"""Workers lost without one finished step between, after which the engine gives up."""
+STABLE_S = 30.0
+"""A worker that lived this long starts a new count of losses."""
+MAX_IDLE_LOSSES = 8
+"""Short-lived workers in a row, lost without a step under way, after which the engine gives up. Losses during
+steps need no such limit: the scheduler gives up the request that causes them."""
 _STEP_TIME_WEIGHT = 0.1
 
 _log = logging.getLogger(__name__)
@@ -38,7 +41,9 @@ class EngineCore:
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
+        self._ready_at: float | None = None
         self._losses_in_row = 0
+        self._idle_losses_in_row = 0
         self._num_restarts = 0
         self._step_time_s = 0.0
         self._last_progress = clock.now()
@@ -64,7 +69,8 @@ class EngineCore:
         scheduler = self._scheduler
         if scheduler is None:
             return RequestRefused(request.request_id, retry_after_s=1)
-        if scheduler.num_waiting >= self._config.max_num_waiting and not request.output_token_ids:
+        room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
+        if scheduler.num_requests >= room and not request.returns:
             return RequestRefused(request.request_id, retry_after_s=1)
         if not scheduler.has_requests():
             self._last_progress = self._clock.now()
@@ -109,14 +115,14 @@ class EngineCore:
     def _take_result(self, result: StepResult) -> list[TokenChunk]:
         if self._scheduler is None:
             raise RuntimeError("A worker answered a step before it was ready.")
-        self._losses_in_row = 0
+        self._idle_losses_in_row = 0
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         return self._scheduler.update(result)
 
     def _take_worker(self, worker: WorkerReady) -> None:
         self._is_worker_ready = True
-        self._last_progress = self._clock.now()
+        self._ready_at = self._last_progress = self._clock.now()
         if self._scheduler is not None:
             return
         limits = SchedulerLimits.within(
@@ -135,14 +141,9 @@ class EngineCore:
         self._is_worker_ready = False
         if self._scheduler is None:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
-        if self._losses_in_row >= MAX_LOSSES_IN_ROW:
-            raise EngineDeadError(
-                f"{MAX_LOSSES_IN_ROW} workers were lost in a row; last: {loss.reason}"
-            )
-        backoff_s = min(10.0, 0.25 * 2**self._losses_in_row) if self._losses_in_row else 0.0
-        self._losses_in_row += 1
-        self._num_restarts += 1
-        self._restart_at = self._clock.now() + backoff_s
+        self._count_loss(loss.reason, idle=self._scheduler.num_in_flight == 0)
+        backoff_s = 0.25 * 2 ** (self._losses_in_row - 2) if self._losses_in_row > 1 else 0.0
+        self._restart_at = self._clock.now() + min(10.0, backoff_s)
         chunks = self._scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
@@ -150,6 +151,16 @@ class EngineCore:
             self._scheduler.num_waiting,
         )
         return chunks
+
+    def _count_loss(self, reason: str, *, idle: bool) -> None:
+        ready_at, self._ready_at = self._ready_at, None
+        if ready_at is not None and self._clock.now() - ready_at >= STABLE_S:
+            self._losses_in_row = self._idle_losses_in_row = 0
+        self._num_restarts += 1
+        self._losses_in_row += 1
+        self._idle_losses_in_row += idle
+        if self._idle_losses_in_row > MAX_IDLE_LOSSES:
+            raise EngineDeadError(f"{MAX_IDLE_LOSSES} workers were lost in a row; last: {reason}")
 
     def next_wakeup(self) -> float | None:
         """When `step` has something to do even if no event comes, on the clock; None for never."""

@@ -32,19 +32,15 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenChunks,
 )
-from pagoda.errors import PagodaError
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.local import LocalExecutor
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.telemetry.logging import configure_logging
-
-
-def engine_address(directory: Path) -> str:
-    """Where the engine of a runtime directory listens."""
-    return f"ipc://{directory / 'engine'}"
 
 
 class EngineProcess:
@@ -58,7 +54,7 @@ class EngineProcess:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.bind(engine_address(directory))
+        self._socket.bind(socket_address(directory, ENGINE_SOCKET))
         self._codec_in = Codec[FrontendMessage](FrontendMessage)
         self._codec_out = Codec[EngineMessage](EngineMessage)
         self._executor = _make_executor(config, directory, self._clock)
@@ -81,7 +77,7 @@ class EngineProcess:
         except PagodaError as error:
             self._wait_for_a_frontend()
             for frontend in self._frontends:
-                self._send(frontend, EngineFailed(str(error), is_user_error=True))
+                self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
         finally:
             self._core.close()
             self._socket.close()
@@ -109,7 +105,8 @@ class EngineProcess:
                     self._core.abort(request_id)
                     self._owners.pop(request_id, None)
             case LoadQuery():
-                self._send(frontend, self._core.load())
+                report = msgspec.structs.replace(self._core.load(), query_id=message.query_id)
+                self._send(frontend, report)
             case Hello():
                 self._welcome(frontend, message)
             case Shutdown():
@@ -164,7 +161,7 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Execu
         return SimExecutor(config.sim, clock=clock)
     return LocalExecutor(
         config.worker,
-        socket_prefix=f"ipc://{directory / 'worker'}",
+        socket_prefix=socket_address(directory, WORKER_SOCKET),
         step_timeout_s=config.step_timeout_s,
         clock=clock,
     )

@@ -19,6 +19,8 @@ from pagoda.errors import InvalidRequestError
 PROTOCOL_VERSION = 1
 """Raised whenever a message changes in a way that an older process would misread."""
 
+MIN_TEMPERATURE = 1e-5
+"""Below this only the most likely token has a chance, so the others need not be weighed (as in vLLM)."""
 MAX_LOGPROBS = 20
 MAX_SEQUENCES_PER_REQUEST = 128
 MAX_STOP_STRINGS = 16
@@ -52,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     temperature: float = 1.0
-    """0 takes the most likely token; above, logits are divided by it before sampling."""
+    """Below `MIN_TEMPERATURE` takes the most likely token; from there on, logits are divided by it."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this (Holtzman et al. 2020)."""
     top_k: int = 0
@@ -95,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_range("top_k", self.top_k, -1, 2**31 - 1)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_range("n", self.n, 1, MAX_SEQUENCES_PER_REQUEST)
@@ -126,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError when a token id is not below `vocab_size`."""
@@ -140,6 +142,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     _refuse(
                         name, f"takes token ids below the vocabulary size {vocab_size}", token_id
                     )
+
+    def check_min_tokens(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """Raises InvalidRequestError when `min_tokens` holds back every token that may be sampled."""
+        held_back = {*eos_token_ids, *self.stop_token_ids}
+        choices = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
+        if self.min_tokens > 0 and all(token_id in held_back for token_id in choices):
+            _refuse(
+                "min_tokens",
+                "must be 0 when every allowed token is a stop or end-of-sequence token",
+                self.min_tokens,
+            )
 
 
 def _accept_lists(params: SamplingParams) -> None:
@@ -187,6 +200,8 @@ class GenerateRequest(
     """Lower comes first, as in vLLM."""
     cache_salt: str | None = None
     """Prefix-cache hits happen only among requests of the same salt."""
+    returns: bool = False
+    """An engine took this request before, so it is not refused for want of room."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -203,6 +218,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
     """Asks for a `LoadReport`."""
+
+    query_id: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -267,6 +284,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Seconds since a step last finished while work was waiting; 0 when idle."""
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
+    query_id: int | None = None
+    """Of the query that this answers."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -317,8 +336,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
     """Whether a step may hold prompt chunks and single decode tokens together."""
-    kv_dtypes: tuple[str, ...] = ("float32",)
     weight_formats: tuple[str, ...] = ("float32",)
+    """Formats that weights may have in memory."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,7 +349,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`auto` reads safetensors; `dummy` makes random weights."""
     dtype: str = "auto"
     """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
-    backend: str = "reference"
     seed: int = 0
     """Of dummy weights."""
     max_model_len: int | None = None

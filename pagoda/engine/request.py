@@ -32,6 +32,7 @@ class Request:
         "sampling",
         "slot",
         "stop_token_ids",
+        "strike_point",
         "strikes",
         "table",
         "token_ids",
@@ -65,7 +66,9 @@ class Request:
         self.num_cached_tokens: int | None = None
         """Prefix tokens found in the cache at first admission; None before it."""
         self.strikes = 0
-        """Worker deaths in a row during a step of this request."""
+        """Worker deaths during steps of this request, since it last got past `strike_point`."""
+        self.strike_point = 0
+        """How many tokens it had scheduled at its last strike."""
         self.finished = False
 
     @property

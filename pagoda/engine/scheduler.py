@@ -33,10 +33,13 @@ from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
 
-MAX_STRIKES = 3
-"""A request during whose steps the worker died this often, without a finished step between, is given up."""
 SOLO_STRIKES = 2
-"""From this many strikes on, a request is tried alone, so that it cannot give strikes to others."""
+"""From this many strikes on, a request is tried alone, so that it can neither give strikes to others nor get
+strikes for them."""
+MAX_STRIKES = SOLO_STRIKES + 3
+"""A request that broke three steps alone is not tried again."""
+_BLOCKED_STEPS = 16
+"""How many steps may pass before a request that did not fit is looked at again, when nothing became free."""
 
 _by_rank = attrgetter("rank")
 
@@ -58,9 +61,11 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: int,
     ) -> SchedulerLimits:
         """What was asked for, cut to what the backend can do."""
+        multiple = capabilities.batch_multiple
+        budget = min(max_num_batched_tokens, capabilities.max_batch_tokens)
         return cls(
             max_num_seqs=min(max_num_seqs, capabilities.max_batch_seqs),
-            max_num_batched_tokens=min(max_num_batched_tokens, capabilities.max_batch_tokens),
+            max_num_batched_tokens=max(multiple, budget - budget % multiple),
             max_model_len=min(max_model_len, capabilities.max_model_len),
             batch_multiple=capabilities.batch_multiple,
             mixed_steps=capabilities.mixed_steps,
@@ -75,6 +80,15 @@ class _Share(NamedTuple):
     slot: int
     num_tokens: int
     samples: bool
+
+
+class _Blocked(NamedTuple):
+    """A waiting request that did not fit, and what was there at the time."""
+
+    request: Request
+    step: int
+    num_available: int
+    num_running: int
 
 
 class _Flight(NamedTuple):
@@ -104,6 +118,10 @@ class Scheduler:
         """In order of rank, as is `_waiting`."""
         self._waiting: list[Request] = []
         self._suspects: set[Request] = set()
+        """Requests that are tried alone because workers died during their steps."""
+        self._blocked: _Blocked | None = None
+        self._last_was_decodes = False
+        """With `mixed_steps` off: the kind of the last step."""
         self._in_flight: deque[_Flight] = deque()
         self._free_slots = list(range(limits.max_num_seqs))
         self._freed_slots: list[int] = []
@@ -118,6 +136,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
 
     @property
     def num_in_flight(self) -> int:
@@ -198,19 +220,25 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
-        draft = _Draft(self._step, self.limits)
-        if self._suspects:
-            self._schedule_alone(min(self._suspects, key=_by_rank), draft)
-        else:
-            self._yield_to_higher_priority()
-            preempted = self._schedule_running(draft)
-            if not preempted:
-                self._schedule_waiting(draft)
-        if not draft.shares:
-            return None
-        self._step += 1
-        self._in_flight.append(_Flight(draft.step, draft.shares))
-        return draft.plan(self._take_freed_slots())
+        for decodes in self._kinds():
+            draft = _Draft(self._step, self.limits, decodes)
+            if self._suspects:
+                self._schedule_alone(min(self._suspects, key=_by_rank), draft)
+            else:
+                self._yield_to_higher_priority()
+                self._fill(draft)
+            if draft.shares:
+                self._last_was_decodes = bool(decodes)
+                self._step += 1
+                self._in_flight.append(_Flight(draft.step, draft.shares))
+                return draft.plan(self._take_freed_slots())
+        return None
+
+    def _kinds(self) -> tuple[bool | None, ...]:
+        """What the step may hold: anything, or where steps are of one kind, single tokens and chunks in turn."""
+        if self.limits.mixed_steps:
+            return (None,)
+        return (not self._last_was_decodes, self._last_was_decodes)
 
     def _take_freed_slots(self) -> list[int]:
         freed, self._freed_slots = self._freed_slots, []
@@ -236,20 +264,35 @@ class Scheduler:
                 return
             self._preempt(last)
 
-    def _schedule_running(self, draft: _Draft) -> bool:
-        """Gives tokens to running requests in order of rank; returns whether any was preempted."""
-        preemptions = self.num_preemptions
-        index = 0
-        while index < len(self._running) and draft.budget > 0:
-            request = self._running[index]
-            self._extend(request, draft)
-            index += 1
-        return self.num_preemptions > preemptions
+    def _fill(self, draft: _Draft) -> None:
+        """Gives tokens in order of priority; among equals to those that run before those that wait.
 
-    def _extend(self, request: Request, draft: _Draft) -> None:
-        """Gives a running request tokens, preempting requests of higher rank for blocks if need be."""
+        Nobody is admitted once somebody was preempted, or behind a request that does not fit.
+        """
+        preemptions = self.num_preemptions
+        admitting = True
+        index = 0
+        while draft.budget > 0:
+            request = self._running[index] if index < len(self._running) else None
+            first = self._waiting[0] if self._waiting and admitting else None
+            if first is not None and (request is None or first.rank[0] < request.rank[0]):
+                hits = self._fitting_prefix(first)
+                admitting = hits is not None and self._admit(first, hits, draft)
+                index += admitting  # it now stands before the next one
+            elif request is not None:
+                self._extend(request, draft, num_behind=len(self._running) - index - 1)
+                admitting = admitting and self.num_preemptions == preemptions
+                index += 1
+            else:
+                return
+
+    def _extend(self, request: Request, draft: _Draft, num_behind: int = 0) -> None:
+        """Gives a running request tokens, preempting requests of higher rank for blocks if need be.
+
+        A chunk leaves one token of the budget to each of the `num_behind` requests that come after.
+        """
         slot = request.slot
-        count = draft.share_of(request)
+        count = draft.share_of(request, num_behind)
         if count == 0 or slot is None:
             return
         new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
@@ -271,14 +314,6 @@ class Scheduler:
         insort(self._waiting, request, key=_by_rank)
         self.num_preemptions += 1
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
-        """Admits waiting requests in order of rank, until one does not fit."""
-        while self._waiting and draft.budget > 0:
-            request = self._waiting[0]
-            hits = self._fitting_prefix(request)
-            if hits is None or not self._admit(request, hits, draft):
-                return
-
     def _fitting_prefix(self, request: Request) -> list[Block] | None:
         """The request's cached prefix if it can be admitted now, else None.
 
@@ -286,7 +321,7 @@ class Scheduler:
         need for theirs and one more block for each of them: a newcomer must not be preempted right away.
         A request whose last sample is still under way waits for it.
         """
-        if not self._free_slots or request.num_pending_samples:
+        if not self._free_slots or request.num_pending_samples or self._is_still_blocked(request):
             return None
         hits = self.kv.find_prefix(request.table, request.token_ids)
         taken_hits = sum(block.ref_count > 0 for block in hits)
@@ -295,7 +330,23 @@ class Scheduler:
             max(0, self.kv.num_blocks_for(r.num_tokens) - len(r.table.blocks)) + 1
             for r in self._running
         )
-        return hits if wanted + reserved <= self.kv.pool.num_available else None
+        if wanted + reserved <= self.kv.pool.num_available:
+            return hits
+        self._blocked = _Blocked(
+            request, self._step, self.kv.pool.num_available, len(self._running)
+        )
+        return None
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether nothing became free since the request last did not fit: looking at a long prompt costs time."""
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and self._step < blocked.step + _BLOCKED_STEPS
+            and self.kv.pool.num_available <= blocked.num_available
+            and len(self._running) == blocked.num_running > 0
+        )
 
     def _admit(self, request: Request, hits: list[Block], draft: _Draft) -> bool:
         """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
@@ -368,12 +419,13 @@ class Scheduler:
 
     def _confirm(self, share: _Share) -> None:
         request = share.request
-        if request.strikes:
+        if share.admission != request.admission or request.slot is None:
+            return
+        request.num_computed_tokens += share.num_tokens
+        self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
+        if request.strikes and request.num_computed_tokens >= request.strike_point:
             request.strikes = 0
             self._suspects.discard(request)
-        if share.admission == request.admission and request.slot is not None:
-            request.num_computed_tokens += share.num_tokens
-            self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
 
     def _append(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
@@ -412,12 +464,14 @@ class Scheduler:
     def recover(self) -> list[TokenChunk]:
         """The worker and all KV are gone: every request waits again, with the tokens it has.
 
-        Requests of the steps that were under way get a strike; one with `MAX_STRIKES` is failed, and its
-        chunk returned.
+        Requests of the steps that were under way get a strike, and lose it when they get further than they
+        were. With `SOLO_STRIKES` a request is tried alone; only then can it get more, and with `MAX_STRIKES` it is
+        failed and its chunk returned.
         """
         struck = {share.request for flight in self._in_flight for share in flight.shares}
         self._in_flight.clear()
-        chunks: list[TokenChunk] = []
+        for request in struck:
+            request.strike_point = max(request.strike_point, request.num_scheduled_tokens)
         for request in list(self._running):
             self._leave_slot(request)
             self.kv.free(request.table)
@@ -427,41 +481,44 @@ class Scheduler:
             request.num_pending_samples = 0
         self.kv.pool.clear_cache()
         self._freed_slots.clear()
-        for request in sorted(struck, key=_by_rank):
-            if request.finished:
-                continue
-            request.strikes += 1
-            if request.strikes >= MAX_STRIKES:
-                chunks.append(
-                    self._fail(request, f"The worker died {MAX_STRIKES} times on this request.")
-                )
-            elif request.strikes >= SOLO_STRIKES:
-                self._suspects.add(request)
-        return chunks
+        self._blocked = None
+        return [
+            self._fail(request, "The worker died whenever this request was computed.")
+            for request in sorted(struck, key=_by_rank)
+            if not request.finished and self._strike(request, alone=len(struck) == 1)
+        ]
+
+    def _strike(self, request: Request, *, alone: bool) -> bool:
+        """Whether this was one strike too many."""
+        request.strikes = request.strikes + 1 if alone else min(request.strikes + 1, SOLO_STRIKES)
+        if request.strikes >= SOLO_STRIKES:
+            self._suspects.add(request)
+        return request.strikes >= MAX_STRIKES
 
 
 class _Draft:
     """A plan in the making."""
 
-    def __init__(self, step: int, limits: SchedulerLimits) -> None:
+    def __init__(self, step: int, limits: SchedulerLimits, decodes: bool | None) -> None:
         self.step = step
         self.budget = limits.max_num_batched_tokens
         self.shares: list[_Share] = []
         self.starts: list[SlotStart] = []
         self.new_blocks: list[tuple[int, list[int]]] = []
-        self._limits = limits
-        self._decodes: bool | None = None
-        """With `mixed_steps` off: whether this step holds single tokens only; None while it is empty."""
+        self._multiple = limits.batch_multiple
+        self._decodes = decodes
+        """Whether the step holds single tokens only, or chunks only; None for both together."""
 
-    def share_of(self, request: Request) -> int:
+    def share_of(self, request: Request, num_behind: int = 0) -> int:
         """How many tokens this step gives to the request; 0 if none."""
         available = request.num_schedulable_tokens
-        kind_fits = self._limits.mixed_steps or self._decodes in (None, available == 1)
-        if available <= 0 or not kind_fits:
+        if available <= 0 or self._decodes not in (None, available == 1):
             return 0
         count = min(available, self.budget)
+        if count > 1:
+            count = min(count, max(self._multiple, self.budget - num_behind))
         if count < available:
-            count -= count % self._limits.batch_multiple
+            count -= count % self._multiple
         return count
 
     def add(self, request: Request, slot: int, count: int) -> None:
@@ -471,7 +528,6 @@ class _Draft:
         request.num_pending_samples += samples
         self.shares.append(_Share(request, request.admission, slot, count, samples))
         self.budget -= count
-        self._decodes = available == 1
 
     def plan(self, freed_slots: list[int]) -> StepPlan:
         return StepPlan(

@@ -17,7 +17,6 @@ import zmq
 import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.main import engine_address
 from pagoda.engine.messages import (
     AbortRequests,
     EngineFailed,
@@ -38,10 +37,12 @@ from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
-from pagoda.ipc.rundir import RuntimeDirectory
+from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
 
+STABLE_S = 30.0
+"""An engine that lived this long starts a new count of deaths."""
 MAX_DEATHS_IN_ROW = 5
-"""Engines that may end without having produced a token between, before the frontend gives up."""
+"""Short-lived engines in a row after which the frontend gives up."""
 STALL_LIMIT_S = 60.0
 """An engine with work that finishes no step for this long is not ready."""
 
@@ -61,7 +62,8 @@ class EngineClient:
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
         self._decode = Codec[EngineMessage](EngineMessage).decode
         self._streams: dict[str, _Stream] = {}
-        self._load_queries: deque[asyncio.Future[LoadReport]] = deque()
+        self._load_queries: dict[int, asyncio.Future[LoadReport]] = {}
+        self._num_load_queries = 0
         self._limits: EngineReady | None = None
         self._engine: _Engine | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -69,6 +71,7 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._failure: EngineDeadError | None = None
+        self._failed = asyncio.Event()
         self._draining = False
         self._deaths_in_row = 0
 
@@ -87,6 +90,7 @@ class EngineClient:
 
         Raises:
             ConfigError: the engine says why it cannot start.
+            EngineDeadError: it cannot start for a reason that is not the user's to mend.
         """
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
@@ -95,6 +99,11 @@ class EngineClient:
         except BaseException:
             await self.close()
             raise
+
+    async def wait_failed(self) -> EngineDeadError:
+        """Returns when the engine is given up (or closed), with the reason."""
+        await self._failed.wait()
+        return self._failure or EngineDeadError("The engine was closed.")
 
     # ---- Endpoint
 
@@ -126,10 +135,14 @@ class EngineClient:
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
+        query = self._num_load_queries = self._num_load_queries + 1
         answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
-        self._load_queries.append(answer)
-        await self._send(LoadQuery())
-        return await answer
+        self._load_queries[query] = answer
+        try:
+            await self._send(LoadQuery(query))
+            return await answer
+        finally:
+            self._load_queries.pop(query, None)
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -175,8 +188,12 @@ class EngineClient:
     async def _supervise(self) -> None:
         """Runs one engine after another until one says that it cannot start, or too many die."""
         try:
+            loop = asyncio.get_running_loop()
             while True:
+                started_at = loop.time()
                 reason = await self._run_engine()
+                if loop.time() - started_at >= STABLE_S:
+                    self._deaths_in_row = 0
                 self._deaths_in_row += 1
                 if self._deaths_in_row > MAX_DEATHS_IN_ROW:
                     raise EngineDeadError(
@@ -199,6 +216,9 @@ class EngineClient:
             await self._engine.send(self._encode(Hello()))
             await self._receive_until_death(self._engine)
             return self._engine.child.describe_end()
+        except msgspec.DecodeError as error:
+            self._engine.child.kill()
+            return f"sent what is not a message ({error})"
         finally:
             if not self._engine.child.is_alive():
                 self._engine.drop()
@@ -221,7 +241,6 @@ class EngineClient:
         message = self._decode(payload)
         match message:
             case TokenChunks():
-                self._deaths_in_row = 0
                 for chunk in message.chunks:
                     stream = self._streams.get(chunk.request_id)
                     if stream is not None:
@@ -229,8 +248,8 @@ class EngineClient:
             case EngineReady():
                 await self._admit_all(engine, message)
             case LoadReport():
-                answer = self._load_queries.popleft()
-                if not answer.done():
+                answer = self._load_queries.get(message.query_id or 0)
+                if answer is not None and not answer.done():
                     answer.set_result(message)
             case RequestRefused():
                 stream = self._streams.get(message.request_id)
@@ -252,22 +271,22 @@ class EngineClient:
         for stream in list(self._streams.values()):
             if not stream.finished:
                 await engine.send(self._encode(stream.as_request()))
-        for _ in list(self._load_queries):
-            await engine.send(self._encode(LoadQuery()))
+        for query in list(self._load_queries):
+            await engine.send(self._encode(LoadQuery(query)))
 
     def _refuse_start(self, failure: EngineFailed) -> None:
-        if self._started is not None and not self._started.done():
+        if failure.is_user_error and self._started is not None and not self._started.done():
             self._started.set_exception(ConfigError(failure.error))
         raise EngineDeadError(failure.error)
 
     def _fail(self, error: EngineDeadError) -> None:
         self._failure = error
+        self._failed.set()
         if self._started is not None and not self._started.done():
-            self._started.set_exception(ConfigError(str(error)))
+            self._started.set_exception(error)
         for stream in self._streams.values():
             stream.fail(error)
-        while self._load_queries:
-            answer = self._load_queries.popleft()
+        for answer in self._load_queries.values():
             if not answer.done():
                 answer.set_exception(error)
 
@@ -285,16 +304,16 @@ class _Engine:
     ) -> None:
         self.ready = False
         self.died = asyncio.Event()
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
         self.child = ChildProcess(
             "pagoda.engine.main", [str(directory.path)], config=msgspec.msgpack.encode(config)
         )
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.child.fileno(), self._on_hangup)
-        self.socket.connect(engine_address(directory.path))
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(socket_address(directory.path, ENGINE_SOCKET))
 
     def _on_hangup(self) -> None:
         self._loop.remove_reader(self.child.fileno())
@@ -343,7 +362,9 @@ class _Stream:
 
     def as_request(self) -> GenerateRequest:
         """The request as a value, with the tokens so far."""
-        return msgspec.structs.replace(self._request, output_token_ids=self._token_ids)
+        return msgspec.structs.replace(
+            self._request, output_token_ids=self._token_ids, returns=True
+        )
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
         while True:

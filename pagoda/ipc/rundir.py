@@ -2,46 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
-_NAME = re.compile(r"pagoda-(\d+)-.*")
+from pagoda.errors import ConfigError
+
+ENGINE_SOCKET = "engine"
+WORKER_SOCKET = "worker"
+"""Followed by a number for each start of the worker."""
+
+_PREFIX = "pagoda-"
+_LOCK = "lock"
+_MAX_SOCKET_PATH_BYTES = 107
+"""What the kernel takes for a socket's path (unix(7))."""
+_LONGEST_NAME = f"{WORKER_SOCKET}-9999999"
 
 
 class RuntimeDirectory:
     """A directory that only this user may enter, removed by `close`.
 
-    A process that is killed cannot remove its directory, so the next one does: those of processes that no
-    longer exist are swept at the start.
+    A process that is killed cannot remove its directory, so the next one does: the owner holds a lock that
+    the kernel takes away when it ends, and directories without a holder are swept at the start.
+
+    Raises:
+        ConfigError: the directory for temporary files has too long a name for a socket.
     """
 
     def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=f"pagoda-{os.getpid()}-"))  # made with mode 0700
-
-    def address(self, name: str) -> str:
-        """A ZeroMQ address in this directory."""
-        return f"ipc://{self.path / name}"
+        parent = Path(tempfile.gettempdir())
+        _sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))  # made with mode 0700
+        self._lock: int | None = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if len(os.fsencode(self.path / _LONGEST_NAME)) > _MAX_SOCKET_PATH_BYTES:
+            self.close()
+            raise ConfigError(
+                f"TMPDIR {parent} is too long a path for sockets; name a shorter one."
+            )
 
     def close(self) -> None:
+        """May be called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def socket_address(directory: Path, name: str) -> str:
+    """The ZeroMQ address of a socket in a runtime directory."""
+    return f"ipc://{directory / name}"
 
 
 def _sweep(parent: Path) -> None:
-    for directory in parent.glob("pagoda-*"):
-        match = _NAME.fullmatch(directory.name)
-        if match and directory.stat().st_uid == os.getuid() and not _exists(int(match[1])):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    for lock_path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(
+            OSError
+        ):  # another user's, still held, or just swept by another process
+            lock = os.open(lock_path, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock_path.parent, ignore_errors=True)
+            finally:
+                os.close(lock)

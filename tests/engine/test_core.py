@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import msgspec
 import pytest
 from harness import Harness, assert_complete, make_request
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.core import MAX_LOSSES_IN_ROW, EngineCore
+from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore
 from pagoda.engine.messages import RequestRefused, SimConfig, StepPlan, WorkerConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
@@ -92,7 +91,7 @@ def test_losses_in_a_row_are_retried_later_and_later_then_given_up() -> None:
             harness.tick()
         return harness.clock.now() - before
 
-    pauses = [lose() for _ in range(MAX_LOSSES_IN_ROW)]
+    pauses = [lose() for _ in range(MAX_IDLE_LOSSES)]
     with pytest.raises(EngineDeadError, match="lost in a row; last: gone"):
         lose()
     assert pauses[0] == 0
@@ -114,15 +113,25 @@ def test_a_worker_that_cannot_start_ends_the_engine(
         core.step()
 
 
+def test_stable_workers_lost_while_idle_are_never_given_up() -> None:
+    harness, executor = scripted()
+    for _ in range(3 * MAX_IDLE_LOSSES):
+        harness.clock.advance_to(harness.clock.now() + STABLE_S)
+        executor.loss = WorkerLost("gone")
+        harness.step()
+        harness.step()
+        assert harness.core.load().is_worker_ready
+
+
 def test_a_full_queue_refuses_new_requests_but_not_returning_ones() -> None:
     clock = VirtualClock()
     config = EngineConfig(worker=WorkerConfig(model="sim"), max_num_seqs=1, max_num_waiting=1)
     core = EngineCore(config, SimExecutor(SimConfig(base_s=1.0), clock=clock), clock)
     core.step()
     assert core.add(make_request("a", [1])) == []
-    assert isinstance(core.add(make_request("b", [1])), RequestRefused)
-    returning = msgspec.structs.replace(make_request("c", [1]), output_token_ids=[4])
-    assert core.add(returning) == []
+    assert core.add(make_request("b", [1])) == []
+    assert isinstance(core.add(make_request("c", [1])), RequestRefused)
+    assert core.add(make_request("d", [1], returns=True)) == []
 
 
 def test_requests_are_refused_until_the_worker_is_ready() -> None:

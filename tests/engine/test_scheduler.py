@@ -4,8 +4,14 @@ import msgspec
 import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request
 
-from pagoda.engine.messages import FinishReason, SamplingParams, StepPlan, StepResult
-from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.messages import (
+    Capabilities,
+    FinishReason,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+from pagoda.engine.scheduler import MAX_STRIKES, Scheduler, SchedulerLimits
 from pagoda.kv.manager import KVManager
 
 
@@ -62,12 +68,76 @@ def test_decodes_and_a_prompt_chunk_share_a_step() -> None:
     scheduler.update(answer(plan, plan.slots))
 
 
-def test_without_mixed_steps_a_step_is_of_one_kind() -> None:
+def test_without_mixed_steps_kinds_take_turns() -> None:
     scheduler = make_scheduler(mixed_steps=False)
     scheduler.add(make_request("a", [1, 2, 3]))
     plan_of(scheduler)
-    scheduler.add(make_request("b", list(range(12))))
-    assert plan_of(scheduler).num_tokens == [1]
+    scheduler.add(make_request("b", list(range(20))))
+    assert [plan_of(scheduler).num_tokens for _ in range(4)] == [[1], [16], [1], [4]]
+
+
+def test_a_chunk_leaves_a_token_to_each_request_behind() -> None:
+    scheduler = make_scheduler(num_blocks=64)
+    for name in ("a", "b", "c"):
+        scheduler.add(make_request(name, [1, 2, 3], priority=1))
+    plan = plan_of(scheduler)
+    scheduler.update(answer(plan, plan.slots))
+    scheduler.add(make_request("long", list(range(40)), priority=1))
+    scheduler._running[0].rank, scheduler._running[-1].rank = (1, 9), (1, 0)
+    scheduler._waiting[0].rank = (1, -1)
+    scheduler._running.sort(key=lambda request: request.rank)
+    plan_of(scheduler)
+    assert plan_of(scheduler).num_tokens == [13, 1, 1, 1]
+
+
+def test_a_higher_priority_that_waits_comes_before_a_lower_one_that_runs() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("low", list(range(40)), priority=10))
+    plan_of(scheduler)
+    scheduler.add(make_request("high", [1, 2, 3], priority=-10))
+    plan = plan_of(scheduler)
+    assert plan.num_tokens == [3, 13]
+    assert [start.token_ids for start in plan.starts] == [[1, 2, 3]]
+
+
+def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
+    capabilities = Capabilities(
+        block_sizes=(16,),
+        max_batch_tokens=100,
+        max_batch_seqs=4,
+        max_model_len=64,
+        batch_multiple=8,
+    )
+    limits = [
+        SchedulerLimits.within(
+            capabilities, max_num_seqs=9, max_num_batched_tokens=budget, max_model_len=99
+        )
+        for budget in (5, 30, 1000)
+    ]
+    assert [one.max_num_batched_tokens for one in limits] == [8, 24, 96]
+    assert {one.max_num_seqs for one in limits} == {4}
+    assert {one.max_model_len for one in limits} == {64}
+
+
+def test_a_blocked_head_is_looked_at_again_only_when_something_became_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler(num_blocks=16, max_num_batched_tokens=64)
+    scheduler.add(make_request("runs", list(range(30)), max_tokens=30))
+    plan = plan_of(scheduler)
+    scheduler.add(make_request("waits", list(range(100, 140)), max_tokens=4))
+    looks = []
+    find_prefix = scheduler.kv.find_prefix
+    monkeypatch.setattr(
+        scheduler.kv, "find_prefix", lambda *args: looks.append(1) or find_prefix(*args)
+    )
+    for _ in range(10):
+        following = plan_of(scheduler)
+        scheduler.update(answer(plan, plan.slots))
+        plan = following
+    assert 1 <= len(looks) <= 2
+    scheduler.abort("runs")
+    assert plan_of(scheduler).starts[0].token_ids == list(range(100, 140))
 
 
 def test_chunks_that_do_not_end_the_prompt_are_cut_to_the_batch_multiple() -> None:
@@ -228,20 +298,45 @@ def test_an_error_in_one_slot_fails_that_request_alone() -> None:
     ]
 
 
-def test_a_request_that_kills_workers_is_isolated_then_failed() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=64)
-    for name in ("good", "poison"):
-        scheduler.add(make_request(name, [1, 2, 3]))
-    failed = []
-    for _ in range(20):
+@pytest.mark.parametrize("deadly_chunk", [0, 1, 2])
+def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    names = ("good", "poison", "better")
+    for name in names:
+        scheduler.add(make_request(name, [ord(name[0]), *range(24)], max_tokens=3))
+    chunks, num_deaths = [], 0
+    for _ in range(200):
         plan = scheduler.schedule()
         if plan is None:
             break
-        names = {share.request.request_id for share in scheduler._in_flight[-1].shares}
-        if "poison" in names:
-            failed += scheduler.recover()
+        shares = scheduler._in_flight[-1].shares
+        if any(
+            share.request.request_id == "poison"
+            and share.request.num_scheduled_tokens > 10 * deadly_chunk
+            for share in shares
+        ):
+            num_deaths += 1
+            chunks += scheduler.recover()
         else:
-            scheduler.update(answer(plan, plan.slots))
-    assert [chunk.request_id for chunk in failed] == ["poison"]
-    assert "died 3 times" in (failed[0].error or "")
+            chunks += scheduler.update(answer(plan, [s.slot for s in shares if s.samples]))
+    ends = {c.request_id: c.finish_reason for c in chunks if c.finish_reason is not None}
+    assert ends == {
+        "poison": FinishReason.ERROR,
+        "good": FinishReason.LENGTH,
+        "better": FinishReason.LENGTH,
+    }
+    assert num_deaths <= MAX_STRIKES
     assert not scheduler.has_requests()
+    assert not scheduler._suspects
+
+
+def test_strikes_are_forgotten_once_a_request_gets_further() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    scheduler.add(make_request("a", list(range(8)), max_tokens=50))
+    for _ in range(3 * MAX_STRIKES):
+        plan_of(scheduler)
+        assert scheduler.recover() == []
+        for _ in range(2):
+            plan = plan_of(scheduler)
+            (chunk,) = scheduler.update(answer(plan, plan.slots))
+            assert chunk.finish_reason is None

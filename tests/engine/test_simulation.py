@@ -17,12 +17,16 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 
+POISON = VOCAB_SIZE + 1
 NUM_SEEDS = 1000
 SEEDS_PER_TEST = 50
 
 
 class MortalExecutor:
-    """A simulated executor whose worker is lost at random instants, with every step under way."""
+    """A simulated executor whose worker is lost at random instants, with every step under way.
+
+    And it is lost, every time, in a step that computes a `POISON` token.
+    """
 
     max_in_flight = 2
 
@@ -43,6 +47,11 @@ class MortalExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)
+        for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
+            slot = self._inner._worker._slots[slot_id]
+            end = slot.num_computed_tokens
+            if POISON in slot.token_ids[end - count : end]:
+                self._death_at = self._clock.now()
 
     def poll(self) -> list[ExecutorEvent]:
         events = self._inner.poll()
@@ -66,8 +75,10 @@ class MortalExecutor:
 
 
 def random_request(rng: random.Random, index: int, max_model_len: int) -> GenerateRequest:
+    poison = [POISON] if rng.random() < 0.03 else []
     shared = [rng.randrange(2)] * rng.choice([0, 4, 8, 12])
     prompt = shared + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
+    prompt[len(shared) : len(shared)] = poison
     min_tokens = rng.choice([0, 0, 3])
     return GenerateRequest(
         request_id=f"r{index}",
@@ -123,9 +134,12 @@ def live(seed: int) -> Harness:
             assert request_id not in harness.finished
             continue
         last = harness.finished[request_id]
-        if last.finish_reason is FinishReason.ERROR:  # three deaths in a row happened to hit it
+        if POISON in request.prompt_token_ids:
+            assert last.finish_reason is FinishReason.ERROR
+            assert harness.tokens[request_id] == []
+        elif last.finish_reason is FinishReason.ERROR:  # so many deaths happened to hit it alone
             assert death_rate
-            assert "died 3 times" in (last.error or "")
+            assert "worker died" in (last.error or "")
             assert harness.tokens[request_id] == whole[: len(harness.tokens[request_id])]
         else:
             assert harness.tokens[request_id] == whole
@@ -153,3 +167,5 @@ def test_the_seeds_meet_preemption_prefix_hits_and_lost_workers() -> None:
     assert sum(h.scheduler.num_preemptions for h in lives) > 0
     assert sum(h.scheduler.num_prefix_hit_tokens for h in lives) > 0
     assert sum(h.core.load().num_worker_restarts for h in lives) > 0
+    errors = [chunk.error for h in lives for chunk in h.finished.values() if chunk.error]
+    assert errors

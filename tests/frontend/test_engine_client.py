@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -138,8 +140,60 @@ async def test_a_full_queue_refuses() -> None:
     answers = await asyncio.gather(
         *(collect(client, make_request(i, max_tokens=3)) for i in range(6)), return_exceptions=True
     )
-    assert {type(answer) for answer in answers} == {tuple, OverloadedError}
+    assert [type(answer) for answer in answers] == [tuple] * 2 + [OverloadedError] * 4
     await client.close()
+
+
+async def test_a_restarted_engine_takes_back_all_that_it_had_taken() -> None:
+    client = EngineClient(
+        sim_config(
+            max_num_seqs=1, max_num_waiting=7, sim=SimConfig(base_s=0.01, vocab_size=VOCAB_SIZE)
+        )
+    )
+    await client.start()
+    requests = [make_request(i, max_tokens=5) for i in range(8)]
+    answers = asyncio.gather(*(collect(client, request) for request in requests))
+    while (await client.load()).num_waiting < 7:
+        await asyncio.sleep(0)
+    assert client.engine_pid is not None
+    os.kill(client.engine_pid, signal.SIGKILL)
+    assert [tokens for tokens, _ in await answers] == [expected(request) for request in requests]
+    await client.close()
+
+
+async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
+    client = EngineClient(sim_config())
+    await client.start()
+    failed = asyncio.create_task(client.wait_failed())
+    running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
+    for _ in range(2):
+        while (await client.load()).num_running == 0:
+            await asyncio.sleep(0)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        if _ == 0:
+            first = client.engine_pid
+            while client.engine_pid in (first, None):
+                await asyncio.sleep(0.001)
+    assert "2 times in a row" in str(await failed)
+    with pytest.raises(EngineDeadError, match="2 times in a row"):
+        await running
+    assert not (await client.health()).ready
+    await client.close()
+
+
+async def test_too_long_a_directory_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ConfigError, match=r"TMPDIR .* is too long"):
+        EngineClient(sim_config())
+    assert list(deep.iterdir()) == []
 
 
 async def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
