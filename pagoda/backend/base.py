@@ -40,9 +40,20 @@ class KVCache:
     """K and V of one layer, in blocks."""
 
     keys: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim]."""
+    """[num_blocks, num_kv_heads, block_size, head_dim], or with the last two the other way round."""
     values: Tensor
     """[num_blocks, num_kv_heads, block_size, head_dim]."""
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of each query and each key, before they are rotated (Qwen3)."""
+
+    queries: Tensor
+    """[head_dim]."""
+    keys: Tensor
+    """[head_dim]."""
+    eps: float
 
 
 LinearT = TypeVar("LinearT")
@@ -85,6 +96,10 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         """x [n, in] times the weight, plus the bias: [n, out]."""
         ...
 
+    def linear_rows(self, token_ids: Tensor, weight: LinearT) -> Tensor:
+        """Rows of a weight [vocab, hidden] that serves as embedding too, without its bias: [n, hidden]."""
+        ...
+
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight [vocab, hidden]: [n, hidden]."""
         ...
@@ -93,14 +108,16 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         """x [..., d] over the root of its mean square, times weight [d] (Zhang and Sennrich 2019)."""
         ...
 
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta [n, d] and its `rms_norm`."""
+        ...
+
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
-        ...
-
-    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotates the pairs (i, i + d/2) of every head of x [n, heads, d] (Su et al. 2021, GPT-NeoX order)."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -111,8 +128,20 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         """What is the same for all layers; `cache` is any layer's."""
         ...
 
-    def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: PlanT) -> None:
-        """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        cache: KVCache,
+        plan: PlanT,
+        table: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Readies queries, keys and values, one behind the other in qkv [n, (heads + 2 kv_heads) d].
+
+        Queries and keys are normed where there are norms; then the pairs (i, i + d/2) of every head are rotated
+        (Su et al. 2021, GPT-NeoX order). Keys and values go to the blocks of their sequences; returns queries
+        [n, heads, d].
+        """
         ...
 
     def attention(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.engine.messages import Capabilities
 
 ROWS = 16
@@ -105,6 +105,9 @@ class ReferenceBackend:
         out = out[:num_tokens].to(weight.weight.dtype)
         return out if weight.bias is None else out.add_(weight.bias)
 
+    def linear_rows(self, token_ids: Tensor, weight: Linear) -> Tensor:
+        return self.embedding(token_ids, weight.weight)
+
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(token_ids, weight)
 
@@ -113,6 +116,12 @@ class ReferenceBackend:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return wide.to(x.dtype) * weight
 
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -120,6 +129,7 @@ class ReferenceBackend:
         return angles.cos() * scale, angles.sin() * scale
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotates the pairs (i, i + d/2) of every head of x [n, heads, d]."""
         cos, sin = (part[:, None, :] for part in table)
         left, right = x.float().chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
@@ -181,7 +191,26 @@ class ReferenceBackend:
             ],
         )
 
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        cache: KVCache,
+        plan: AttentionPlan,
+        table: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        _, num_kv_heads, _, head_dim = cache.keys.shape
+        heads = qkv.view(len(qkv), -1, head_dim)
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            q = self.rms_norm(q, norms.queries, norms.eps)
+            k = self.rms_norm(k, norms.keys, norms.eps)
+        self.write_kv(cache, self.rotary(k, table), v, plan)
+        return self.rotary(q, table)
+
     def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
+        """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
         cache.keys[plan.block_ids, :, plan.offsets] = keys
         cache.values[plan.block_ids, :, plan.offsets] = values
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -64,16 +66,22 @@ def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[s
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"
-    yield (
-        "backend",
-        "reference (plain PyTorch) on the CPU" + ("; accelerators are not used" if found else ""),
-    )
+    yield "backend", _backend() + ("; accelerators are not used" if found else "")
     yield (
         "memory bandwidth",
         f"{bandwidth.bytes_per_s / 1e9:.1f} GB/s read (best {bandwidth.best_bytes_per_s / 1e9:.1f}): "
         f"{bandwidth.threads} threads scan {format_bytes(bandwidth.buffer_bytes)} each, "
         f"median of {bandwidth.passes} passes",
     )
+
+
+def _backend() -> str:
+    """What a worker would compute with, in its own words."""
+    command = [sys.executable, "-m", "pagoda.worker.backends"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    said = lines[-1] if lines else f"it ended with code {done.returncode}"
+    return said if done.returncode == 0 else f"none, a worker cannot start: {said}"
 
 
 def _models(model: str | None, dtype: str) -> Iterable[tuple[str, WeightTraffic]]:

@@ -53,6 +53,8 @@ class EngineOptions:
     """auto reads safetensors; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
+    backend: Literal["auto", "cpu", "reference"] = "auto"
+    """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
     max_model_len: Count | None = None
     """The longest sequence, prompt and answer together; by default what the model can do."""
     max_num_seqs: Count = 256
@@ -95,6 +97,7 @@ class EngineOptions:
             load_format=self.load_format,
             dtype=self.dtype,
             seed=self.seed or 0,
+            backend=self.backend,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -110,7 +113,7 @@ SYNTHETIC_MODEL = "synthetic"
 """What the simulated executor serves when no name is given."""
 
 _DEFAULT_SIM = SimConfig()
-_UNUSED_BY_SIM = ("dtype", "kv_cache_memory_bytes", "memory_utilization", "threads")
+_UNUSED_BY_SIM = ("dtype", "backend", "kv_cache_memory_bytes", "memory_utilization", "threads")
 
 
 @Parameter(name="*", group=Group("Simulation", sort_key=20))

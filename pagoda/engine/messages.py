@@ -351,6 +351,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
     seed: int = 0
     """Of dummy weights."""
+    backend: str = "auto"
+    """`cpu` has native kernels, `reference` is plain PyTorch; `auto` takes `cpu` where it is available."""
     max_model_len: int | None = None
     """None takes the model's own."""
     max_num_seqs: int = 256
@@ -386,7 +388,7 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     max_model_len: int
     vocab_size: int
     summary: str
-    """One line for the operator, such as `reference on cpu, 2 threads, float32, 4.2 GiB weights`."""
+    """One line for the operator, such as `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):

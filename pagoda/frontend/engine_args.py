@@ -23,6 +23,8 @@ class EngineArgs(TypedDict, total=False):
     """`auto`, `float32`, `bfloat16` or `float16`."""
     seed: int
     """Of dummy weights."""
+    backend: str
+    """`auto`, `cpu` or `reference`."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,6 +50,7 @@ _WORKER = {
     "load_format": "load_format",
     "dtype": "dtype",
     "seed": "seed",
+    "backend": "backend",
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",

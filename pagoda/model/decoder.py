@@ -12,7 +12,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, KVCache, LinearT, PlanT, TokenBatch
+from pagoda.backend.base import Backend, HeadNorms, KVCache, LinearT, PlanT, TokenBatch
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.weights import WeightSource
@@ -23,8 +23,7 @@ class Layer(Generic[LinearT]):
     attention_norm: Tensor
     qkv: LinearT
     """Queries, keys and values, one above the other."""
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: HeadNorms | None
     attention_out: LinearT
     window: int | None
     mlp_norm: Tensor
@@ -50,17 +49,18 @@ class Decoder(Generic[LinearT, PlanT]):
         loader = _Loader(config, backend, source, dtype)
         self._config = config
         self._backend = backend
-        self._embedding = loader.tensor(
-            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
-        )
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.tensor("model.norm.weight", config.hidden_size)
+        table = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        tied = config.tie_word_embeddings
         self._head = backend.prepare_linear(
-            self._embedding
-            if config.tie_word_embeddings
+            table
+            if tied
             else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size),
             None,
         )
+        self._embedding = None if tied else table
+        """None where the head's weight serves."""
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
 
@@ -69,13 +69,16 @@ class Decoder(Generic[LinearT, PlanT]):
         ops, config = self._backend, self._config
         plan = ops.plan_attention(batch, config.num_heads, caches[0])
         table = ops.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        x = ops.embedding(batch.token_ids, self._embedding)
-        for layer, cache in zip(self._layers, caches, strict=True):
-            h = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-            x = x + self._attention(layer, h, table, cache, plan)
-            h = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-            x = x + ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
-        return x
+        x = self._embed(batch.token_ids)
+        h = ops.rms_norm(x, self._layers[0].attention_norm, config.rms_norm_eps)
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            attended = self._attention(layer, h, table, cache, plan)
+            x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, config.rms_norm_eps)
+            mixed = ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
+            if index + 1 < len(self._layers):
+                norm = self._layers[index + 1].attention_norm
+                x, h = ops.add_rms_norm(x, mixed, norm, config.rms_norm_eps)
+        return x + mixed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of hidden states [m, hidden]: [m, vocab] float32."""
@@ -91,18 +94,17 @@ class Decoder(Generic[LinearT, PlanT]):
         cache: KVCache,
         plan: PlanT,
     ) -> Tensor:
-        ops, config = self._backend, self._config
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        qkv = ops.linear(h, layer.qkv).view(-1, sum(heads), config.head_dim)
-        q, k, v = torch.split(qkv, heads, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        ops.write_kv(cache, ops.rotary(k, table), v, plan)
-        attended = ops.attention(
-            ops.rotary(q, table), cache, plan, scale=config.head_dim**-0.5, window=layer.window
-        )
+        ops = self._backend
+        qkv = ops.linear(h, layer.qkv)
+        queries = ops.rotate_and_cache(qkv, cache, plan, table, layer.head_norms)
+        scale = self._config.head_dim**-0.5
+        attended = ops.attention(queries, cache, plan, scale=scale, window=layer.window)
         return ops.linear(attended.flatten(1), layer.attention_out)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            return self._backend.linear_rows(token_ids, self._head)
+        return self._backend.embedding(token_ids, self._embedding)
 
 
 class _Loader(Generic[LinearT]):
@@ -137,8 +139,7 @@ class _Loader(Generic[LinearT]):
                 hidden,
                 bias=config.qkv_bias,
             ),
-            q_norm=self._head_norm(f"{attention}.q_norm.weight"),
-            k_norm=self._head_norm(f"{attention}.k_norm.weight"),
+            head_norms=self._head_norms(attention) if config.qk_norm else None,
             attention_out=self.linear(
                 {f"{attention}.o_proj": hidden}, q_size, bias=config.output_bias
             ),
@@ -168,8 +169,11 @@ class _Loader(Generic[LinearT]):
             self._joined(weights, in_size), self._joined(biases) if bias else None
         )
 
-    def _head_norm(self, name: str) -> Tensor | None:
-        return self.tensor(name, self._config.head_dim) if self._config.qk_norm else None
+    def _head_norms(self, attention: str) -> HeadNorms:
+        queries, keys = (
+            self.tensor(f"{attention}.{name}_norm.weight", self._config.head_dim) for name in "qk"
+        )
+        return HeadNorms(queries, keys, self._config.rms_norm_eps)
 
     def _joined(self, parts: dict[str, int], *inner: int) -> Tensor:
         shape = (sum(parts.values()), *inner)

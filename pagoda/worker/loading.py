@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from pagoda.backend.reference import ReferenceBackend
 from pagoda.engine.messages import Capabilities, WorkerConfig, WorkerReady
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes
@@ -16,6 +15,7 @@ from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_mo
 from pagoda.model.decoder import Decoder
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.models.presets import PRESETS
+from pagoda.worker.backends import choose_backend
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
 from pagoda.worker.runner import Runner
@@ -29,7 +29,7 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         ConfigError: the model, its files, the machine or a flag does not allow it.
     """
     torch.set_num_threads(config.num_threads or available_cores())
-    backend = ReferenceBackend()
+    backend, backend_summary = choose_backend(config.backend)
     block_size = _block_size(config.block_size, backend.capabilities)
     shape = _model_config(config)
     dtype_name = _dtype(config.dtype, shape.dtype, backend.capabilities)
@@ -66,7 +66,7 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         max_model_len=max_model_len,
         vocab_size=shape.vocab_size,
         summary=(
-            f"{backend.summary}, {dtype_name}, {format_bytes(weight_bytes)} weights, "
+            f"{backend_summary}, {dtype_name}, {format_bytes(weight_bytes)} weights, "
             f"{format_bytes(num_cached * bytes_per_token)} KV cache for {num_cached} tokens"
         ),
     )

@@ -1,0 +1,188 @@
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "ops.h"
+
+namespace pagoda {
+
+namespace {
+
+// Query rows that share one gathering of keys and values.
+constexpr int kQueryRows = 48;
+// With fewer items than this for each thread, long contexts are shared out among threads.
+constexpr int64_t kItemsPerThread = 4;
+// Below this many elements, waking another thread takes longer than the work.
+constexpr int64_t kWorthThreads = 1 << 15;
+
+const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+
+int round_up_to_16(int d) { return (d + 15) / 16 * 16; }
+
+int64_t partial_size(int rows, int padded_dim) { return int64_t{rows} * (padded_dim + 2); }
+
+Partial partial_at(float* memory, int rows, int padded_dim) {
+    return {memory + int64_t{rows} * padded_dim, memory + int64_t{rows} * (padded_dim + 1), memory};
+}
+
+void clear(Partial partial, int rows, int padded_dim) {
+    std::fill_n(partial.highest, rows, -INFINITY);
+    std::fill_n(partial.total, rows, 0.0f);
+    std::fill_n(partial.out, int64_t{rows} * padded_dim, 0.0f);
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const HeadShape& shape_, int64_t n, const int64_t* query_lens,
+                             const int64_t* context_lens, const int64_t* block_tables, int64_t width_)
+    : shape(shape_), width(width_), blocks(block_tables, block_tables + n * width_) {
+    const int group = shape.num_heads / shape.num_kv_heads;
+    const int64_t tokens_per_tile = std::max(1, kQueryRows / group);
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t start = context_lens[i] - query_lens[i];
+        for (int64_t done = 0; done < query_lens[i]; done += tokens_per_tile) {
+            const int64_t count = std::min(tokens_per_tile, query_lens[i] - done);
+            tiles.push_back({num_tokens + done, count, start + done, i});
+            max_rows = std::max(max_rows, static_cast<int>(count) * group);
+        }
+        for (int64_t position = start; position < context_lens[i]; ++position) {
+            const int64_t block = blocks[static_cast<size_t>(i * width + position / shape.block_size)];
+            token_rows.push_back(block * shape.block_size + position % shape.block_size);
+        }
+        num_tokens += query_lens[i];
+    }
+    const int64_t whole_items = static_cast<int64_t>(tiles.size()) * shape.num_kv_heads;
+    const bool share_contexts = whole_items < kItemsPerThread * omp_get_max_threads();
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        const auto tile = static_cast<int64_t>(i);
+        const int64_t end = tiles[i].first_position + tiles[i].num_tokens;
+        for (int head = 0; head < shape.num_kv_heads; ++head) {
+            if (!share_contexts || end <= kSplit) {
+                items.push_back({tile, head, 0, end, -1});
+                continue;
+            }
+            merged.push_back({tile, head, 0, end, num_slots});
+            for (int64_t begin = 0; begin < end; begin += kSplit) {
+                items.push_back({tile, head, begin, std::min(begin + kSplit, end), num_slots++});
+            }
+        }
+    }
+    // The longest first, so that threads finish together.
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& a, const Item& b) { return a.end - a.begin > b.end - b.begin; });
+}
+
+void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const Cache& cache,
+                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
+                      const float* cosines, const float* sines, void* queries) {
+    const HeadShape& shape = plan.shape;
+    const int64_t item = size_of(cache.dtype), d = shape.head_dim, head = d * item, size = shape.block_size;
+    const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
+    const auto work = plan.num_tokens * (heads + 2 * kv_heads) * d;
+#pragma omp parallel for schedule(static) if (work > kWorthThreads)
+    for (int64_t token = 0; token < plan.num_tokens; ++token) {
+        const char* q = at(qkv, token * (heads + 2 * kv_heads) * head);
+        const char* k = q + heads * head;
+        const char* v = k + kv_heads * head;
+        const float* cosine = cosines + token * (d / 2);
+        const float* sine = sines + token * (d / 2);
+        for (int64_t h = 0; h < heads; ++h) {
+            table.norm_and_rotate(cache.dtype, q + h * head, q_norm, eps, cosine, sine, d,
+                                  at(queries, (token * heads + h) * head));
+        }
+        const int64_t place = plan.token_rows[static_cast<size_t>(token)];
+        const int64_t block = place / size, offset = place % size;
+        for (int64_t h = 0; h < kv_heads; ++h) {
+            alignas(64) char key[kMaxHeadDim * 4];
+            table.norm_and_rotate(cache.dtype, k + h * head, k_norm, eps, cosine, sine, d, key);
+            char* keys = at(cache.keys, ((block * kv_heads + h) * d * size + offset) * item);
+            for (int64_t i = 0; i < d; ++i) {
+                std::memcpy(keys + i * size * item, key + i * item, static_cast<size_t>(item));
+            }
+            std::memcpy(at(cache.values, ((block * kv_heads + h) * size + offset) * head), v + h * head,
+                        static_cast<size_t>(head));
+        }
+    }
+}
+
+void attention(const KernelTable& table, Buffer& buffer, const AttentionPlan& plan, const Cache& cache,
+               const void* queries, float scale, int64_t window, void* out) {
+    const HeadShape& shape = plan.shape;
+    const int group = shape.num_heads / shape.num_kv_heads;
+    const int padded = round_up_to_16(shape.head_dim);
+    const int64_t item_size = size_of(cache.dtype), head = shape.head_dim * item_size;
+    const int64_t partial = partial_size(plan.max_rows, padded);
+    const int64_t own = int64_t{plan.max_rows} * padded + attend_scratch(plan.max_rows, padded) + 2 * partial;
+    const int threads = omp_get_max_threads();
+    auto* memory = static_cast<float*>(
+        buffer.take(sizeof(float) * static_cast<size_t>(threads * own + plan.num_slots * partial)));
+    float* slots = memory + threads * own;
+    const auto rows_of = [&](const AttentionPlan::Tile& tile) {
+        return static_cast<int>(tile.num_tokens) * group;
+    };
+    // Where a row's query is, and where its result goes.
+    const auto place = [&](const AttentionPlan::Item& item, int row) {
+        const int64_t token = plan.tiles[static_cast<size_t>(item.tile)].first_token + row / group;
+        return (token * shape.num_heads + item.kv_head * group + row % group) * head;
+    };
+    const auto finish = [&](const AttentionPlan::Item& item, int rows, Partial result) {
+        for (int row = 0; row < rows; ++row) {
+            table.finish(cache.dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
+                         at(out, place(item, row)));
+        }
+    };
+    const auto num_items = static_cast<int64_t>(plan.items.size());
+    const auto num_merged = static_cast<int64_t>(plan.merged.size());
+    // As many multiplications as there would be if every item were of one split.
+    const int64_t work = num_items * plan.max_rows * shape.head_dim * kKeyTile;
+#pragma omp parallel if (work > 8 * kWorthThreads)
+    {
+        float* scratch = memory + omp_get_thread_num() * own;
+        const Partial whole = partial_at(scratch, plan.max_rows, padded);
+        const Partial part = partial_at(scratch + partial, plan.max_rows, padded);
+        float* scaled = scratch + 2 * partial;
+        float* rest = scaled + int64_t{plan.max_rows} * padded;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_items; ++i) {
+            const auto& item = plan.items[static_cast<size_t>(i)];
+            const auto& tile = plan.tiles[static_cast<size_t>(item.tile)];
+            const int rows = rows_of(tile);
+            for (int row = 0; row < rows; ++row) {
+                table.to_float(cache.dtype, at(queries, place(item, row)), scale, shape.head_dim,
+                               scaled + int64_t{row} * shape.head_dim);
+            }
+            const AttendTile attended{
+                cache.dtype, scaled, rows, group, tile.first_position, window, cache.keys, cache.values,
+                plan.blocks.data() + tile.sequence * plan.width, item.kv_head, shape.num_kv_heads,
+                shape.block_size, shape.head_dim, padded};
+            if (item.slot >= 0) {
+                const Partial slot = partial_at(slots + item.slot * partial, plan.max_rows, padded);
+                table.attend(attended, item.begin, item.end, rest, slot);
+                continue;
+            }
+            clear(whole, rows, padded);
+            for (int64_t begin = item.begin; begin < item.end; begin += kSplit) {
+                table.attend(attended, begin, std::min(begin + kSplit, item.end), rest, part);
+                table.merge(rows, padded, whole, part);
+            }
+            finish(item, rows, whole);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < num_merged; ++i) {
+            const auto& item = plan.merged[static_cast<size_t>(i)];
+            const int rows = rows_of(plan.tiles[static_cast<size_t>(item.tile)]);
+            clear(whole, rows, padded);
+            const int64_t splits = (item.end + kSplit - 1) / kSplit;
+            for (int64_t split = 0; split < splits; ++split) {
+                table.merge(rows, padded, whole,
+                            partial_at(slots + (item.slot + split) * partial, plan.max_rows, padded));
+            }
+            finish(item, rows, whole);
+        }
+    }
+}
+
+}  // namespace pagoda

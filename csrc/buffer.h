@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace pagoda {
+
+// Memory that is kept from call to call and grows when more is needed.
+class Buffer {
+   public:
+    // Bytes at a multiple of a cache line, with arbitrary contents.
+    void* take(size_t bytes) {
+        if (bytes > size_) {
+            const size_t rounded = (bytes + 4095) / 4096 * 4096;
+            memory_.reset(std::aligned_alloc(64, rounded));
+            size_ = memory_ ? rounded : 0;
+            if (!memory_) throw std::bad_alloc();
+        }
+        return memory_.get();
+    }
+
+   private:
+    struct Free {
+        void operator()(void* p) const { std::free(p); }
+    };
+    std::unique_ptr<void, Free> memory_;
+    size_t size_ = 0;
+};
+
+}  // namespace pagoda

@@ -1,0 +1,80 @@
+// What each instruction set provides: operations on one tile, one row or one panel. Who works on which is
+// decided in linear.cpp, rows.cpp and attention.cpp, alike for all instruction sets.
+#pragma once
+
+#include <cstdint>
+
+namespace pagoda {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+// Columns of a weight panel. In memory a panel holds, for every input, the weights of its 32 outputs; in bf16
+// for every two inputs the 32 pairs.
+constexpr int kPanel = 32;
+// Rows of a packed tile of activations: with two vectors of outputs, 24 accumulators of 32 registers.
+constexpr int kTileRows = 12;
+// Cached tokens of one softmax step.
+constexpr int kKeyTile = 64;
+// Cached tokens that are attended to as one, always from a multiple of it. Its results are merged in order.
+constexpr int kSplit = 512;
+constexpr int kMaxHeadDim = 1024;
+
+// The queries of some tokens of one sequence that share a K/V head, and where their keys and values are.
+struct AttendTile {
+    Dtype dtype;
+    const float* queries;  // [rows, head_dim], scaled
+    int rows;
+    int group;               // rows of one token, one after the other
+    int64_t first_position;  // of the first token
+    int64_t window;          // tokens that a token sees, itself included
+    const void* keys;        // [blocks, kv_heads, head_dim, block_size]
+    const void* values;      // [blocks, kv_heads, block_size, head_dim]
+    const int32_t* blocks;   // of the sequence
+    int kv_head;
+    int num_kv_heads;
+    int block_size;
+    int head_dim;
+    int padded_dim;  // head_dim rounded up to 16
+};
+
+// A softmax that is not finished, of each row.
+struct Partial {
+    float* highest;  // [rows]
+    float* total;    // [rows]
+    float* out;      // [rows, padded_dim]
+};
+
+struct KernelTable {
+    // Bytes that one activation takes when packed for weights of the dtype.
+    int64_t (*packed_size)(Dtype);
+    // Activations [rows, k], rows at most kTileRows, as `linear_panel` reads them.
+    void (*pack_rows)(Dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed);
+    // Outputs [rows, cols] of one panel; bias [kPanel] or null.
+    void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k,
+                         const float* bias, void* out, int64_t out_stride, int cols);
+    // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
+    void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
+                     void* sum, void* out);
+    void (*silu_and_mul)(Dtype, const void* gate_up, int64_t d, void* out);
+    // RMS norm where weight is not null, then rotation of the pairs (i, i + d / 2).
+    void (*norm_and_rotate)(Dtype, const void* x, const void* weight, float eps, const float* cosines,
+                            const float* sines, int64_t d, void* out);
+    void (*to_float)(Dtype, const void* x, float scale, int64_t d, float* out);
+    // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
+    void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
+    // Takes `part`, of the next split, into `whole`.
+    void (*merge)(int rows, int padded_dim, Partial whole, Partial part);
+    void (*finish)(Dtype, const float* out, float total, int64_t d, void* result);
+};
+
+inline int64_t attend_scratch(int rows, int padded_dim) {
+    return 2 * int64_t{kKeyTile} * padded_dim + int64_t{rows} * (kKeyTile + 1);
+}
+
+extern const KernelTable kAvx2;
+extern const KernelTable kAvx512;
+extern const KernelTable kAvx512Bf16;
+
+}  // namespace pagoda

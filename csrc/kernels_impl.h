@@ -1,0 +1,465 @@
+// The kernels. A file that includes this is compiled for one instruction set and fills one KernelTable.
+//
+// No result depends on how many rows are computed together: each output is summed up in one order.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace {
+
+using pagoda::AttendTile;
+using pagoda::Dtype;
+using pagoda::kKeyTile;
+using pagoda::kPanel;
+using pagoda::kTileRows;
+using pagoda::Partial;
+
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+
+// Calls f(Count<n>) for an n known at run time, 1 to Max.
+template <int Max, class F>
+PAGODA_INLINE void with_count(int n, F f) {
+    if (n == Max) {
+        f(Count<Max>{});
+    } else if constexpr (Max > 1) {
+        with_count<Max - 1>(n, f);
+    }
+}
+
+// Calls f(pointer of the dtype's type) with a null pointer.
+template <class F>
+PAGODA_INLINE void with_type(Dtype dtype, F f) {
+    switch (dtype) {
+        case Dtype::f32: return f(static_cast<float*>(nullptr));
+        case Dtype::bf16: return f(static_cast<bf16*>(nullptr));
+        case Dtype::f16: return f(static_cast<f16*>(nullptr));
+    }
+}
+
+template <class T>
+using Pointee = std::remove_pointer_t<T>;
+
+// ---- products
+
+// Accumulators of Rows x Cols vectors have to fit the registers, with a vector for each column and one more.
+constexpr int kRegisterRows = kWidth == 16 ? kTileRows : 6;
+constexpr int kRegisterCols = 2;
+// The same where columns are plenty.
+constexpr int kWideRows = 6;
+constexpr int kWideCols = kWidth == 16 ? 4 : 2;
+
+// c [Rows, Cols vectors] = decay * c + a b, or a b without decay; a(r, i) reads a, b is [k, b_stride].
+template <int Rows, int Cols, class A, class B>
+PAGODA_INLINE void multiply(A a, const B* b, int64_t b_stride, int64_t k, const float* decay, float* c,
+                            int64_t c_stride) {
+    vec sums[Rows][Cols];
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+        for (int j = 0; j < Cols; ++j) {
+            sums[r][j] =
+                decay ? mul(broadcast(decay[r]), load(c + r * c_stride + j * kWidth)) : zero();
+        }
+    }
+    for (int64_t i = 0; i < k; ++i) {
+        vec columns[Cols];
+#pragma GCC unroll 4
+        for (int j = 0; j < Cols; ++j) columns[j] = load(b + i * b_stride + j * kWidth);
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) {
+            const vec x = broadcast(a(r, i));
+#pragma GCC unroll 4
+            for (int j = 0; j < Cols; ++j) sums[r][j] = fma(x, columns[j], sums[r][j]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+        for (int j = 0; j < Cols; ++j) store(c + r * c_stride + j * kWidth, sums[r][j]);
+    }
+}
+
+// ---- linear
+
+template <int Rows, class T>
+PAGODA_INLINE void linear_tile(const T* panel, const float* x, int stride, int64_t k, float* c) {
+    multiply<Rows, kRegisterCols>([=](int r, int64_t i) { return x[i * stride + r]; }, panel, kPanel, k,
+                                  nullptr, c, kPanel);
+}
+
+#ifdef __AVX512BF16__
+
+using PackedPair = uint32_t;
+
+template <int Rows>
+PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int stride, int64_t k, float* c) {
+    vec sums[Rows][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = zero();
+    const int64_t pairs = (k + 1) / 2;
+    for (int64_t i = 0; i < pairs; ++i) {
+        const __m512i left = _mm512_loadu_si512(panel + i * 2 * kPanel);
+        const __m512i right = _mm512_loadu_si512(panel + i * 2 * kPanel + kPanel);
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) {
+            const __m512i pair = _mm512_set1_epi32(static_cast<int>(x[i * stride + r]));
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], (__m512bh)left, (__m512bh)pair);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], (__m512bh)right, (__m512bh)pair);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+        store(c + r * kPanel, sums[r][0]);
+        store(c + r * kPanel + kWidth, sums[r][1]);
+    }
+}
+
+#else
+
+using PackedPair = float[2];
+
+template <int Rows>
+PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int stride, int64_t k, float* c) {
+    const float* x = packed[0];
+    vec sums[Rows][kRegisterCols];
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+        for (int j = 0; j < kRegisterCols; ++j) sums[r][j] = zero();
+    }
+    const int64_t pairs = (k + 1) / 2;
+    for (int64_t i = 0; i < pairs; ++i) {
+        vec even[kRegisterCols], odd[kRegisterCols];
+#pragma GCC unroll 2
+        for (int j = 0; j < kRegisterCols; ++j) {
+            even[j] = load_even(panel + i * 2 * kPanel + 2 * j * kWidth);
+            odd[j] = load_odd(panel + i * 2 * kPanel + 2 * j * kWidth);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) {
+            const vec first = broadcast(x[2 * (i * stride + r)]);
+#pragma GCC unroll 2
+            for (int j = 0; j < kRegisterCols; ++j) sums[r][j] = fma(first, even[j], sums[r][j]);
+            const vec second = broadcast(x[2 * (i * stride + r) + 1]);
+#pragma GCC unroll 2
+            for (int j = 0; j < kRegisterCols; ++j) sums[r][j] = fma(second, odd[j], sums[r][j]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kRegisterCols; ++j) store(c + r * kPanel + j * kWidth, sums[r][j]);
+    }
+}
+
+#endif
+
+int64_t packed_size(Dtype dtype) { return dtype == Dtype::bf16 ? sizeof(PackedPair) / 2 : 4; }
+
+PAGODA_INLINE void put_pair(bf16 first, bf16 second, uint32_t& pair) {
+    pair = first.bits | static_cast<uint32_t>(second.bits) << 16;
+}
+PAGODA_INLINE void put_pair(bf16 first, bf16 second, float (&pair)[2]) {
+    pair[0] = as_float(first);
+    pair[1] = as_float(second);
+}
+
+// To [k, rows]; in bf16 to [k / 2, rows] pairs, with a zero behind an odd k.
+void pack_rows(Dtype dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        for (int r = 0; r < rows; ++r) {
+            const T* row = static_cast<const T*>(x) + r * row_stride;
+            if constexpr (std::is_same_v<T, bf16>) {
+                auto* pairs = static_cast<PackedPair*>(packed);
+                for (int64_t i = 0; i < k / 2; ++i) {
+                    put_pair(row[2 * i], row[2 * i + 1], pairs[i * rows + r]);
+                }
+                if (k % 2 != 0) put_pair(row[k - 1], bf16{0}, pairs[k / 2 * rows + r]);
+            } else {
+                auto* floats = static_cast<float*>(packed);
+                for (int64_t i = 0; i < k; ++i) floats[i * rows + r] = as_float(row[i]);
+            }
+        }
+    });
+}
+
+template <class T>
+void store_outputs(const float* c, int rows, const float* bias, T* out, int64_t out_stride, int cols) {
+    for (int r = 0; r < rows; ++r) {
+        for_vectors(cols, [&](auto get, auto put) {
+            const vec sums = get(c + r * kPanel);
+            put(out + r * out_stride, bias ? add(sums, get(bias)) : sums);
+        });
+    }
+}
+
+void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, int64_t k,
+                  const float* bias, void* out, int64_t out_stride, int cols) {
+    alignas(64) float c[kTileRows * kPanel];
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        using X = std::conditional_t<std::is_same_v<T, bf16>, PackedPair, float>;
+        constexpr int per_column = std::is_same_v<T, bf16> ? 2 : 1;
+        for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
+            const T* weights = static_cast<const T*>(panel) + per_column * column;
+            for (int row = 0; row < rows; row += kRegisterRows) {
+                const X* x = static_cast<const X*>(packed) + row;
+                const int left = rows - row < kRegisterRows ? rows - row : kRegisterRows;
+                with_count<kRegisterRows>(left, [&](auto count) {
+                    linear_tile<decltype(count)::value>(weights, x, rows, k, c + row * kPanel + column);
+                });
+            }
+        }
+        store_outputs(c, rows, bias, static_cast<T*>(out), out_stride, cols);
+    });
+}
+
+// ---- rows
+
+template <class T>
+PAGODA_INLINE float inverse_root_mean_square(const T* x, float eps, int64_t d) {
+    vec squares = zero();
+    for_vectors(d, [&](auto get, auto) {
+        const vec v = get(x);
+        squares = fma(v, v, squares);
+    });
+    return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(d) + eps);
+}
+
+void rms_norm(Dtype dtype, const void* x_, const void* delta_, const void* weight_, float eps, int64_t d,
+              void* sum_, void* out_) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        const T* x = static_cast<const T*>(x_);
+        if (delta_ != nullptr) {
+            const T* delta = static_cast<const T*>(delta_);
+            T* total = static_cast<T*>(sum_);
+            for_vectors(d, [&](auto get, auto put) { put(total, add(get(x), get(delta))); });
+            x = total;
+        }
+        const T* weight = static_cast<const T*>(weight_);
+        T* out = static_cast<T*>(out_);
+        const vec factor = broadcast(inverse_root_mean_square(x, eps, d));
+        for_vectors(d, [&](auto get, auto put) {
+            put(out, mul(rounded(mul(get(x), factor), type), get(weight)));
+        });
+    });
+}
+
+void silu_and_mul(Dtype dtype, const void* gate_up, int64_t d, void* out_) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        const T* gates = static_cast<const T*>(gate_up);
+        T* out = static_cast<T*>(out_);
+        for_vectors(d, [&](auto get, auto put) {
+            const vec gate = get(gates);
+            const vec silu = div(gate, add(broadcast(1.0f), exp(sub(zero(), gate))));
+            put(out, mul(rounded(silu, type), get(gates + d)));
+        });
+    });
+}
+
+void norm_and_rotate(Dtype dtype, const void* x_, const void* weight_, float eps, const float* cosines,
+                     const float* sines, int64_t d, void* out_) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        const T* x = static_cast<const T*>(x_);
+        const T* weight = static_cast<const T*>(weight_);
+        T* out = static_cast<T*>(out_);
+        T normed[pagoda::kMaxHeadDim];
+        if (weight != nullptr) {
+            const vec factor = broadcast(inverse_root_mean_square(x, eps, d));
+            for_vectors(d, [&](auto get, auto put) {
+                put(normed, mul(rounded(mul(get(x), factor), type), get(weight)));
+            });
+            x = normed;
+        }
+        const int64_t half = d / 2;
+        for_vectors(half, [&](auto get, auto put) {
+            const vec left = get(x), right = get(x + half), cosine = get(cosines), sine = get(sines);
+            put(out, sub(mul(left, cosine), mul(right, sine)));
+            put(out + half, add(mul(right, cosine), mul(left, sine)));
+        });
+    });
+}
+
+void to_float(Dtype dtype, const void* x, float scale, int64_t d, float* out) {
+    with_type(dtype, [&](auto* type) {
+        const auto* typed = static_cast<decltype(type)>(const_cast<void*>(x));
+        for_vectors(d, [&](auto get, auto put) { put(out, mul(get(typed), broadcast(scale))); });
+    });
+}
+
+// ---- attention
+
+// Where the cache keeps a token of the tile's sequence for the tile's head, counted in [blocks, kv_heads].
+PAGODA_INLINE int64_t block_of(const AttendTile& tile, int64_t position) {
+    return int64_t{tile.blocks[position / tile.block_size]} * tile.num_kv_heads + tile.kv_head;
+}
+
+// Keys from `begin` on as [head_dim, kKeyTile]; what is behind the last of `count` is of no account.
+template <class T>
+void gather_keys(const AttendTile& tile, int64_t begin, int count, float* out) {
+    const T* keys = static_cast<const T*>(tile.keys);
+    const int64_t size = tile.block_size, d = tile.head_dim;
+    if (size % 16 == 0) {
+        for (int j = 0; j < count; j += 16) {
+            const T* first = keys + block_of(tile, begin + j) * size * d + (begin + j) % size;
+            for (int64_t i = 0; i < d; ++i) {
+#pragma GCC unroll 2
+                for (int lane = 0; lane < 16; lane += kWidth) {
+                    store(out + i * kKeyTile + j + lane, load(first + i * size + lane));
+                }
+            }
+        }
+        return;
+    }
+    for (int j = 0; j < count; ++j) {
+        const T* first = keys + block_of(tile, begin + j) * size * d + (begin + j) % size;
+        for (int64_t i = 0; i < d; ++i) out[i * kKeyTile + j] = as_float(first[i * size]);
+    }
+}
+
+// Values from `begin` on as [count, padded_dim].
+template <class T>
+void gather_values(const AttendTile& tile, int64_t begin, int count, float* out) {
+    const T* values = static_cast<const T*>(tile.values);
+    const int64_t size = tile.block_size, d = tile.head_dim;
+    for (int j = 0; j < count; ++j) {
+        const T* row = values + (block_of(tile, begin + j) * size + (begin + j) % size) * d;
+        float* to = out + int64_t{j} * tile.padded_dim;
+        int64_t i = 0;
+        for (; i + kWidth <= d; i += kWidth) store(to + i, load(row + i));
+        for (; i < tile.padded_dim; i += kWidth) store(to + i, i < d ? load_first(row + i, d - i) : zero());
+    }
+}
+
+void score(const AttendTile& tile, const float* keys, float* scores) {
+    for (int row = 0; row < tile.rows; row += kWideRows) {
+        const int left = tile.rows - row < kWideRows ? tile.rows - row : kWideRows;
+        const float* queries = tile.queries + int64_t{row} * tile.head_dim;
+        const int64_t d = tile.head_dim;
+        with_count<kWideRows>(left, [&](auto count) {
+            for (int j = 0; j < kKeyTile; j += kWideCols * kWidth) {
+                multiply<decltype(count)::value, kWideCols>(
+                    [=](int r, int64_t i) { return queries[r * d + i]; }, keys + j, kKeyTile, d, nullptr,
+                    scores + row * kKeyTile + j, kKeyTile);
+            }
+        });
+    }
+}
+
+void add_values(const AttendTile& tile, const float* weights, const float* values, int num_keys,
+                const float* decay, float* out) {
+    const int64_t d = tile.padded_dim;
+    for (int row = 0; row < tile.rows; row += kWideRows) {
+        const int left = tile.rows - row < kWideRows ? tile.rows - row : kWideRows;
+        const float* w = weights + row * kKeyTile;
+        const auto weight = [=](int r, int64_t i) { return w[r * kKeyTile + i]; };
+        float* to = out + row * d;
+        with_count<kWideRows>(left, [&](auto count) {
+            constexpr int rows = decltype(count)::value;
+            int64_t j = 0;
+            for (; j + kWideCols * kWidth <= d; j += kWideCols * kWidth) {
+                multiply<rows, kWideCols>(weight, values + j, d, num_keys, decay + row, to + j, d);
+            }
+            for (; j < d; j += kWidth) {
+                multiply<rows, 1>(weight, values + j, d, num_keys, decay + row, to + j, d);
+            }
+        });
+    }
+}
+
+// Turns the scores of the keys from `begin` on into weights, of the keys from `first` to before `last` only.
+// Returns what earlier sums are worth now.
+PAGODA_INLINE float soften(float* scores, int first, int last, float& highest_score, float& total) {
+    for (int j = 0; j < first; ++j) scores[j] = -INFINITY;
+    for (int j = last; j < kKeyTile; ++j) scores[j] = -INFINITY;
+    vec top = broadcast(-INFINITY);
+    for (int j = 0; j < kKeyTile; j += kWidth) top = max(top, load(scores + j));
+    const float before = highest_score, here = highest(top);
+    const float now = here > before ? here : before;
+    const vec base = broadcast(now == -INFINITY ? 0.0f : now);
+    vec sums = zero();
+    for (int j = 0; j < kKeyTile; j += kWidth) {
+        const vec weights = exp(sub(load(scores + j), base));
+        store(scores + j, weights);
+        sums = add(sums, weights);
+    }
+    const float decay = before == -INFINITY ? 0.0f : exp(before - now);
+    highest_score = now;
+    total = total * decay + sum(sums);
+    return decay;
+}
+
+PAGODA_INLINE int clamp_to_tile(int64_t x) {
+    return x < 0 ? 0 : x > kKeyTile ? kKeyTile : static_cast<int>(x);
+}
+
+// Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
+void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
+    float* keys = scratch;
+    float* values = keys + int64_t{kKeyTile} * tile.padded_dim;
+    float* scores = values + int64_t{kKeyTile} * tile.padded_dim;
+    float* decay = scores + int64_t{tile.rows} * kKeyTile;
+    for (int row = 0; row < tile.rows; ++row) {
+        part.highest[row] = -INFINITY;
+        part.total[row] = 0.0f;
+    }
+    std::memset(part.out, 0, sizeof(float) * static_cast<size_t>(tile.rows) * tile.padded_dim);
+    const int64_t oldest = tile.first_position - tile.window + 1;
+    if (oldest > begin) begin = oldest / kKeyTile * kKeyTile;
+    for (int64_t first = begin; first < end; first += kKeyTile) {
+        const int count = clamp_to_tile(end - first);
+        with_type(tile.dtype, [&](auto* type) {
+            using T = Pointee<decltype(type)>;
+            gather_keys<T>(tile, first, count, keys);
+            gather_values<T>(tile, first, count, values);
+        });
+        score(tile, keys, scores);
+        for (int row = 0; row < tile.rows; ++row) {
+            const int64_t position = tile.first_position + row / tile.group;
+            decay[row] = soften(scores + row * kKeyTile, clamp_to_tile(position - tile.window + 1 - first),
+                                clamp_to_tile(position + 1 - first), part.highest[row], part.total[row]);
+        }
+        add_values(tile, scores, values, count, decay, part.out);
+    }
+}
+
+void merge(int rows, int padded_dim, Partial whole, Partial part) {
+    for (int row = 0; row < rows; ++row) {
+        const float before = whole.highest[row], here = part.highest[row];
+        const float now = here > before ? here : before;
+        const float old_share = before == -INFINITY ? 0.0f : exp(before - now);
+        const float new_share = here == -INFINITY ? 0.0f : exp(here - now);
+        whole.highest[row] = now;
+        whole.total[row] = whole.total[row] * old_share + part.total[row] * new_share;
+        float* to = whole.out + int64_t{row} * padded_dim;
+        const float* from = part.out + int64_t{row} * padded_dim;
+        for (int j = 0; j < padded_dim; j += kWidth) {
+            const vec old = mul(load(to + j), broadcast(old_share));
+            store(to + j, fma(load(from + j), broadcast(new_share), old));
+        }
+    }
+}
+
+void finish(Dtype dtype, const float* out, float total, int64_t d, void* result) {
+    with_type(dtype, [&](auto* type) {
+        auto* typed = static_cast<decltype(type)>(result);
+        for_vectors(d, [&](auto get, auto put) { put(typed, div(get(out), broadcast(total))); });
+    });
+}
+
+constexpr pagoda::KernelTable kTable = {
+    packed_size,     pack_rows, linear_panel, rms_norm, silu_and_mul,
+    norm_and_rotate, to_float,  attend,       merge,    finish,
+};
+
+}  // namespace

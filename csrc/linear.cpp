@@ -1,0 +1,137 @@
+#include <omp.h>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops.h"
+
+namespace pagoda {
+
+namespace {
+
+// Below this many multiplications, waking another thread takes longer than the product.
+constexpr int64_t kWorthThreads = 1 << 17;
+
+const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+
+// Large pages where the system gives them: a panel is read from one end to the other.
+void advise_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t page = 1 << 21;
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + page - 1) / page * page;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)) / page * page;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// How far apart the weights of one output lie in a panel: one input, or one pair of inputs.
+struct Column {
+    int64_t inputs;       // in one element
+    int64_t elements;     // of a column
+    int64_t element_size;
+
+    explicit Column(const PanelShape& shape)
+        : inputs(shape.dtype == Dtype::bf16 ? 2 : 1),
+          elements(shape.padded_inputs() / inputs),
+          element_size(inputs * size_of(shape.dtype)) {}
+};
+
+template <class Element>
+void pack_column(const void* row, int64_t row_bytes, int64_t elements, char* to) {
+    const auto size = static_cast<int64_t>(sizeof(Element));
+    for (int64_t i = 0; i < elements; ++i) {
+        // The last pair of an odd row has no second half.
+        Element element{};
+        std::memcpy(&element, at(row, i * size), static_cast<size_t>(std::min(size, row_bytes - i * size)));
+        std::memcpy(to + i * kPanel * size, &element, sizeof(Element));
+    }
+}
+
+}  // namespace
+
+void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
+    const Column column(shape);
+    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+    advise_large_pages(packed, shape.bytes());
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < shape.panels(); ++panel) {
+        char* to = at(packed, panel * shape.panel_bytes());
+        const int64_t first = panel * kPanel;
+        const int64_t outputs = std::min<int64_t>(kPanel, shape.outputs - first);
+        if (outputs < kPanel) std::memset(to, 0, static_cast<size_t>(shape.panel_bytes()));
+        for (int64_t j = 0; j < outputs; ++j) {
+            const char* row = at(weight, (first + j) * row_bytes);
+            char* begin = to + j * column.element_size;
+            if (column.element_size == 4) {
+                pack_column<uint32_t>(row, row_bytes, column.elements, begin);
+            } else {
+                pack_column<uint16_t>(row, row_bytes, column.elements, begin);
+            }
+        }
+    }
+}
+
+void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids, int64_t n, void* out) {
+    const Column column(shape);
+    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+#pragma omp parallel for schedule(static) if (n * shape.inputs > kWorthThreads)
+    for (int64_t i = 0; i < n; ++i) {
+        const char* panel = at(packed, ids[i] / kPanel * shape.panel_bytes());
+        const char* from = panel + ids[i] % kPanel * column.element_size;
+        char* to = at(out, i * row_bytes);
+        for (int64_t j = 0; j < column.elements; ++j) {
+            const int64_t offset = j * column.element_size;
+            const int64_t size = std::min(column.element_size, row_bytes - offset);
+            std::memcpy(to + offset, from + offset * kPanel, static_cast<size_t>(size));
+        }
+    }
+}
+
+void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, const void* packed,
+            const float* bias, const void* x, int64_t row_stride, int64_t n, void* out) {
+    const int64_t tiles = (n + kTileRows - 1) / kTileRows;
+    const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
+    char* rows = static_cast<char*>(buffer.take(static_cast<size_t>(n * packed_row)));
+    const int64_t item = size_of(shape.dtype);
+    const int64_t threads = omp_get_max_threads();
+    const int64_t panels = shape.panels();
+    // A panel stays in the cache while all rows go by; only when there are few panels are the rows shared out.
+    const int64_t parts = panels >= 4 * threads ? 1 : std::min(tiles, 4 * threads);
+    const int64_t tasks = panels * parts;
+    const int64_t chunk = std::max<int64_t>(1, tasks / (8 * threads));
+    const auto pack = [&](int64_t tile) {
+        const int64_t first = tile * kTileRows;
+        table.pack_rows(shape.dtype, at(x, first * row_stride * item), row_stride,
+                        static_cast<int>(std::min<int64_t>(kTileRows, n - first)), shape.inputs,
+                        rows + first * packed_row);
+    };
+    if (tiles == 1) pack(0);
+#pragma omp parallel if (n * shape.inputs * shape.outputs > kWorthThreads)
+    {
+        if (tiles > 1) {
+#pragma omp for schedule(static)
+            for (int64_t tile = 0; tile < tiles; ++tile) pack(tile);
+        }
+#pragma omp for schedule(dynamic, chunk)
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int64_t panel = task / parts, part = task % parts;
+            const int64_t column = panel * kPanel;
+            const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
+            for (int64_t tile = tiles * part / parts; tile < tiles * (part + 1) / parts; ++tile) {
+                const int64_t first = tile * kTileRows;
+                table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
+                                   rows + first * packed_row,
+                                   static_cast<int>(std::min<int64_t>(kTileRows, n - first)), shape.inputs,
+                                   bias ? bias + column : nullptr,
+                                   at(out, (first * shape.outputs + column) * item), shape.outputs, columns);
+            }
+        }
+    }
+}
+
+}  // namespace pagoda

@@ -1,0 +1,132 @@
+// The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu.py.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+
+namespace nb = nanobind;
+
+namespace pagoda {
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T = void>
+T* to(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+struct InstructionSet {
+    const char* name;
+    const KernelTable* table;
+    bool present;
+};
+
+// From the lowest to the highest; each has all that those before it have.
+std::vector<InstructionSet> instruction_sets() {
+    __builtin_cpu_init();
+    const bool avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    return {{"avx2", &kAvx2, avx2},
+            {"avx512", &kAvx512, avx512},
+            {"avx512_bf16", &kAvx512Bf16, avx512_bf16}};
+}
+
+std::vector<std::string> available_instruction_sets() {
+    std::vector<std::string> names;
+    for (const auto& set : instruction_sets()) {
+        if (set.present) names.emplace_back(set.name);
+    }
+    return names;
+}
+
+// The kernels of one instruction set, and memory that they use from call to call: for one caller at a time.
+class Kernels {
+   public:
+    explicit Kernels(const std::string& name) {
+        for (const auto& set : instruction_sets()) {
+            if (set.present && set.name == name) table_ = set.table;
+        }
+        if (table_ == nullptr) throw std::invalid_argument("this CPU has no " + name);
+    }
+
+    void pack_weight(int dtype, int64_t outputs, int64_t inputs, Address weight, Address packed) const {
+        pagoda::pack_weight({Dtype(dtype), inputs, outputs}, to(weight), to(packed));
+    }
+
+    void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, Address ids, int64_t n,
+                     Address out) const {
+        pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), to<int64_t>(ids), n, to(out));
+    }
+
+    void linear(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
+                int64_t row_stride, int64_t n, Address out) {
+        pagoda::linear(*table_, buffer_, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias), to(x),
+                       row_stride, n, to(out));
+    }
+
+    void add_rms_norm(int dtype, Address x, Address delta, Address weight, float eps, int64_t n, int64_t d,
+                      Address sum, Address out) const {
+        pagoda::add_rms_norm(*table_, Dtype(dtype), to(x), to(delta), to(weight), eps, n, d, to(sum), to(out));
+    }
+
+    void silu_and_mul(int dtype, Address gate_up, int64_t n, int64_t d, Address out) const {
+        pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out));
+    }
+
+    void rotate_and_cache(const AttentionPlan& plan, int dtype, Address keys, Address values, Address qkv,
+                          Address q_norm, Address k_norm, float eps, Address cosines, Address sines,
+                          Address queries) const {
+        pagoda::rotate_and_cache(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(qkv), to(q_norm),
+                                 to(k_norm), eps, to<float>(cosines), to<float>(sines), to(queries));
+    }
+
+    void attention(const AttentionPlan& plan, int dtype, Address keys, Address values, Address queries,
+                   float scale, int64_t window, Address out) {
+        pagoda::attention(*table_, buffer_, plan, {Dtype(dtype), to(keys), to(values)}, to(queries), scale,
+                          window, to(out));
+    }
+
+   private:
+    const KernelTable* table_ = nullptr;
+    Buffer buffer_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+    m.def("instruction_sets", &available_instruction_sets);
+    m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
+        return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
+    });
+    nb::class_<AttentionPlan>(m, "AttentionPlan")
+        .def(
+            "__init__",
+            [](AttentionPlan* self, int num_heads, int num_kv_heads, int head_dim, int block_size, int64_t n,
+               Address query_lens, Address context_lens, Address block_tables, int64_t width) {
+                new (self) AttentionPlan({num_heads, num_kv_heads, head_dim, block_size}, n,
+                                         to<int64_t>(query_lens), to<int64_t>(context_lens),
+                                         to<int64_t>(block_tables), width);
+            })
+        .def_ro("num_tokens", &AttentionPlan::num_tokens);
+    nb::class_<Kernels>(m, "Kernels")
+        .def(nb::init<const std::string&>())
+        .def("pack_weight", &Kernels::pack_weight)
+        .def("weight_rows", &Kernels::weight_rows)
+        .def("linear", &Kernels::linear)
+        .def("add_rms_norm", &Kernels::add_rms_norm)
+        .def("silu_and_mul", &Kernels::silu_and_mul)
+        .def("rotate_and_cache", &Kernels::rotate_and_cache)
+        .def("attention", &Kernels::attention);
+}
+
+}  // namespace pagoda

@@ -1,0 +1,84 @@
+// Operations on all tokens of a step, shared out among threads. No result depends on how.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "buffer.h"
+#include "kernels.h"
+
+namespace pagoda {
+
+// A weight [outputs, inputs] in panels; see kPanel.
+struct PanelShape {
+    Dtype dtype;
+    int64_t inputs, outputs;
+
+    int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+    int64_t padded_inputs() const { return dtype == Dtype::bf16 ? (inputs + 1) / 2 * 2 : inputs; }
+    int64_t panel_bytes() const { return padded_inputs() * kPanel * size_of(dtype); }
+    int64_t bytes() const { return panels() * panel_bytes(); }
+};
+
+void pack_weight(const PanelShape& shape, const void* weight, void* packed);
+
+// Rows `ids` of the weight that was packed.
+void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids, int64_t n, void* out);
+
+void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, const void* packed,
+            const float* bias, const void* x, int64_t row_stride, int64_t n, void* out);
+
+void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,
+                  const void* weight, float eps, int64_t n, int64_t d, void* sum, void* out);
+
+void silu_and_mul(const KernelTable& table, Dtype dtype, const void* gate_up, int64_t n, int64_t d,
+                  void* out);
+
+struct HeadShape {
+    int num_heads, num_kv_heads, head_dim, block_size;
+};
+
+// What attention needs to know about a step, the same for all layers.
+class AttentionPlan {
+   public:
+    // Lengths of `n` sequences and their block ids [n, width].
+    AttentionPlan(const HeadShape& shape, int64_t n, const int64_t* query_lens, const int64_t* context_lens,
+                  const int64_t* block_tables, int64_t width);
+
+    struct Tile {
+        int64_t first_token, num_tokens, first_position;
+        int64_t sequence;
+    };
+    struct Item {
+        int64_t tile;
+        int kv_head;
+        int64_t begin, end;  // cached tokens
+        int64_t slot;        // of its first split among the partial results; -1 when it covers the tile
+    };
+
+    HeadShape shape;
+    int64_t num_tokens = 0, width;
+    int max_rows = 0;
+    int64_t num_slots = 0;
+    std::vector<int64_t> token_rows;  // place of each token, block * block_size + offset
+    std::vector<int32_t> blocks;
+    std::vector<Tile> tiles;
+    std::vector<Item> items;
+    std::vector<Item> merged;  // one for each tile and head whose splits are items of their own
+};
+
+struct Cache {
+    Dtype dtype;
+    void* keys;    // [blocks, kv_heads, head_dim, block_size]
+    void* values;  // [blocks, kv_heads, block_size, head_dim]
+};
+
+// Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
+void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const Cache& cache,
+                      const void* qkv, const void* q_norm, const void* k_norm, float eps,
+                      const float* cosines, const float* sines, void* queries);
+
+void attention(const KernelTable& table, Buffer& buffer, const AttentionPlan& plan, const Cache& cache,
+               const void* queries, float scale, int64_t window, void* out);
+
+}  // namespace pagoda

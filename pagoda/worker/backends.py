@@ -1,0 +1,48 @@
+"""Which backend a worker computes with.
+
+`python -m pagoda.worker.backends` says it in one line: `pagoda doctor`, which never loads torch, asks that way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagoda.backend.base import Backend
+from pagoda.backend.cpu import BackendUnavailableError, CpuBackend, choose_instruction_set
+from pagoda.backend.reference import ReferenceBackend
+from pagoda.errors import ConfigError
+
+BACKENDS = ("auto", "cpu", "reference")
+
+
+def choose_backend(wanted: str) -> tuple[Backend[Any, Any], str]:
+    """The backend, and one line for the operator about it.
+
+    Raises:
+        ConfigError: there is no such backend here.
+    """
+    if wanted not in BACKENDS:
+        raise ConfigError(f"--backend must be one of {', '.join(BACKENDS)}, got {wanted!r}.")
+    if wanted == "reference":
+        return _reference("")
+    try:
+        backend = CpuBackend(choose_instruction_set())
+    except BackendUnavailableError as error:
+        if wanted == "cpu":
+            raise ConfigError(f"--backend cpu is not available: {error}.") from None
+        return _reference(f" (not the cpu backend: {error})")
+    return backend, backend.summary
+
+
+def _reference(reason: str) -> tuple[Backend[Any, Any], str]:
+    backend = ReferenceBackend()
+    return backend, f"{backend.summary}{reason}"
+
+
+def main() -> None:
+    _, line = choose_backend("auto")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
