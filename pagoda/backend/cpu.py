@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.engine.messages import Capabilities
+from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -59,7 +61,7 @@ def available_instruction_sets() -> list[str]:
         BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
     """
     # A process has one OpenMP library when torch, which brings one along, is loaded first.
-    names = _load().instruction_sets()
+    names: list[str] = _load().instruction_sets()
     if not names:
         raise BackendUnavailableError("this CPU has no AVX2")
     return names
@@ -69,7 +71,8 @@ def choose_instruction_set() -> str:
     """The highest one, or what the environment says.
 
     Raises:
-        BackendUnavailableError: as above, or the environment names one that this CPU does not have.
+        BackendUnavailableError: as above.
+        ConfigError: the environment names one that this CPU does not have.
     """
     names = available_instruction_sets()
     wanted = os.environ.get(INSTRUCTION_SET_ENV)
@@ -77,7 +80,9 @@ def choose_instruction_set() -> str:
         return names[-1]
     if wanted not in names:
         known = ", ".join(names)
-        raise BackendUnavailableError(f"{INSTRUCTION_SET_ENV} is {wanted!r}; this CPU has {known}")
+        raise ConfigError(
+            f"{INSTRUCTION_SET_ENV} must be one of {known} on this CPU, got {wanted!r}."
+        )
     return wanted
 
 
@@ -90,7 +95,7 @@ class CpuBackend:
         ValueError: the CPU does not have the instruction set.
         """
         self._native = _load()
-        self._kernels = self._native.Kernels(instruction_set)
+        self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._instruction_set = instruction_set
         self._reference = ReferenceBackend()
         self.device = torch.device("cpu")
@@ -153,8 +158,11 @@ class CpuBackend:
         return out
 
     def linear_rows(self, token_ids: Tensor, weight: PackedLinear) -> Tensor:
-        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < weight.outputs:
-            raise ValueError(f"A token id is not below {weight.outputs}.")
+        if (
+            len(token_ids)
+            and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < weight.outputs
+        ):
+            raise IndexError(f"A token id is not from 0 to {weight.outputs - 1}.")
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
         self._kernels.weight_rows(
@@ -302,7 +310,7 @@ class CpuBackend:
             raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
 
 
-def _load() -> _native:
+def _load() -> ModuleType:
     try:
         return importlib.import_module("pagoda.backend._native")
     except ModuleNotFoundError:

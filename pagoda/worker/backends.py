@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from pagoda.backend.base import Backend
 from pagoda.backend.cpu import BackendUnavailableError, CpuBackend, choose_instruction_set
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.errors import ConfigError
+from pagoda.ipc.machine import available_cores
 
 BACKENDS = ("auto", "cpu", "reference")
 
@@ -40,6 +43,7 @@ def _reference(reason: str) -> tuple[Backend[Any, Any], str]:
 
 
 def main() -> None:
+    torch.set_num_threads(available_cores())
     _, line = choose_backend("auto")
     print(line)
 

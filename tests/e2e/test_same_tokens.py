@@ -1,6 +1,6 @@
 """One request, one seed, one answer: whatever else runs, however it is cut up, whatever dies.
 
-The embedded model in a real worker process, in fp32.
+The embedded model in a real worker process, in fp32 on both backends and in bf16 on the one with kernels.
 """
 
 from __future__ import annotations
@@ -57,19 +57,24 @@ def requests() -> list[GenerateRequest]:
     return made
 
 
-def engine_config(**fields: object) -> EngineConfig:
-    worker = WorkerConfig(
-        model=str(MODEL),
-        dtype="float32",
-        max_model_len=2048,
-        num_blocks=fields.pop("num_blocks", 4096),
-    )  # type: ignore[arg-type]
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def worker(request: pytest.FixtureRequest, backend: str) -> WorkerConfig:
+    if (backend, request.param) == ("reference", "bfloat16"):
+        pytest.skip("bf16 in plain PyTorch is slow, and tested in tests/worker")
+    return WorkerConfig(
+        model=str(MODEL), backend=backend, dtype=request.param, max_model_len=2048, num_blocks=4096
+    )
+
+
+def engine_config(worker: WorkerConfig, **fields: object) -> EngineConfig:
+    num_blocks = fields.pop("num_blocks", worker.num_blocks)
+    worker = msgspec.structs.replace(worker, num_blocks=num_blocks)
     return EngineConfig(worker=worker, **fields)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
-async def engine(**fields: object) -> AsyncIterator[EngineClient]:
-    client = EngineClient(engine_config(**fields))
+async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[EngineClient]:
+    client = EngineClient(engine_config(worker, **fields))
     await client.start()
     try:
         yield client
@@ -90,25 +95,27 @@ async def answers(client: EngineClient, requests: Sequence[GenerateRequest]) -> 
 
 
 @pytest.fixture(scope="module")
-def alone(requests: list[GenerateRequest]) -> list[list[int]]:
+def alone(worker: WorkerConfig, requests: list[GenerateRequest]) -> list[list[int]]:
     """Every request by itself, without the prefix cache: what all other ways are compared with."""
 
     async def run() -> list[list[int]]:
-        async with engine(max_num_seqs=1, enable_prefix_caching=False) as client:
+        async with engine(worker, max_num_seqs=1, enable_prefix_caching=False) as client:
             return [await answer(client, request) for request in requests]
 
     return asyncio.run(run())
 
 
-async def test_in_a_batch_of_32(requests: list[GenerateRequest], alone: list[list[int]]) -> None:
-    async with engine() as client:
+async def test_in_a_batch_of_32(
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
+) -> None:
+    async with engine(worker) as client:
         assert await answers(client, requests) == alone
 
 
 async def test_from_the_prefix_cache(
-    requests: list[GenerateRequest], alone: list[list[int]]
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine() as client:
+    async with engine(worker) as client:
         await answers(client, requests)
         again = [msgspec.structs.replace(r, request_id=f"again-{r.request_id}") for r in requests]
         assert await answers(client, again) == alone
@@ -117,26 +124,28 @@ async def test_from_the_prefix_cache(
 
 
 async def test_in_chunks_of_7_tokens(
-    requests: list[GenerateRequest], alone: list[list[int]]
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(max_num_batched_tokens=7) as client:
+    async with engine(worker, max_num_batched_tokens=7) as client:
         assert await answers(client, requests[:8]) == alone[:8]
 
 
-async def test_preempted(requests: list[GenerateRequest], alone: list[list[int]]) -> None:
-    async with engine(num_blocks=130) as client:
+async def test_preempted(
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
+) -> None:
+    async with engine(worker, num_blocks=130) as client:
         assert await answers(client, requests) == alone
         assert (await client.load()).num_preemptions > 0
 
 
 async def test_worker_and_engine_killed(
-    requests: list[GenerateRequest], alone: list[list[int]]
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine() as client:
+    async with engine(worker) as client:
         streams = asyncio.gather(*(answer(client, request) for request in requests))
         assert client.engine_pid is not None
-        (worker,) = psutil.Process(client.engine_pid).children()
-        os.kill(worker.pid, signal.SIGKILL)
+        (child,) = psutil.Process(client.engine_pid).children()
+        os.kill(child.pid, signal.SIGKILL)
         while (await client.load()).num_worker_restarts == 0:
             await asyncio.sleep(0.01)
         while (await client.load()).num_running == 0:

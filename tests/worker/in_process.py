@@ -48,6 +48,7 @@ class InProcessEngine:
         self,
         directory: Path,
         *,
+        backend: str = "auto",
         max_model_len: int,
         num_blocks: int = 512,
         block_size: int = 16,
@@ -56,6 +57,7 @@ class InProcessEngine:
     ) -> None:
         worker = WorkerConfig(
             model=str(directory),
+            backend=backend,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=block_size,

@@ -27,13 +27,16 @@ def _prompts(count: int, longest: int) -> list[list[int]]:
 @dataclass(frozen=True)
 class _Oracle:
     directory: Path
+    backend: str
     requests: list[GenerateRequest]
     expected: list[list[int]]
     """What transformers answers to each request."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Oracle:
+def oracle(
+    request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> _Oracle:
     """A family, with prompts of which some begin alike."""
     directory = tmp_path_factory.mktemp(request.param)
     model = save_model(request.param, directory)
@@ -46,11 +49,11 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
         for i, prompt in enumerate(prompts)
     ]
-    return _Oracle(directory, requests, expected)
+    return _Oracle(directory, backend, requests, expected)
 
 
 def test_batched(oracle: _Oracle) -> None:
-    engine = InProcessEngine(oracle.directory, max_model_len=CONTEXT)
+    engine = InProcessEngine(oracle.directory, backend=oracle.backend, max_model_len=CONTEXT)
     assert engine.answer(oracle.requests) == oracle.expected
     load = engine.load()
     assert (load.num_preemptions, load.num_prefix_hit_tokens) == (0, 0)
@@ -58,7 +61,11 @@ def test_batched(oracle: _Oracle) -> None:
 
 def test_chunked(oracle: _Oracle) -> None:
     engine = InProcessEngine(
-        oracle.directory, max_model_len=CONTEXT, block_size=4, max_num_batched_tokens=7
+        oracle.directory,
+        backend=oracle.backend,
+        max_model_len=CONTEXT,
+        block_size=4,
+        max_num_batched_tokens=7,
     )
     assert engine.answer(oracle.requests) == oracle.expected
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in oracle.requests)
@@ -66,7 +73,9 @@ def test_chunked(oracle: _Oracle) -> None:
 
 
 def test_prefix_cached(oracle: _Oracle) -> None:
-    engine = InProcessEngine(oracle.directory, max_model_len=CONTEXT, enable_prefix_caching=True)
+    engine = InProcessEngine(
+        oracle.directory, backend=oracle.backend, max_model_len=CONTEXT, enable_prefix_caching=True
+    )
     alike = slice(3, 5)
     assert engine.answer(oracle.requests[alike]) == oracle.expected[alike]
     first_hits = engine.load().num_prefix_hit_tokens
@@ -78,6 +87,7 @@ def test_preempted(oracle: _Oracle) -> None:
     for prefix_caching in (False, True):
         engine = InProcessEngine(
             oracle.directory,
+            backend=oracle.backend,
             max_model_len=CONTEXT,
             block_size=4,
             num_blocks=-(-CONTEXT // 4) + 3,
@@ -104,13 +114,13 @@ def test_sharded_files(tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_close(dtype: str, tmp_path: Path) -> None:
+def test_half_precision_stays_close(dtype: str, backend: str, tmp_path: Path) -> None:
     model = save_model("qwen3", tmp_path)
     (prompt,) = _prompts(1, 100)
     for options in ({"dtype": dtype}, {"dtype": "auto"}):
         if options["dtype"] == "auto":
             model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
-        driver = Driver(load(tmp_path, **options))
+        driver = Driver(load(tmp_path, backend=backend, **options))
         driver.start(0, prompt)
         driver.run([0], 8)
         assert driver.output(0)[0] == continuation(model.float(), prompt, 1)[0]

@@ -66,10 +66,10 @@ def _answer(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_alone_batched_chunked_preempted(
-    family: str, dtype: str, threads: int, tmp_path: Path
+    family: str, dtype: str, threads: int, backend: str, tmp_path: Path
 ) -> None:
     save_model(family, tmp_path)
-    runner = load(tmp_path, dtype=dtype, num_threads=threads)
+    runner = load(tmp_path, backend=backend, dtype=dtype, num_threads=threads)
     together = _answer(runner, list(range(BATCH)), 10_000)
     assert len({tuple(tokens) for tokens, _ in together.values()}) == BATCH
     for slot in (0, 1, 5, 13, 31):

@@ -68,15 +68,16 @@ def _start(workers: list[_Worker], directory: Path, config: WorkerConfig) -> _Wo
     return workers[-1]
 
 
-def test_answers_plans_that_run_ahead(tmp_path: Path, workers: list[_Worker]) -> None:
+def test_answers_plans_that_run_ahead(tmp_path: Path, backend: str, workers: list[_Worker]) -> None:
     model = save_model("qwen3", tmp_path)
-    config = WorkerConfig(model=str(tmp_path), max_model_len=256, num_threads=1)
+    config = WorkerConfig(model=str(tmp_path), backend=backend, max_model_len=256, num_threads=1)
     worker = _start(workers, tmp_path, config)
     ready = worker.receive()
     assert isinstance(ready, WorkerReady)
     assert (ready.max_model_len, ready.vocab_size, ready.block_size) == (256, 320, 16)
     assert ready.num_blocks == 256 * 256 // 16  # all that 256 sequences of 256 tokens could use
-    assert "reference on cpu, 1 thread, float32" in ready.summary
+    assert ready.summary.startswith(backend)
+    assert ", 1 thread, float32, " in ready.summary
 
     os.kill(worker.child.pid, signal.SIGINT)  # Ctrl-C in the terminal is for the parent to handle
     prompt = [random.Random(0).randrange(320) for _ in range(20)]

@@ -1,0 +1,66 @@
+"""The backend is the best that there is, unless a flag says otherwise; what is used is said, and why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pagoda.backend import cpu
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.reference import ReferenceBackend
+from pagoda.errors import ConfigError
+from pagoda.worker.backends import choose_backend
+
+
+def _remove_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pagoda.backend._native", None)
+
+
+def test_auto_takes_the_kernels(backend: str) -> None:
+    chosen, line = choose_backend(backend)
+    assert isinstance(chosen, CpuBackend if backend == "cpu" else ReferenceBackend)
+    assert line.startswith("cpu (avx" if backend == "cpu" else "reference on cpu, ")
+    if backend == "cpu":
+        assert choose_backend("auto")[1] == line
+
+
+def test_without_kernels_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    _remove_kernels(monkeypatch)
+    chosen, line = choose_backend("auto")
+    assert isinstance(chosen, ReferenceBackend)
+    assert "not the cpu backend: the kernels were not built when Pagoda was installed" in line
+    with pytest.raises(ConfigError, match="--backend cpu is not available: the kernels were not"):
+        choose_backend("cpu")
+
+
+def test_a_cpu_without_avx2_goes_without(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    if backend != "cpu":
+        pytest.skip("needs the kernels")
+    monkeypatch.setattr("pagoda.backend._native.instruction_sets", lambda: [])
+    assert "not the cpu backend: this CPU has no AVX2" in choose_backend("auto")[1]
+    with pytest.raises(ConfigError, match="this CPU has no AVX2"):
+        choose_backend("cpu")
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    if backend != "cpu":
+        pytest.skip("needs the kernels")
+    monkeypatch.setenv(cpu.INSTRUCTION_SET_ENV, "mmx")
+    with pytest.raises(ConfigError, match="PAGODA_CPU_ISA must be one of avx2"):
+        choose_backend("auto")
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--backend must be one of auto, cpu, reference, got 'x'"):
+        choose_backend("x")
+
+
+def test_the_line_that_doctor_prints() -> None:
+    command = [sys.executable, "-m", "pagoda.worker.backends"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    line = choose_backend("auto")[1]
+    assert done.stdout.startswith(line[: line.index(", ")])
