@@ -35,7 +35,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that nothing later in the resolution can choose another version.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "Pagoda needs Python 3.11 or newer as '$(PYTHON)'; name another with make PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }

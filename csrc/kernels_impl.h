@@ -62,7 +62,7 @@ PAGODA_INLINE void multiply(A a, const B* b, int64_t b_stride, int64_t k, const 
     vec sums[Rows][Cols];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < Cols; ++j) {
             sums[r][j] =
                 decay ? mul(broadcast(decay[r]), load(c + r * c_stride + j * kWidth)) : zero();
@@ -70,18 +70,18 @@ PAGODA_INLINE void multiply(A a, const B* b, int64_t b_stride, int64_t k, const 
     }
     for (int64_t i = 0; i < k; ++i) {
         vec columns[Cols];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < Cols; ++j) columns[j] = load(b + i * b_stride + j * kWidth);
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) {
             const vec x = broadcast(a(r, i));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int j = 0; j < Cols; ++j) sums[r][j] = fma(x, columns[j], sums[r][j]);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < Cols; ++j) store(c + r * c_stride + j * kWidth, sums[r][j]);
     }
 }
@@ -341,6 +341,102 @@ void gather_values(const AttendTile& tile, int64_t begin, int count, float* out)
     }
 }
 
+// With few rows it is quicker to convert keys and values on the way than to gather them first. The sums are the
+// same: over the same elements, in the same order.
+constexpr int kFewRows = 6;
+
+bool reads_blocks(const AttendTile& tile) {
+    return tile.rows <= kFewRows && tile.block_size % 16 == 0 && tile.head_dim % 16 == 0;
+}
+
+template <int Rows, int Groups, class T>
+PAGODA_INLINE void score_groups(const AttendTile& tile, const T* const (&keys)[Groups], float* scores) {
+    constexpr int vectors = 16 / kWidth;
+    vec sums[Rows][Groups][vectors];
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+        for (int g = 0; g < Groups; ++g) {
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) sums[r][g][v] = zero();
+        }
+    }
+    const int64_t d = tile.head_dim, size = tile.block_size;
+    for (int64_t i = 0; i < d; ++i) {
+        vec columns[Groups][vectors];
+#pragma GCC unroll 4
+        for (int g = 0; g < Groups; ++g) {
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) columns[g][v] = load(keys[g] + i * size + v * kWidth);
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < Rows; ++r) {
+            const vec query = broadcast(tile.queries[r * d + i]);
+#pragma GCC unroll 4
+            for (int g = 0; g < Groups; ++g) {
+#pragma GCC unroll 2
+                for (int v = 0; v < vectors; ++v) {
+                    sums[r][g][v] = fma(query, columns[g][v], sums[r][g][v]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+        for (int g = 0; g < Groups; ++g) {
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) {
+                store(scores + r * kKeyTile + g * 16 + v * kWidth, sums[r][g][v]);
+            }
+        }
+    }
+}
+
+template <class T>
+void score_blocks(const AttendTile& tile, int64_t begin, int count, float* scores) {
+    constexpr int groups = kWidth == 16 ? 4 : 1;
+    const auto group_at = [&](int j) {
+        // Behind the last key there is no block; what it scores there is of no account.
+        const int64_t position = begin + (j < count ? j : 0);
+        return static_cast<const T*>(tile.keys) +
+               block_of(tile, position) * tile.block_size * tile.head_dim + position % tile.block_size;
+    };
+    with_count<kFewRows>(tile.rows, [&](auto rows) {
+        for (int j = 0; j < count; j += 16 * groups) {
+            const T* keys[groups];
+            for (int g = 0; g < groups; ++g) keys[g] = group_at(j + 16 * g);
+            score_groups<decltype(rows)::value, groups>(tile, keys, scores + j);
+        }
+    });
+}
+
+template <class T>
+void add_block_values(const AttendTile& tile, const float* weights, int64_t begin, int count,
+                      const float* decay, float* out) {
+    const int64_t d = tile.head_dim;
+    constexpr float kept[kFewRows] = {1, 1, 1, 1, 1, 1};
+    with_count<kFewRows>(tile.rows, [&](auto rows) {
+        for (int j = 0; j < count; j += 16) {
+            const int64_t position = begin + j;
+            const T* values = static_cast<const T*>(tile.values) +
+                              (block_of(tile, position) * tile.block_size + position % tile.block_size) * d;
+            const int64_t keys = count - j < 16 ? count - j : 16;
+            const auto weight = [=](int r, int64_t i) { return weights[r * kKeyTile + j + i]; };
+            const float* factor = j == 0 ? decay : kept;
+            constexpr int rows_now = decltype(rows)::value;
+            constexpr int cols = kWidth == 16 && rows_now <= 3 ? 2 * kWideCols : kWideCols;
+            int64_t column = 0;
+            for (; column + cols * kWidth <= d; column += cols * kWidth) {
+                multiply<rows_now, cols>(weight, values + column, d, keys, factor, out + column, d);
+            }
+            for (; column < d; column += kWidth) {
+                multiply<rows_now, 1>(weight, values + column, d, keys, factor, out + column, d);
+            }
+        }
+    });
+}
+
 void score(const AttendTile& tile, const float* keys, float* scores) {
     for (int row = 0; row < tile.rows; row += kWideRows) {
         const int left = tile.rows - row < kWideRows ? tile.rows - row : kWideRows;
@@ -414,22 +510,34 @@ void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, 
         part.total[row] = 0.0f;
     }
     std::memset(part.out, 0, sizeof(float) * static_cast<size_t>(tile.rows) * tile.padded_dim);
+    const bool direct = reads_blocks(tile);
     const int64_t oldest = tile.first_position - tile.window + 1;
     if (oldest > begin) begin = oldest / kKeyTile * kKeyTile;
     for (int64_t first = begin; first < end; first += kKeyTile) {
         const int count = clamp_to_tile(end - first);
         with_type(tile.dtype, [&](auto* type) {
             using T = Pointee<decltype(type)>;
-            gather_keys<T>(tile, first, count, keys);
-            gather_values<T>(tile, first, count, values);
+            if (direct) {
+                score_blocks<T>(tile, first, count, scores);
+            } else {
+                gather_keys<T>(tile, first, count, keys);
+                gather_values<T>(tile, first, count, values);
+            }
         });
-        score(tile, keys, scores);
+        if (!direct) score(tile, keys, scores);
         for (int row = 0; row < tile.rows; ++row) {
             const int64_t position = tile.first_position + row / tile.group;
             decay[row] = soften(scores + row * kKeyTile, clamp_to_tile(position - tile.window + 1 - first),
                                 clamp_to_tile(position + 1 - first), part.highest[row], part.total[row]);
         }
-        add_values(tile, scores, values, count, decay, part.out);
+        if (!direct) {
+            add_values(tile, scores, values, count, decay, part.out);
+            continue;
+        }
+        with_type(tile.dtype, [&](auto* type) {
+            using T = Pointee<decltype(type)>;
+            add_block_values<T>(tile, scores, first, count, decay, part.out);
+        });
     }
 }
 

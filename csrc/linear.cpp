@@ -95,6 +95,7 @@ void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids
 void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, const void* packed,
             const float* bias, const void* x, int64_t row_stride, int64_t n, void* out) {
     const int64_t tiles = (n + kTileRows - 1) / kTileRows;
+    const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
     char* rows = static_cast<char*>(buffer.take(static_cast<size_t>(n * packed_row)));
     const int64_t item = size_of(shape.dtype);
@@ -105,9 +106,9 @@ void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, c
     const int64_t tasks = panels * parts;
     const int64_t chunk = std::max<int64_t>(1, tasks / (8 * threads));
     const auto pack = [&](int64_t tile) {
-        const int64_t first = tile * kTileRows;
+        const int64_t first = tile * tile_rows;
         table.pack_rows(shape.dtype, at(x, first * row_stride * item), row_stride,
-                        static_cast<int>(std::min<int64_t>(kTileRows, n - first)), shape.inputs,
+                        static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
                         rows + first * packed_row);
     };
     if (tiles == 1) pack(0);
@@ -123,10 +124,10 @@ void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, c
             const int64_t column = panel * kPanel;
             const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
             for (int64_t tile = tiles * part / parts; tile < tiles * (part + 1) / parts; ++tile) {
-                const int64_t first = tile * kTileRows;
+                const int64_t first = tile * tile_rows;
                 table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
                                    rows + first * packed_row,
-                                   static_cast<int>(std::min<int64_t>(kTileRows, n - first)), shape.inputs,
+                                   static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
                                    bias ? bias + column : nullptr,
                                    at(out, (first * shape.outputs + column) * item), shape.outputs, columns);
             }
