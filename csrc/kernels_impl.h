@@ -304,14 +304,25 @@ PAGODA_INLINE int64_t block_of(const AttendTile& tile, int64_t position) {
     return int64_t{tile.blocks[position / tile.block_size]} * tile.num_kv_heads + tile.kv_head;
 }
 
+// Where the blocks keep the key and the value of a token. A key's elements are block_size apart.
+template <class T>
+PAGODA_INLINE const T* key_at(const AttendTile& tile, int64_t position) {
+    return static_cast<const T*>(tile.keys) +
+           block_of(tile, position) * tile.block_size * tile.head_dim + position % tile.block_size;
+}
+template <class T>
+PAGODA_INLINE const T* value_at(const AttendTile& tile, int64_t position) {
+    const int64_t row = block_of(tile, position) * tile.block_size + position % tile.block_size;
+    return static_cast<const T*>(tile.values) + row * tile.head_dim;
+}
+
 // Keys from `begin` on as [head_dim, kKeyTile]; what is behind the last of `count` is of no account.
 template <class T>
 void gather_keys(const AttendTile& tile, int64_t begin, int count, float* out) {
-    const T* keys = static_cast<const T*>(tile.keys);
     const int64_t size = tile.block_size, d = tile.head_dim;
     if (size % 16 == 0) {
         for (int j = 0; j < count; j += 16) {
-            const T* first = keys + block_of(tile, begin + j) * size * d + (begin + j) % size;
+            const T* first = key_at<T>(tile, begin + j);
             for (int64_t i = 0; i < d; ++i) {
 #pragma GCC unroll 2
                 for (int lane = 0; lane < 16; lane += kWidth) {
@@ -322,7 +333,7 @@ void gather_keys(const AttendTile& tile, int64_t begin, int count, float* out) {
         return;
     }
     for (int j = 0; j < count; ++j) {
-        const T* first = keys + block_of(tile, begin + j) * size * d + (begin + j) % size;
+        const T* first = key_at<T>(tile, begin + j);
         for (int64_t i = 0; i < d; ++i) out[i * kKeyTile + j] = as_float(first[i * size]);
     }
 }
@@ -330,10 +341,9 @@ void gather_keys(const AttendTile& tile, int64_t begin, int count, float* out) {
 // Values from `begin` on as [count, padded_dim].
 template <class T>
 void gather_values(const AttendTile& tile, int64_t begin, int count, float* out) {
-    const T* values = static_cast<const T*>(tile.values);
-    const int64_t size = tile.block_size, d = tile.head_dim;
+    const int64_t d = tile.head_dim;
     for (int j = 0; j < count; ++j) {
-        const T* row = values + (block_of(tile, begin + j) * size + (begin + j) % size) * d;
+        const T* row = value_at<T>(tile, begin + j);
         float* to = out + int64_t{j} * tile.padded_dim;
         int64_t i = 0;
         for (; i + kWidth <= d; i += kWidth) store(to + i, load(row + i));
@@ -349,8 +359,11 @@ bool reads_blocks(const AttendTile& tile) {
     return tile.rows <= kFewRows && tile.block_size % 16 == 0 && tile.head_dim % 16 == 0;
 }
 
+// Blocks lie anywhere, so the processor cannot guess which memory comes next: `soon` says where the keys and values
+// of later groups of 16 are.
 template <int Rows, int Groups, class T>
-PAGODA_INLINE void score_groups(const AttendTile& tile, const T* const (&keys)[Groups], float* scores) {
+PAGODA_INLINE void score_groups(const AttendTile& tile, const T* const (&keys)[Groups],
+                                const T* const (&soon)[2][Groups], float* scores) {
     constexpr int vectors = 16 / kWidth;
     vec sums[Rows][Groups][vectors];
 #pragma GCC unroll 6
@@ -366,6 +379,8 @@ PAGODA_INLINE void score_groups(const AttendTile& tile, const T* const (&keys)[G
         vec columns[Groups][vectors];
 #pragma GCC unroll 4
         for (int g = 0; g < Groups; ++g) {
+            _mm_prefetch(soon[0][g] + i * size, _MM_HINT_T1);
+            _mm_prefetch(soon[1][g] + i * 16, _MM_HINT_T1);
 #pragma GCC unroll 2
             for (int v = 0; v < vectors; ++v) columns[g][v] = load(keys[g] + i * size + v * kWidth);
         }
@@ -393,20 +408,21 @@ PAGODA_INLINE void score_groups(const AttendTile& tile, const T* const (&keys)[G
     }
 }
 
+// Scores of the keys from `begin` on; those behind the last of `count` are of no account.
 template <class T>
-void score_blocks(const AttendTile& tile, int64_t begin, int count, float* scores) {
+void score_blocks(const AttendTile& tile, int64_t begin, int count, int64_t end, float* scores) {
     constexpr int groups = kWidth == 16 ? 4 : 1;
-    const auto group_at = [&](int j) {
-        // Behind the last key there is no block; what it scores there is of no account.
-        const int64_t position = begin + (j < count ? j : 0);
-        return static_cast<const T*>(tile.keys) +
-               block_of(tile, position) * tile.block_size * tile.head_dim + position % tile.block_size;
-    };
     with_count<kFewRows>(tile.rows, [&](auto rows) {
         for (int j = 0; j < count; j += 16 * groups) {
             const T* keys[groups];
-            for (int g = 0; g < groups; ++g) keys[g] = group_at(j + 16 * g);
-            score_groups<decltype(rows)::value, groups>(tile, keys, scores + j);
+            const T* soon[2][groups];
+            for (int g = 0; g < groups; ++g) {
+                const int64_t position = begin + j + 16 * g, later = position + kKeyTile;
+                keys[g] = key_at<T>(tile, position < begin + count ? position : begin);
+                soon[0][g] = key_at<T>(tile, later < end ? later : begin);
+                soon[1][g] = value_at<T>(tile, later < end ? later : begin);
+            }
+            score_groups<decltype(rows)::value, groups>(tile, keys, soon, scores + j);
         }
     });
 }
@@ -418,9 +434,7 @@ void add_block_values(const AttendTile& tile, const float* weights, int64_t begi
     constexpr float kept[kFewRows] = {1, 1, 1, 1, 1, 1};
     with_count<kFewRows>(tile.rows, [&](auto rows) {
         for (int j = 0; j < count; j += 16) {
-            const int64_t position = begin + j;
-            const T* values = static_cast<const T*>(tile.values) +
-                              (block_of(tile, position) * tile.block_size + position % tile.block_size) * d;
+            const T* values = value_at<T>(tile, begin + j);
             const int64_t keys = count - j < 16 ? count - j : 16;
             const auto weight = [=](int r, int64_t i) { return weights[r * kKeyTile + j + i]; };
             const float* factor = j == 0 ? decay : kept;
@@ -518,7 +532,7 @@ void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, 
         with_type(tile.dtype, [&](auto* type) {
             using T = Pointee<decltype(type)>;
             if (direct) {
-                score_blocks<T>(tile, first, count, scores);
+                score_blocks<T>(tile, first, count, end, scores);
             } else {
                 gather_keys<T>(tile, first, count, keys);
                 gather_values<T>(tile, first, count, values);

@@ -112,10 +112,10 @@ class CpuBackend:
         """Keys are [num_blocks, num_kv_heads, head_dim, block_size]: a vector holds one element of many keys.
 
         Raises:
-            ValueError: no kernel takes heads of this size.
+            ConfigError: no kernel takes heads of this size.
         """
         if head_dim % 2 or head_dim > self._native.MAX_HEAD_DIM:
-            raise ValueError(
+            raise ConfigError(
                 f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )

@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         ops.linear(torch.zeros(2, 4, dtype=torch.bfloat16), weight)
     with pytest.raises(IndexError, match="not from 0 to 7"):
         ops.linear_rows(torch.tensor([8]), weight)
-    with pytest.raises(ValueError, match="even head sizes"):
+    with pytest.raises(ConfigError, match="even head sizes"):
         ops.allocate_kv_cache(1, 16, 1, 7, torch.float32)
     cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32)
     plan = ops.plan_attention(_batch([(0, 2, [0])]), 1, cache)
