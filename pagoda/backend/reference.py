@@ -71,7 +71,6 @@ class ReferenceBackend:
             max_batch_tokens=65536,
             max_batch_seqs=4096,
             max_model_len=2**20,
-            kv_dtypes=("float32", "bfloat16", "float16"),
             weight_formats=("float32", "bfloat16", "float16"),
         )
 

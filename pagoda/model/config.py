@@ -82,6 +82,22 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def num_parameters(self) -> int:
+        """Of all weights that the decoder keeps; a tied head counts once."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = hidden * (2 * q_size + 2 * kv_size)
+        norms = 2 * hidden + 2 * self.head_dim * self.qk_norm
+        biases = (
+            (q_size + 2 * kv_size) * self.qkv_bias
+            + hidden * self.output_bias
+            + (2 * inner + hidden) * self.mlp_bias
+        )
+        layer = attention + 3 * hidden * inner + norms + biases
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + hidden
+
 
 def read_model_config(directory: Path) -> ModelConfig:
     """The config.json in a model directory.

@@ -63,7 +63,6 @@ class Decoder(Generic[LinearT, PlanT]):
         )
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
-        self.num_weight_bytes = loader.num_bytes
 
     def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
         """Hidden states behind the last layer, [n, hidden]; `caches` has one entry per layer."""
@@ -121,7 +120,6 @@ class _Loader(Generic[LinearT]):
         self._source = source
         self._dtype = dtype
         self._device = backend.device
-        self.num_bytes = 0
 
     def layer(self, index: int) -> Layer[LinearT]:
         config, prefix = self._config, f"model.layers.{index}"
@@ -178,5 +176,4 @@ class _Loader(Generic[LinearT]):
         joined = torch.empty(shape, dtype=self._dtype, device=self._device)
         for name, out in zip(parts, torch.split(joined, list(parts.values())), strict=True):
             self._source.read_into(name, out)
-        self.num_bytes += joined.nbytes
         return joined

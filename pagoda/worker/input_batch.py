@@ -10,6 +10,12 @@ from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import SlotStart
 
 
+def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """What an `InputBatch` takes: a token id of four bytes per place, a block id of four per block."""
+    max_blocks = -(-max_model_len // block_size)
+    return 4 * max_num_seqs * (max_model_len + 1 + max_blocks)
+
+
 @dataclass
 class _Slot:
     num_tokens: int

@@ -16,8 +16,8 @@ from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_mo
 from pagoda.model.decoder import Decoder
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.models.presets import PRESETS
-from pagoda.worker.input_batch import InputBatch
-from pagoda.worker.kv_size import choose_num_blocks, format_bytes
+from pagoda.worker.input_batch import InputBatch, input_batch_bytes
+from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import Sampler
 
@@ -29,23 +29,31 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         ConfigError: the model, its files, the machine or a flag does not allow it.
     """
     torch.set_num_threads(config.num_threads or available_cores())
-    backend = _backend(config.backend)
+    backend = ReferenceBackend()
     block_size = _block_size(config.block_size, backend.capabilities)
     shape = _model_config(config)
     dtype_name = _dtype(config.dtype, shape.dtype, backend.capabilities)
     dtype = getattr(torch, dtype_name)
     max_model_len = _max_model_len(config.max_model_len, shape, backend.capabilities)
+    _check_max_num_seqs(config.max_num_seqs, backend.capabilities)
 
-    with _weights(config) as source:
-        model = Decoder(shape, backend, source, dtype)
+    weight_bytes = shape.num_parameters * dtype.itemsize
     bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     num_blocks = choose_num_blocks(
         config,
         block_size=block_size,
         bytes_per_block=block_size * bytes_per_token,
         max_model_len=max_model_len,
-        available_bytes=available_memory_bytes(),
+        available_bytes=left_for_kv_cache(
+            config,
+            weight_bytes=weight_bytes,
+            batch_bytes=input_batch_bytes(config.max_num_seqs, max_model_len, block_size),
+            max_model_len=max_model_len,
+            available_bytes=available_memory_bytes(),
+        ),
     )
+    with _weights(config) as source:
+        model = Decoder(shape, backend, source, dtype)
     caches = [
         backend.allocate_kv_cache(num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype)
         for _ in range(shape.num_layers)
@@ -58,18 +66,12 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         max_model_len=max_model_len,
         vocab_size=shape.vocab_size,
         summary=(
-            f"{backend.summary}, {dtype_name}, {format_bytes(model.num_weight_bytes)} weights, "
+            f"{backend.summary}, {dtype_name}, {format_bytes(weight_bytes)} weights, "
             f"{format_bytes(num_cached * bytes_per_token)} KV cache for {num_cached} tokens"
         ),
     )
     batch = InputBatch(config.max_num_seqs, max_model_len, block_size)
     return Runner(model, caches, batch, Sampler(shape.vocab_size)), ready
-
-
-def _backend(name: str) -> ReferenceBackend:
-    if name != "reference":
-        raise ConfigError(f"--backend must be reference, got {name!r}.")
-    return ReferenceBackend()
 
 
 def _block_size(wanted: int | None, capabilities: Capabilities) -> int:
@@ -111,6 +113,13 @@ def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabil
             f"--max-model-len must be from 1 to the model's own {longest}, got {wanted}."
         )
     return wanted
+
+
+def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
+    if not 1 <= wanted <= capabilities.max_batch_seqs:
+        raise ConfigError(
+            f"--max-num-seqs must be from 1 to {capabilities.max_batch_seqs}, got {wanted}."
+        )
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ Plans wait in the socket, so the next one is there when a step ends. Nothing her
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
-import traceback
 import warnings
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from pagoda.engine.messages import (
 from pagoda.errors import ConfigError
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.telemetry.logging import configure_logging
 
 if TYPE_CHECKING:
     from pagoda.worker.runner import Runner
@@ -33,9 +34,12 @@ if TYPE_CHECKING:
 _FAREWELL_MS = 5000
 """How long a last message may wait for the engine to fetch it."""
 
+_log = logging.getLogger("pagoda.worker")
+
 
 def main() -> None:
     hold_lifeline()
+    configure_logging()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the frontend coordinates
     # Threads that wait for each other sleep: spinning would take the cores from engine and frontend.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -69,7 +73,7 @@ def _load(config: WorkerConfig) -> tuple[Runner, WorkerReady] | WorkerFailed:
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
     except Exception as error:
-        traceback.print_exc()
+        _log.exception("the model cannot be loaded")
         return WorkerFailed(f"{type(error).__name__}: {error}", is_user_error=False)
 
 

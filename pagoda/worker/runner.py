@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,6 +14,10 @@ from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.engine.messages import StepPlan, StepResult
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.sampler import Sampled, Sampler
+
+BROKE_A_STEP = "this request broke a step; the server's log says why"
+
+_log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -37,6 +42,8 @@ class Runner:
         self._sampler = sampler
         self._failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them."""
+        self._request_ids: dict[int, str] = {}
+        """By slot; for the log."""
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -50,7 +57,10 @@ class Runner:
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
         sampled = self._compute_isolated({s: n for s, n in counts.items() if s not in errors})
+        for slot, error in sampled.errors.items():
+            _log.error("failed in step %d: %s", plan.step, error, extra=self._of(slot))
         self._failed |= sampled.errors
+        self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
         return StepResult(
             step=plan.step,
             slots=list(sampled.token_ids),
@@ -65,28 +75,34 @@ class Runner:
             self._batch.free(slot)
             self._sampler.free(slot)
             self._failed.pop(slot, None)
+            del self._request_ids[slot]
         for start in plan.starts:
             self._batch.start(start)
+            self._request_ids[start.slot] = start.request_id
             try:
                 self._sampler.start(start)
-            except Exception as error:
-                self._failed[start.slot] = _describe(error)
+            except Exception:
+                _log.exception("cannot be started", extra=self._of(start.slot))
+                self._failed[start.slot] = BROKE_A_STEP
         for slot, block_ids in plan.new_blocks:
             self._batch.add_blocks(slot, block_ids)
 
     def _compute_isolated(self, counts: dict[int, int]) -> Sampled:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
-        Computing tokens a second time writes the same K and V to the same places.
+        Computing tokens a second time writes the same K and V to the same places and draws the same tokens:
+        nothing is remembered until the whole step is done.
         """
         if not counts:
             return Sampled()
         try:
             return self._compute(counts)
-        except Exception as error:
+        except Exception:
             if len(counts) == 1:
                 (slot,) = counts
-                return Sampled(errors={slot: _describe(error)})
+                _log.exception("computing this request raised", extra=self._of(slot))
+                return Sampled(errors={slot: BROKE_A_STEP})
+            _log.exception("computing %d requests together raised", len(counts))
         parts = [self._compute_isolated({slot: count}) for slot, count in counts.items()]
         return Sampled(
             token_ids={k: v for part in parts for k, v in part.token_ids.items()},
@@ -99,12 +115,7 @@ class Runner:
         batch = self._batch.prepare(slots, num_tokens)
         hidden = self._model.forward(batch, self._caches)
         sampling = [self._batch.will_sample(slot, count) for slot, count in counts.items()]
-        sampled = self._sample(batch, hidden, slots, sampling)
-        for slot, count in counts.items():
-            self._batch.advance(slot, count)
-        for slot, token_id in sampled.token_ids.items():
-            self._batch.append(slot, token_id)
-        return sampled
+        return self._sample(batch, hidden, slots, sampling)
 
     def _sample(
         self, batch: TokenBatch, hidden: Tensor, slots: list[int], sampling: list[bool]
@@ -117,6 +128,14 @@ class Runner:
             logits, [slot for slot, samples in zip(slots, sampling, strict=True) if samples]
         )
 
+    def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
+        """Remembers what the step computed and drew."""
+        for slot, count in counts.items():
+            self._batch.advance(slot, count)
+        for slot, token_id in sampled.token_ids.items():
+            self._batch.append(slot, token_id)
+            self._sampler.append(slot, token_id)
 
-def _describe(error: Exception) -> str:
-    return f"this request broke a step ({type(error).__name__}: {error})"
+    def _of(self, slot: int) -> dict[str, str]:
+        """What a log line about a slot's request carries."""
+        return {"request_id": self._request_ids.get(slot, "-")}

@@ -17,6 +17,7 @@ from pagoda.worker.logit_rules import LogitRules
 from pagoda.worker.philox import uniform
 
 NOT_FINITE = "the model produced NaN or infinite logits"
+OVERFLOWN = "the penalties drove the logits to infinity; repetition_penalty must be closer to 1"
 NOTHING_ALLOWED = (
     "the sampling parameters leave no token to choose from; "
     "allowed_token_ids must name a token that min_tokens does not hold back"
@@ -50,30 +51,32 @@ class Sampler:
         self._rules.pop(slot, None)
 
     def sample(self, logits: Tensor, slots: list[int]) -> Sampled:
-        """The next token of each slot from logits [slots, vocab] float32, which are used up."""
+        """The next token of each slot from logits [slots, vocab] float32, which are used up.
+
+        Nothing is remembered: sampling again gives the same tokens until `append` says what was drawn.
+        """
         low, high = torch.aminmax(logits, dim=1)
         sound = (low.isfinite() & high.isfinite()).tolist()
         errors = {slot: NOT_FINITE for slot, ok in zip(slots, sound, strict=True) if not ok}
         reported = {
-            row: torch.log_softmax(logits[row], dim=0)
+            slot: torch.log_softmax(logits[row], dim=0)
             for row, slot in enumerate(slots)
             if sound[row] and self._params[slot].logprobs is not None
         }
         errors |= self._apply_rules(logits, slots, sound)
-        chosen = self._choose(logits, slots)
-        token_ids = {
-            slot: token_id
-            for slot, token_id in zip(slots, chosen, strict=True)
-            if slot not in errors
-        }
+        token_ids = self._choose(
+            logits, {slot: row for row, slot in enumerate(slots) if slot not in errors}
+        )
         logprobs = {
-            slots[row]: _token_logprobs(values, chosen[row], self._params[slots[row]].logprobs or 0)
-            for row, values in reported.items()
-            if slots[row] in token_ids
+            slot: _token_logprobs(values, token_ids[slot], self._params[slot].logprobs or 0)
+            for slot, values in reported.items()
+            if slot in token_ids
         }
-        for slot, token_id in token_ids.items():
-            self._rules[slot].append(token_id)
         return Sampled(token_ids, logprobs, errors)
+
+    def append(self, slot: int, token_id: int) -> None:
+        """The slot's answer has grown by this token."""
+        self._rules[slot].append(token_id)
 
     def _apply_rules(self, logits: Tensor, slots: list[int], sound: list[bool]) -> dict[int, str]:
         errors = {}
@@ -81,23 +84,29 @@ class Sampler:
             rules = self._rules[slot]
             if sound[row] and rules.change_logits():
                 rules.apply(logits[row])
-                if logits[row].max() == -torch.inf:
+                highest = float(logits[row].max())
+                if highest == -math.inf:
                     errors[slot] = NOTHING_ALLOWED
+                elif not math.isfinite(highest):
+                    errors[slot] = OVERFLOWN
         return errors
 
-    def _choose(self, logits: Tensor, slots: list[int]) -> list[int]:
-        chosen: list[int] = logits.argmax(dim=1).tolist()
-        random_rows = [row for row, slot in enumerate(slots) if not self._params[slot].greedy]
-        if random_rows:
-            drawn = self._draw(logits[random_rows], [slots[row] for row in random_rows])
-            for row, token_id in zip(random_rows, drawn, strict=True):
-                chosen[row] = token_id
+    def _choose(self, logits: Tensor, rows: dict[int, int]) -> dict[int, int]:
+        """The token of each slot in `rows`, which says where its logits are."""
+        likeliest = logits.argmax(dim=1).tolist()
+        chosen: dict[int, int] = {slot: likeliest[row] for slot, row in rows.items()}
+        random_slots = [slot for slot in rows if not self._params[slot].greedy]
+        if random_slots:
+            drawn = self._draw(logits[[rows[slot] for slot in random_slots]], random_slots)
+            chosen |= zip(random_slots, drawn, strict=True)
         return chosen
 
     def _draw(self, logits: Tensor, slots: list[int]) -> list[int]:
         """Inverts the distribution function, in the order of the vocabulary, at each slot's random number."""
         params = [self._params[slot] for slot in slots]
-        logits = logits / torch.tensor([[p.temperature] for p in params], dtype=torch.float32)
+        # With the highest at zero, no quotient can overflow, however low the temperature.
+        logits = logits - logits.amax(dim=1, keepdim=True)
+        logits /= torch.tensor([[p.temperature] for p in params], dtype=torch.float32)
         for row, one in enumerate(params):
             _truncate(logits[row], one)
         cumulative = torch.softmax(logits, dim=1).double().cumsum(dim=1)

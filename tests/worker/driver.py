@@ -48,25 +48,23 @@ class Driver:
         sampling: SamplingParams = GREEDY,
         *,
         output: list[int] | None = None,
-        shared_blocks: list[int] | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """`shared_blocks` already hold the first tokens of the prompt."""
-        shared = list(shared_blocks or [])
         self.tokens[slot] = prompt + list(output or [])
         self.num_prompt_tokens[slot] = len(prompt)
-        self.computed[slot] = len(shared) * self.block_size
-        missing = -(-len(self.tokens[slot]) // self.block_size) - len(shared)
-        self.blocks[slot] = shared + [self._pool.popleft() for _ in range(missing)]
+        self.computed[slot] = 0
+        num_blocks = -(-len(self.tokens[slot]) // self.block_size)
+        self.blocks[slot] = [self._pool.popleft() for _ in range(num_blocks)]
         self._starts.append(
             SlotStart(
                 slot=slot,
                 token_ids=list(self.tokens[slot]),
                 num_prompt_tokens=len(prompt),
-                num_computed_tokens=self.computed[slot],
+                num_computed_tokens=0,
                 block_ids=list(self.blocks[slot]),
                 sampling=sampling,
                 eos_token_ids=eos_token_ids,
+                request_id=f"request-{slot}",
             )
         )
 

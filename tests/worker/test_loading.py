@@ -8,12 +8,13 @@ import msgspec
 import pytest
 import torch
 from driver import Driver
-from tiny_models import save_model
+from tiny_models import FAMILIES, save_model
 
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
-from pagoda.worker.kv_size import choose_num_blocks, format_bytes
+from pagoda.model.config import read_model_config
 from pagoda.worker.loading import load_runner
+from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
 
 CONFIG = WorkerConfig(model="", max_num_seqs=4)
 SIZES: dict[str, Any] = {
@@ -33,7 +34,7 @@ def test_the_cache_takes_its_share_of_free_memory() -> None:
     assert choose_num_blocks(_replace(memory_utilization=0.9), **SIZES) == 4 * 7  # never more
     assert choose_num_blocks(_replace(kv_cache_memory_bytes=9 * 1024 + 5), **SIZES) == 9
     assert choose_num_blocks(_replace(num_blocks=7), **SIZES) == 7
-    assert choose_num_blocks(_replace(num_blocks=1000), **SIZES) == 1000
+    assert choose_num_blocks(_replace(num_blocks=100), **SIZES) == 100
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,68 @@ def test_too_small_a_cache_names_numbers_and_flags(changes: dict[str, Any], reme
     assert text.endswith(f"{remedy}.")
 
 
+@pytest.mark.parametrize(
+    ("changes", "flag", "size"),
+    [
+        ({"num_blocks": 9_000_000_000}, "--num-kv-blocks", "8583.1 GiB for 144000000000 tokens"),
+        (
+            {"kv_cache_memory_bytes": 2**40, "max_num_seqs": 100},
+            "--kv-cache-memory-bytes",
+            "700.0 KiB for 11200 tokens",
+        ),
+    ],
+)
+def test_too_large_a_cache_names_numbers_and_flags(
+    changes: dict[str, Any], flag: str, size: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_num_blocks(_replace(**changes), **SIZES)
+    assert str(caught.value) == (
+        f"the KV cache would take {size}, but the weights leave only 100.0 KiB of memory free; lower {flag}."
+    )
+
+
+def _left(weight_bytes: int, batch_bytes: int) -> int:
+    return left_for_kv_cache(
+        _replace(model="big"),
+        weight_bytes=weight_bytes,
+        batch_bytes=batch_bytes,
+        max_model_len=100,
+        available_bytes=1024,
+    )
+
+
+def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
+    assert _left(1000, 4) == 20
+    with pytest.raises(
+        ConfigError, match=r"weights of big take 2.0 KiB, but only 1.0 KiB of memor"
+    ):
+        _left(2048, 4)
+    with pytest.raises(
+        ConfigError, match=r"tokens of 4 requests of 100 take 25 bytes .*--max-num-"
+    ):
+        _left(1000, 25)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_without_loading_them(family: str, tmp_path: Path) -> None:
+    model = save_model(family, tmp_path)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert read_model_config(tmp_path).num_parameters == expected
+
+
+def test_a_model_larger_than_memory_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    monkeypatch.setattr("pagoda.worker.loading.available_memory_bytes", lambda: 100_000)
+    with pytest.raises(
+        ConfigError, match=r"weights of .* take .* KiB, but only 97.7 KiB of memory"
+    ):
+        _load(tmp_path)
+
+
 def test_format_bytes() -> None:
     assert format_bytes(512) == "512 bytes"
     assert format_bytes(2048) == "2.0 KiB"
@@ -74,7 +137,7 @@ def _load(directory: Path, **changes: Any) -> None:
     [
         ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int8'."),
         ({"load_format": "gguf"}, "--load-format must be auto or dummy, got 'gguf'."),
-        ({"backend": "abacus"}, "--backend must be reference, got 'abacus'."),
+        ({"max_num_seqs": 10**9}, "--max-num-seqs must be from 1 to 4096, got 1000000000."),
         ({"block_size": 24}, "--block-size must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 24."),
         ({"max_model_len": 513}, "--max-model-len must be from 1 to the model's own 512, got 513."),
         ({"max_model_len": 0}, "--max-model-len must be from 1 to the model's own 512, got 0."),

@@ -1,16 +1,22 @@
-"""Greedy answers are those of Hugging Face transformers, however they are batched, cut and cached."""
+"""Greedy answers are those of Hugging Face transformers, however they are batched, cut, cached and preempted."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from driver import Driver, load
+from in_process import InProcessEngine
 from tiny_models import FAMILIES, continuation, make_model, save_model
 
+from pagoda.engine.messages import GenerateRequest, SamplingParams
+
 LENGTH = 64
+CONTEXT = 224
+"""Holds the longest prompt and its answer."""
 
 
 def _prompts(count: int, longest: int) -> list[list[int]]:
@@ -18,59 +24,70 @@ def _prompts(count: int, longest: int) -> list[list[int]]:
     return [[rng.randrange(320) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_continuations_equal_transformers(family: str, tmp_path: Path) -> None:
-    model = save_model(family, tmp_path)
-    prompts = _prompts(5, 150)
-    expected = [continuation(model, prompt, LENGTH) for prompt in prompts]
-    assert len({tuple(tokens) for tokens in expected}) == 5
-    runner = load(tmp_path)
-
-    batched = Driver(runner)
-    for slot, prompt in enumerate(prompts):
-        batched.start(slot, prompt)
-    batched.run(list(range(5)), LENGTH)
-    assert [batched.output(slot) for slot in range(5)] == expected
-
-    chunked = Driver(load(tmp_path, block_size=4), block_size=4)
-    chunked.start(9, prompts[0])
-    for slot, prompt in enumerate(prompts[1:], start=1):  # the others join while it runs
-        chunked.step({9: chunked.share(9, 7)})
-        chunked.start(slot, prompt)
-    chunked.run([9, 1, 2, 3, 4], LENGTH, chunk=7)
-    assert [chunked.output(slot) for slot in (9, 1, 2, 3, 4)] == expected
+@dataclass(frozen=True)
+class _Oracle:
+    directory: Path
+    requests: list[GenerateRequest]
+    expected: list[list[int]]
+    """What transformers answers to each request."""
 
 
-def test_cached_prefix_blocks(tmp_path: Path) -> None:
-    model = save_model("qwen3", tmp_path)
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Oracle:
+    """A family, with prompts of which some begin alike."""
+    directory = tmp_path_factory.mktemp(request.param)
+    model = save_model(request.param, directory)
     prefix = list(range(100, 196))
-    prompts = [prefix + tail for tail in _prompts(3, 30)] + [prefix]
-    driver = Driver(load(tmp_path))
-    driver.start(0, prompts[0])
-    driver.run([0], LENGTH)
-    for slot, prompt in enumerate(prompts[1:], start=1):
-        # A prompt that is all cached still computes its last token, so one block fewer is shared.
-        num_shared = min(len(prefix), len(prompt) - 1) // 16
-        driver.start(slot, prompt, shared_blocks=driver.blocks[0][:num_shared])
-    driver.run([1, 2, 3], LENGTH)
-    for slot, prompt in enumerate(prompts):
-        assert driver.output(slot) == continuation(model, prompt, LENGTH)
+    prompts = [*_prompts(3, 150), *(prefix + tail for tail in _prompts(2, 30)), prefix]
+    expected = [continuation(model, prompt, LENGTH) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=LENGTH)
+    requests = [
+        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+    return _Oracle(directory, requests, expected)
 
 
-def test_return_after_preemption(tmp_path: Path) -> None:
-    model = save_model("llama", tmp_path)
-    prompts = _prompts(2, 90)
-    driver = Driver(load(tmp_path))
-    driver.start(0, prompts[0])
-    driver.run([0], 20)
-    output = driver.output(0)
-    driver.free(0)
-    driver.start(0, prompts[1])  # another request has the slot in between
-    driver.run([0], 5)
-    driver.start(1, prompts[0], output=output)
-    driver.run([0, 1], LENGTH, chunk=13)
-    assert driver.output(1) == continuation(model, prompts[0], LENGTH)
-    assert driver.output(0) == continuation(model, prompts[1], LENGTH)
+def test_batched(oracle: _Oracle) -> None:
+    engine = InProcessEngine(oracle.directory, max_model_len=CONTEXT)
+    assert engine.answer(oracle.requests) == oracle.expected
+    load = engine.load()
+    assert (load.num_preemptions, load.num_prefix_hit_tokens) == (0, 0)
+
+
+def test_chunked(oracle: _Oracle) -> None:
+    engine = InProcessEngine(
+        oracle.directory, max_model_len=CONTEXT, block_size=4, max_num_batched_tokens=7
+    )
+    assert engine.answer(oracle.requests) == oracle.expected
+    num_prompt_tokens = sum(len(request.prompt_token_ids) for request in oracle.requests)
+    assert engine.load().num_steps > num_prompt_tokens / 7
+
+
+def test_prefix_cached(oracle: _Oracle) -> None:
+    engine = InProcessEngine(oracle.directory, max_model_len=CONTEXT, enable_prefix_caching=True)
+    alike = slice(3, 5)
+    assert engine.answer(oracle.requests[alike]) == oracle.expected[alike]
+    first_hits = engine.load().num_prefix_hit_tokens
+    assert engine.answer(oracle.requests) == oracle.expected
+    assert engine.load().num_prefix_hit_tokens - first_hits >= 3 * 80
+
+
+def test_preempted(oracle: _Oracle) -> None:
+    for prefix_caching in (False, True):
+        engine = InProcessEngine(
+            oracle.directory,
+            max_model_len=CONTEXT,
+            block_size=4,
+            num_blocks=-(-CONTEXT // 4) + 3,
+            max_num_batched_tokens=64,
+            enable_prefix_caching=prefix_caching,
+        )
+        assert engine.answer(oracle.requests) == oracle.expected
+        load = engine.load()
+        assert load.num_preemptions > 0
+        assert (load.num_prefix_hit_tokens > 0) is prefix_caching
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,8 +15,8 @@ from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.engine.messages import SamplingParams, StepPlan, WorkerConfig
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.loading import load_runner
-from pagoda.worker.runner import Runner
-from pagoda.worker.sampler import NOT_FINITE, Sampler
+from pagoda.worker.runner import BROKE_A_STEP, Runner
+from pagoda.worker.sampler import NOT_FINITE, Sampled, Sampler
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
 
@@ -35,16 +35,21 @@ def _expected(directory: Path, count: int) -> list[list[int]]:
     return [driver.output(slot) for slot in range(3)]
 
 
-def test_a_request_that_raises_fails_alone(directory: Path) -> None:
+def test_a_request_that_raises_fails_alone(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = _expected(directory, 4)
     driver = Driver(load(directory))
     for slot, prompt in enumerate(PROMPTS):
         driver.start(slot, prompt)
     driver.start(3, [320])  # not in the vocabulary: the embedding raises
     result = driver.step({0: 3, 3: 1, 1: 4, 2: 2})
-    assert list(result.errors) == [3]
-    assert result.errors[3].startswith("this request broke a step (IndexError: ")
+    assert result.errors == {3: BROKE_A_STEP}
     assert result.slots == [0, 1, 2]
+    assert "IndexError" in caplog.text
+    about = {vars(record).get("request_id"): record.getMessage() for record in caplog.records}
+    assert about["request-3"].startswith("failed in step 0")
+    assert set(about) == {None, "request-3"}
 
     # A plan that was under way still counts on the failed slot.
     result = driver.step({0: 1, 1: 1, 3: 1, 2: 1})
@@ -57,12 +62,39 @@ def test_a_request_that_raises_fails_alone(directory: Path) -> None:
     assert not driver.results[-1].errors
 
 
+def test_what_is_computed_twice_is_remembered_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded = [
+        SamplingParams(temperature=1.5, seed=slot, frequency_penalty=0.5, max_tokens=99)
+        for slot in range(3)
+    ]
+
+    def answers(driver: Driver) -> list[list[int]]:
+        for slot, prompt in enumerate(PROMPTS):
+            driver.start(slot, prompt, seeded[slot])
+        driver.run([0, 1, 2], 6)
+        return [driver.output(slot) for slot in range(3)]
+
+    expected = answers(Driver(load(directory)))
+    sample = Sampler.sample
+
+    def raise_behind_a_batch(self: Sampler, logits: Tensor, slots: list[int]) -> Sampled:
+        sampled = sample(self, logits, slots)
+        if len(slots) > 1:
+            raise IndexError
+        return sampled
+
+    monkeypatch.setattr(Sampler, "sample", raise_behind_a_batch)
+    assert answers(Driver(load(directory))) == expected
+
+
 def test_a_request_whose_parameters_cannot_be_taken_fails_alone(directory: Path) -> None:
     driver = Driver(load(directory))
     driver.start(0, PROMPTS[0])
     driver.start(1, PROMPTS[1], SamplingParams(seed=0, allowed_token_ids=(5000,)))
     result = driver.step({0: 3, 1: 4})
-    assert (result.slots, list(result.errors)) == ([0], [1])
+    assert (result.slots, result.errors) == ([0], {1: BROKE_A_STEP})
     driver.free(1)
     driver.start(1, PROMPTS[1])
     assert driver.step({0: 1, 1: 4}).slots == [0, 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagoda.engine.messages import SamplingParams, SlotStart
 from pagoda.worker.philox import uniform
-from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampled, Sampler
+from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
 
 VOCAB = 50
 
@@ -33,6 +33,14 @@ def _sample(logits: Tensor, *starts: SlotStart) -> Sampled:
     for start in starts:
         sampler.start(start)
     return sampler.sample(logits.clone(), [start.slot for start in starts])
+
+
+def _step(sampler: Sampler, logits: Tensor, slots: list[int]) -> Sampled:
+    """Samples and remembers what was drawn."""
+    sampled = sampler.sample(logits.clone(), slots)
+    for slot, token_id in sampled.token_ids.items():
+        sampler.append(slot, token_id)
+    return sampled
 
 
 def _one(values: dict[int, float], start: SlotStart, vocab: int = VOCAB) -> int:
@@ -90,8 +98,18 @@ def test_penalties_grow_with_every_token() -> None:
     sampler.start(_start(frequency_penalty=1.0))
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 2.5, 1.0
-    drawn = [sampler.sample(logits.clone(), [0]).token_ids[0] for _ in range(5)]
+    drawn = [_step(sampler, logits, [0]).token_ids[0] for _ in range(5)]
     assert drawn == [7, 7, 8, 7, 0]
+
+
+def test_sampling_again_gives_the_same() -> None:
+    sampler = Sampler(VOCAB)
+    sampler.start(_start(temperature=1.0, seed=5, frequency_penalty=1.0, min_tokens=1, logprobs=2))
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    first = sampler.sample(logits.clone(), [0])
+    assert sampler.sample(logits.clone(), [0]) == first
+    sampler.append(0, first.token_ids[0])
+    assert len({sampler.sample(logits.clone(), [0]).token_ids[0] for _ in range(5)}) == 1
 
 
 # ---- truncation
@@ -162,8 +180,27 @@ def test_frequencies_follow_the_distribution_at_a_temperature() -> None:
     assert [drawn[i] for i in range(3)] == pytest.approx(expected.tolist(), abs=150)
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
-    assert _one({7: 3.0, 9: 2.9}, _start(temperature=1e-6, seed=3)) == 7
+@pytest.mark.parametrize("temperature", [1e-42, 1e-38, 1e-6, 1e-5])
+@pytest.mark.parametrize("size", [3.0, 300.0, 3e34, 3e38])
+def test_a_tiny_temperature_is_greedy(temperature: float, size: float) -> None:
+    start = _start(temperature=temperature, seed=3, presence_penalty=0.1, top_p=0.9, min_p=0.1)
+    assert _one({7: size, 9: 0.9 * size, 11: -size}, start) == 7
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=2, max_size=9),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(1e-30, 1),
+    min_p=st.floats(0, 1),
+    top_k=st.integers(-1, 9),
+    repetition_penalty=st.floats(0.01, 100),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_no_parameters_draw_a_token_that_does_not_exist(logits: list[float], **params: Any) -> None:
+    sampled = _sample(torch.tensor([logits]), _start(prompt=(0, 1), **params))
+    assert sampled.errors in ({}, {0: OVERFLOWN})
+    assert all(0 <= token_id < len(logits) for token_id in sampled.token_ids.values())
 
 
 # ---- log-probabilities
@@ -205,6 +242,16 @@ def test_a_bad_row_fails_alone(poison: float) -> None:
     assert set(sampled.logprobs) == {0, 2}
 
 
+def test_penalties_that_overflow_fail_alone() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 5] = 3e37
+    starts = [_start(slot, (5,), temperature=1.0) for slot in range(3)]
+    starts[1] = _start(1, (5,), temperature=1.0, repetition_penalty=0.01)
+    sampled = _sample(logits, *starts)
+    assert sampled.errors == {1: OVERFLOWN}
+    assert sampled.token_ids == {0: 5, 2: 5}
+
+
 def test_rules_that_leave_nothing_fail_alone() -> None:
     nothing = _start(1, allowed_token_ids=(4,), eos=(4,), min_tokens=3, temperature=1.0)
     sampled = _sample(torch.zeros(2, VOCAB), _start(0), nothing)
@@ -243,7 +290,7 @@ def test_rows_are_independent(rows: list[dict[str, Any]], seed: int) -> None:
         sampler = Sampler(vocab)
         for slot in slots:
             sampler.start(starts[slot])
-        return [sampler.sample(logits[slots].clone(), slots) for logits in steps]
+        return [_step(sampler, logits[slots], slots) for logits in steps]
 
     together = run(list(range(len(rows))))
     for slot in range(len(rows)):

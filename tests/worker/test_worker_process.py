@@ -104,6 +104,22 @@ def test_runs_the_embedded_model(tmp_path: Path, workers: list[_Worker]) -> None
     assert not result.errors
 
 
+def test_a_broken_request_is_logged_with_its_traceback(
+    tmp_path: Path, workers: list[_Worker], capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_model("qwen3", tmp_path)
+    config = WorkerConfig(model=str(tmp_path), max_model_len=64, num_threads=1)
+    worker = _start(workers, tmp_path, config)
+    assert isinstance(worker.receive(), WorkerReady)
+    worker.send(StepPlan(0, [0], [1], [SlotStart(0, [5000], 1, 0, [0], SAMPLING)]))
+    result = worker.receive()
+    assert isinstance(result, StepResult)
+    assert result.errors == {0: "this request broke a step; the server's log says why"}
+    log = capfd.readouterr().err
+    assert "ERROR   pagoda.worker.runner" in log
+    assert "IndexError" in log
+
+
 def test_a_user_error_is_one_sentence(tmp_path: Path, workers: list[_Worker]) -> None:
     worker = _start(workers, tmp_path, WorkerConfig(model=str(tmp_path / "nothing")))
     failed = worker.receive()

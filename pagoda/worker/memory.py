@@ -1,0 +1,85 @@
+"""What the worker will take of the machine's memory, worked out before any of it is taken."""
+
+from __future__ import annotations
+
+from pagoda.engine.messages import WorkerConfig
+from pagoda.errors import ConfigError
+
+
+def left_for_kv_cache(
+    config: WorkerConfig,
+    *,
+    weight_bytes: int,
+    batch_bytes: int,
+    max_model_len: int,
+    available_bytes: int,
+) -> int:
+    """Bytes of `available_bytes` that weights and the input batch leave.
+
+    Raises:
+        ConfigError: there is not enough for them.
+    """
+    available = format_bytes(available_bytes)
+    if weight_bytes > available_bytes:
+        raise ConfigError(
+            f"the weights of {config.model} take {format_bytes(weight_bytes)}, but only {available} of "
+            "memory are free; free some, or serve a smaller model or a smaller --dtype."
+        )
+    if weight_bytes + batch_bytes > available_bytes:
+        raise ConfigError(
+            f"the tokens of {config.max_num_seqs} requests of {max_model_len} take "
+            f"{format_bytes(batch_bytes)} besides {format_bytes(weight_bytes)} of weights, but only "
+            f"{available} of memory are free; lower --max-num-seqs or --max-model-len."
+        )
+    return available_bytes - weight_bytes - batch_bytes
+
+
+def choose_num_blocks(
+    config: WorkerConfig,
+    *,
+    block_size: int,
+    bytes_per_block: int,
+    max_model_len: int,
+    available_bytes: int,
+) -> int:
+    """Blocks of the KV cache: as many as memory has room for, but no more than requests could ever fill.
+
+    The number comes from `num_blocks`, else from `kv_cache_memory_bytes`, else from the share
+    `memory_utilization` of `available_bytes`.
+
+    Raises:
+        ConfigError: the cache could not hold one sequence of `max_model_len` tokens, or does not fit into
+            `available_bytes`.
+    """
+    blocks_per_sequence = -(-max_model_len // block_size)
+    if config.num_blocks is not None:
+        num_blocks, flag = config.num_blocks, "--num-kv-blocks"
+    else:
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            budget = int(available_bytes * config.memory_utilization)
+        num_blocks = min(budget // bytes_per_block, config.max_num_seqs * blocks_per_sequence)
+        flag = "--kv-cache-memory-bytes"
+    size, available = format_bytes(num_blocks * bytes_per_block), format_bytes(available_bytes)
+    if num_blocks < blocks_per_sequence:
+        raise ConfigError(
+            f"the KV cache would hold {num_blocks * block_size} tokens ({size} of {available} free memory), "
+            f"but one sequence may have {max_model_len} "
+            f"({format_bytes(blocks_per_sequence * bytes_per_block)}); raise {flag} or lower --max-model-len."
+        )
+    if num_blocks * bytes_per_block > available_bytes:
+        raise ConfigError(
+            f"the KV cache would take {size} for {num_blocks * block_size} tokens, but the weights leave only "
+            f"{available} of memory free; lower {flag}."
+        )
+    return num_blocks
+
+
+def format_bytes(count: int) -> str:
+    """Such as `4.2 GiB`."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
