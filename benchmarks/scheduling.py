@@ -1,11 +1,13 @@
 """What a step costs the engine besides the model: planning it and taking its results.
 
 The scheduler runs in this process, with 256 requests that each have a context of their own, two steps
-under way as in the engine, and the simulated worker's time left out.
+under way as in the engine, and the simulated worker's time left out. In the last case more requests wait
+behind one whose prompt is cached for its first half and does not fit, so every step has to find that out.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 
@@ -18,76 +20,132 @@ from pagoda.kv.manager import KVManager
 _RUNNING = 256
 _CONTEXTS = (1_000, 10_000, 100_000)
 _WARM_UP_STEPS = 16
-_STEPS = 320
+_STEPS = 160
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 512
+_ROOM = _WARM_UP_STEPS + _STEPS + 4
+"""Tokens that an answer may have: more than are measured, so that none ends."""
+
+_WAITING = 256
+_LONG_PROMPT = 100_000
+_CACHED = 50_000
 
 
 def measure_scheduling() -> list[Figure]:
-    """Milliseconds of schedule + update for each step, by context length."""
+    """Milliseconds of schedule + update for each step, by context length, and with a queue that is stuck."""
+    measured = {
+        f"schedule + update, {_RUNNING} running, context {context // 1000} k": _measure(context)
+        for context in _CONTEXTS
+    }
+    measured[
+        f"the same at 1 k, {_WAITING} waiting behind {_LONG_PROMPT // 1000} k tokens, half cached"
+    ] = _measure_stuck_queue(1_000)
     return [
         Figure(
-            what=f"schedule + update, {_RUNNING} running, context {context // 1000} k",
-            measured=_measure(context),
+            what=what,
+            measured=figures,
             target="≤ 1.5 ms a step, flat",
             command="python -m benchmarks.main_job scheduling",
         )
-        for context in _CONTEXTS
+        for what, figures in measured.items()
     ]
 
 
 def _measure(context: int) -> str:
-    scheduler, worker = _scheduler(context)
+    steps = _Steps(max_model_len=context + _ROOM, num_blocks=_RUNNING * _blocks(context + _ROOM))
     for index in range(_RUNNING):
-        scheduler.add(_request(index, context))
-    pending: deque[StepResult] = deque()
-    _plan(scheduler, worker, pending)
-    for _ in range(_WARM_UP_STEPS):
-        _step(scheduler, worker, pending)
-    seconds = sorted(_step(scheduler, worker, pending) for _ in range(_STEPS))
-    mean, p99 = sum(seconds) / len(seconds), seconds[int(0.99 * len(seconds))]
-    return f"{1000 * mean:.2f} ms mean, {1000 * p99:.2f} ms p99"
+        steps.scheduler.add(_request(index, context - index % _BLOCK_SIZE))
+    steps.begin()
+    return steps.measure()
 
 
-def _scheduler(context: int) -> tuple[Scheduler, SimWorker]:
-    max_model_len = context + 2 * _STEPS
-    num_blocks = _RUNNING * (max_model_len // _BLOCK_SIZE + 2)
-    limits = SchedulerLimits(
-        max_num_seqs=_RUNNING,
-        max_num_batched_tokens=_RUNNING * context,
-        max_model_len=max_model_len,
+def _measure_stuck_queue(context: int) -> str:
+    """One of the running requests holds the first half of the long prompt; the rest of it finds no room."""
+    room = _blocks(context + _ROOM)
+    steps = _Steps(
+        max_model_len=_LONG_PROMPT + _ROOM,
+        num_blocks=(_RUNNING - 1) * room + _blocks(_CACHED + _ROOM),
+        max_num_seqs=_RUNNING + _WAITING,
     )
-    config = SimConfig(
-        num_blocks=num_blocks,
-        block_size=_BLOCK_SIZE,
-        max_model_len=max_model_len,
-        vocab_size=_VOCAB_SIZE,
-    )
-    worker = SimWorker(config, check_kv=False)
-    return Scheduler(limits, KVManager(num_blocks, _BLOCK_SIZE)), worker
+    scheduler = steps.scheduler
+    scheduler.add(_request(_RUNNING, _CACHED))
+    for index in range(_RUNNING - 1):
+        scheduler.add(_request(index, context - index % _BLOCK_SIZE))
+    steps.begin()
+    steps.step()
+    scheduler.add(_request(_RUNNING, _LONG_PROMPT))
+    for index in range(_WAITING - 1):
+        scheduler.add(_request(_RUNNING + 1 + index, context))
+    figures = steps.measure()
+    if scheduler.num_waiting != _WAITING or scheduler.num_preemptions:
+        raise RuntimeError("the queue was not stuck")
+    return figures
 
 
-def _request(index: int, context: int) -> GenerateRequest:
-    # Staggered lengths, so that requests reach the end of a block in different steps.
-    length = context - index % _BLOCK_SIZE
+class _Steps:
+    """A scheduler and a simulated worker, with two steps under way."""
+
+    def __init__(
+        self, *, max_model_len: int, num_blocks: int, max_num_seqs: int = _RUNNING
+    ) -> None:
+        limits = SchedulerLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=_RUNNING * max_model_len,
+            max_model_len=max_model_len,
+        )
+        config = SimConfig(
+            num_blocks=num_blocks,
+            block_size=_BLOCK_SIZE,
+            max_model_len=max_model_len,
+            vocab_size=_VOCAB_SIZE,
+        )
+        self.scheduler = Scheduler(limits, KVManager(num_blocks, _BLOCK_SIZE))
+        self._worker = SimWorker(config, check_kv=False)
+        self._pending: deque[StepResult] = deque()
+
+    def begin(self) -> None:
+        """Plans the first step, which computes all prompts."""
+        self._plan()
+
+    def step(self) -> float:
+        """Plans a step and takes the result of the one before; returns the scheduler's time for both."""
+        planning = self._plan()
+        result = self._pending.popleft()
+        start = time.perf_counter()
+        self.scheduler.update(result)
+        return planning + time.perf_counter() - start
+
+    def measure(self) -> str:
+        """Median, mean and p99 of many steps, after some to warm up."""
+        gc.collect()
+        gc.freeze()  # as the engine does once its block pool exists
+        for _ in range(_WARM_UP_STEPS):
+            self.step()
+        seconds = sorted(self.step() for _ in range(_STEPS))
+        gc.unfreeze()
+        median, p99 = seconds[len(seconds) // 2], seconds[int(0.99 * len(seconds))]
+        mean = sum(seconds) / len(seconds)
+        return f"{1000 * median:.2f} ms ({1000 * mean:.2f} mean, {1000 * p99:.2f} p99)"
+
+    def _plan(self) -> float:
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        elapsed = time.perf_counter() - start
+        if plan is None:
+            raise RuntimeError("the scheduler found nothing to do")
+        self._pending.append(self._worker.execute(plan, 0.0))
+        return elapsed
+
+
+def _blocks(tokens: int) -> int:
+    return tokens // _BLOCK_SIZE + 2
+
+
+def _request(index: int, length: int) -> GenerateRequest:
+    """A prompt that begins as no other index's does; a longer one of the same index begins with a shorter one."""
     prompt = [index, *((index + position) % _VOCAB_SIZE for position in range(length - 1))]
-    sampling = SamplingParams(max_tokens=2 * _STEPS, seed=index)
-    return GenerateRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling)
-
-
-def _plan(scheduler: Scheduler, worker: SimWorker, pending: deque[StepResult]) -> float:
-    start = time.perf_counter()
-    plan = scheduler.schedule()
-    elapsed = time.perf_counter() - start
-    if plan is None:
-        raise RuntimeError("the scheduler found nothing to do")
-    pending.append(worker.execute(plan, 0.0))
-    return elapsed
-
-
-def _step(scheduler: Scheduler, worker: SimWorker, pending: deque[StepResult]) -> float:
-    planning = _plan(scheduler, worker, pending)
-    result = pending.popleft()
-    start = time.perf_counter()
-    scheduler.update(result)
-    return planning + time.perf_counter() - start
+    return GenerateRequest(
+        request_id=f"{index}/{length}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=_ROOM, seed=index),
+    )

@@ -6,17 +6,24 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.protocol import parse_body
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, error_event
 
 _log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "The server made an error; its log says more."
+
+_LARGE_BODY_BYTES = 256 * 2**10
+"""Bodies longer than this are decoded in a thread, so that streams go on meanwhile."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,18 @@ class Call:
             raise ApiError(
                 408, f"The body did not arrive within {config.body_timeout_s:.0f} s."
             ) from None
+
+    async def parse(self, kind: type[T]) -> T:
+        """The body, decoded and checked.
+
+        Raises:
+            ApiError: as `body`.
+            InvalidRequestError: it is not such a body; names the field.
+        """
+        body = await self.body()
+        if len(body) <= _LARGE_BODY_BYTES:
+            return parse_body(body, kind)
+        return await asyncio.to_thread(parse_body, body, kind)
 
     def json(self, value: object, *, status: int = 200) -> web.Response:
         """An answer in one piece."""

@@ -20,7 +20,6 @@ from pagoda.api.protocol import (
     ChatRequest,
     chat_logprobs_count,
     chat_max_tokens,
-    parse_body,
     sampling_params,
 )
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
@@ -37,7 +36,7 @@ from pagoda.frontend.text_generator import (
 
 async def chat_completions(call: Call) -> web.StreamResponse:
     """Answers a conversation, in one piece or as a stream."""
-    body = parse_body(await call.body(), ChatRequest)
+    body = await call.parse(ChatRequest)
     generator = call.service.admit(body.model)
     job = await _prepare(body, generator, call.service.config.served_model_name)
     if body.stream:
@@ -142,7 +141,7 @@ class _Job:
         single_call = self.body.parallel_tool_calls is False
         async with aclosing(self.generator.stream(request)) as deltas:
             async for delta in deltas:
-                check_delta(delta)
+                check_delta(delta, request)
                 if parser.transparent:
                     answer = AnswerDelta(delta.text)
                 else:

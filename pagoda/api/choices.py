@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from pagoda.api.errors import ApiError
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.text_generator import TextDelta, TextRequest
 from pagoda.version import __version__
@@ -27,13 +26,17 @@ async def for_all(requests: Sequence[T], run: Callable[[T], Awaitable[R]]) -> li
         await cancel_all(tasks)
 
 
-def check_delta(delta: TextDelta) -> None:
+class GenerationError(Exception):
+    """The engine could not go on with a request; the text is for the log, not for the client."""
+
+
+def check_delta(delta: TextDelta, request: TextRequest) -> None:
     """
     Raises:
-        ApiError: this request failed.
+        GenerationError: this request failed.
     """
     if delta.error is not None:
-        raise ApiError(500, delta.error)
+        raise GenerationError(f"{request.request.request_id}: {delta.error}")
 
 
 class Usage:

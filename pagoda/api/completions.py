@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from pagoda.api.logprobs import CompletionLogprobs
 from pagoda.api.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionRequest,
-    parse_body,
     prompts_of,
     sampling_params,
 )
@@ -30,7 +30,7 @@ from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 
 async def completions(call: Call) -> web.StreamResponse:
     """Completes text, in one piece or as a stream."""
-    body = parse_body(await call.body(), CompletionRequest)
+    body = await call.parse(CompletionRequest)
     generator = call.service.admit(body.model)
     job = await _prepare(body, generator, call.service.config.served_model_name)
     if body.stream:
@@ -50,6 +50,7 @@ async def _prepare(body: CompletionRequest, generator: TextGenerator, model: str
     )
     requests: list[TextRequest] = []
     for prompt in prompts_of(body):
+        await asyncio.sleep(0)  # a body may hold many prompts; streams go on between them
         requests += await generator.prepare(
             prompt,
             sampling,
@@ -123,7 +124,7 @@ class _Job:
         delta = TextDelta("", [])
         async with aclosing(self.generator.stream(request)) as deltas:
             async for delta in deltas:
-                check_delta(delta)
+                check_delta(delta, request)
                 usage.add(index, delta)
                 text.append(delta.text)
                 token_ids += delta.token_ids
@@ -149,7 +150,7 @@ class _Job:
         streams = [self.generator.stream(request) for request in self.requests]
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
-                check_delta(delta)
+                check_delta(delta, self.requests[index])
                 usage.add(index, delta)
                 await stream.send(formats[index](delta))
         if options is not None and options.include_usage:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
 
 from pagoda.api.call import Call
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest, parse_body
+from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import render_conversation
 from pagoda.frontend.text_generator import TextGenerator
@@ -70,7 +71,7 @@ def _public(report: Any) -> dict[str, Any]:
 
 async def tokenize(call: Call) -> web.StreamResponse:
     """The token ids of a text, or of a conversation as the model would see it."""
-    body = parse_body(await call.body(), TokenizeRequest)
+    body = await call.parse(TokenizeRequest)
     call.service.check_model(body.model)
     generator = call.service.ready_generator()
     token_ids = await _token_ids(body, generator)
@@ -99,16 +100,20 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
         continue_final_message=body.continue_final_message,
         switches=body.chat_template_kwargs,
     )
-    return await generator.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return await generator.encode(
+        text, add_special_tokens=bool(body.add_special_tokens), param="messages"
+    )
 
 
 async def detokenize(call: Call) -> web.StreamResponse:
     """The text of token ids, special tokens included."""
-    body = parse_body(await call.body(), DetokenizeRequest)
+    body = await call.parse(DetokenizeRequest)
     call.service.check_model(body.model)
     generator = call.service.ready_generator()
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
-    text = generator.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(
+        generator.text.tokenizer.decode, body.tokens, skip_special_tokens=False
+    )
     return call.json({"prompt": text})

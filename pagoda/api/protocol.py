@@ -9,20 +9,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from pagoda.engine.messages import MAX_LOGPROBS, SamplingParams, TokenId
+from pagoda.engine.messages import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_LIST,
+    SamplingParams,
+    TokenId,
+)
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import Message
+from pagoda.frontend.conversation import MAX_TOOLS, Messages
 
 MAX_SEQUENCES_PER_BODY = 1024
 """Prompts times `n` in one body."""
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
+MAX_TOKEN_IDS = 2**20
+"""In one list; above every context there is."""
+MAX_METADATA = 16
+"""As in OpenAI's API."""
 
 T = TypeVar("T")
+
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,12 +61,12 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=MAX_TOKEN_LIST)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_LIST)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -63,7 +78,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     # No effect on the answer, by OpenAI's definition.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
 
     # Refused unless neutral; see `_NEUTRAL`.
     store: Any = None
@@ -83,7 +98,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Any = None
@@ -92,11 +107,11 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -114,8 +129,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -126,7 +141,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
     model: str | None = None
 
 
@@ -164,6 +179,8 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     """
     try:
         parsed = msgspec.json.decode(body, type=kind)
+        if isinstance(parsed, GenerationFields):
+            _check_neutral(parsed)
         json.loads(body, object_pairs_hook=_refuse_duplicates)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
@@ -175,8 +192,6 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         raise InvalidRequestError("the body is not valid UTF-8.") from None
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}.") from None
-    if isinstance(parsed, GenerationFields):
-        _check_neutral(parsed)
     return parsed
 
 

@@ -61,6 +61,7 @@ async def serve(
 
     Raises:
         ConfigError: the port is in use, or the model cannot be loaded.
+        EngineDeadError: the engine was given up.
     """
     service = Service(
         ApiConfig(
@@ -86,7 +87,9 @@ async def serve(
             return
         service.generator = loading.result()
         on_ready(url, client.limits)
-        await signals.first.wait()
+        failed = asyncio.ensure_future(client.wait_failed())
+        if await signals.before(failed):
+            raise failed.result()
         service.draining = True
         _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
         draining = asyncio.ensure_future(client.drain(server.drain_timeout_s))

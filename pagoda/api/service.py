@@ -19,7 +19,7 @@ class ApiConfig:
     """When given, every route but `/health/live` asks for it."""
     allowed_hosts: Sequence[str] | None = None
     """The Host headers that are answered; None means any."""
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
     """A body must have arrived by then."""
     keep_alive_s: float = 15.0

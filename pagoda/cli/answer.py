@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pagoda.cli import output
 from pagoda.cli.openai_client import Message, OpenAIClient, ToolCall, ToolFunction
 
 _PATH = "/v1/chat/completions"
@@ -95,3 +96,20 @@ async def stream_answer(
         ttft_s=(first or last) - sent,
         duration_s=last - sent,
     )
+
+
+class AnswerPrinter:
+    """Prints an answer as it comes: reasoning dimmed and on lines of its own, then the answer."""
+
+    def __init__(self) -> None:
+        self._in_reasoning = False
+
+    def __call__(self, delta: Message) -> None:
+        if delta.reasoning_content:
+            output.write_answer(delta.reasoning_content, dim=True)
+            self._in_reasoning = True
+        if delta.content:
+            if self._in_reasoning:
+                output.write_answer("\n")
+                self._in_reasoning = False
+            output.write_answer(delta.content)

@@ -9,9 +9,8 @@ from contextlib import suppress
 from rich.style import Style
 
 from pagoda.cli import event_loop, output
-from pagoda.cli.answer import StreamedAnswer, stream_answer
+from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.openai_client import Message
 from pagoda.cli.options import EngineOptions, GeneralOptions, SamplingOptions
 from pagoda.errors import PagodaError
 
@@ -93,7 +92,7 @@ class _Conversation:
             **self._sampling,
         }
         try:
-            answer = await stream_answer(self._connection.client, body, _print_delta)
+            answer = await stream_answer(self._connection.client, body, AnswerPrinter())
         except PagodaError as error:
             if not sys.stdin.isatty():
                 raise
@@ -121,13 +120,6 @@ def _lines() -> Iterator[str]:
 
 def _greet(connection: Connection) -> None:
     output.stderr().print(f"{connection.model} at your service; /help shows what else can be said.")
-
-
-def _print_delta(delta: Message) -> None:
-    if delta.reasoning_content:
-        output.write_answer(delta.reasoning_content, dim=True)
-    if delta.content:
-        output.write_answer(delta.content)
 
 
 def _show_figures(answer: StreamedAnswer | None) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from rich.style import Style
 
 from pagoda.cli import event_loop, output
-from pagoda.cli.answer import StreamedAnswer, stream_answer
+from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
 from pagoda.cli.bench.questions import Question, load_questions
-from pagoda.cli.openai_client import Message, OpenAIClient
+from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.server_process import server_process
 
@@ -54,7 +54,7 @@ async def _ask(base_url: str, questions: Sequence[Question]) -> list[StreamedAns
 async def _ask_one(client: OpenAIClient, model: str, question: Question) -> StreamedAnswer:
     console = output.stdout()
     console.print(f"{question.skill}: {shorten(question)}", style=Style(bold=True))
-    answer = await stream_answer(client, question.body(model), _print_delta)
+    answer = await stream_answer(client, question.body(model), AnswerPrinter())
     for call in answer.message.tool_calls or ():
         output.write_answer(f"→ {call.function.name}({call.function.arguments})")
     verdict = "right" if question.expect.is_met_by(answer.message) else "wrong"
@@ -69,13 +69,6 @@ def shorten(question: Question) -> str:
     if len(lines) <= _MAX_SHOWN_LINES:
         return "\n".join(lines)
     return "\n".join([lines[0], lines[1], f"... ({len(lines) - 3} more lines)", lines[-1]])
-
-
-def _print_delta(delta: Message) -> None:
-    if delta.reasoning_content:
-        output.write_answer(delta.reasoning_content, dim=True)
-    if delta.content:
-        output.write_answer(delta.content)
 
 
 def _summary(

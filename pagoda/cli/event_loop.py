@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import TypeVar
+
+from pagoda.frontend.event_loop import new_event_loop
 
 T = TypeVar("T")
 
@@ -17,13 +18,5 @@ def run(work: Coroutine[object, object, T]) -> T:
 
 
 def runner() -> asyncio.Runner:
-    """An event loop for several coroutines in turn: uvloop where there is one."""
-    return asyncio.Runner(loop_factory=_loop_factory())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    if sys.platform == "win32":
-        return asyncio.new_event_loop
-    import uvloop
-
-    return uvloop.new_event_loop
+    """An event loop for several coroutines in turn."""
+    return asyncio.Runner(loop_factory=new_event_loop)

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
@@ -18,12 +19,12 @@ from pagoda.api.app import hosts_for, make_server
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import EngineOptions
+from pagoda.cli.options import EngineOptions, ExecutorOptions
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.model_text import ModelText, load_model_text, synthetic_model_text
-from pagoda.frontend.text_generator import TextGenerator
-from pagoda.models.resolve import ModelFiles, resolve_model
+from pagoda.frontend.model_text import load_text
+from pagoda.frontend.text_generator import start_generator
+from pagoda.models.resolve import ModelFiles
 
 _HOST = "127.0.0.1"
 
@@ -71,53 +72,37 @@ async def _remote(
 
 @contextlib.asynccontextmanager
 async def _local(model: str | None, engine: EngineOptions) -> AsyncIterator[Connection]:
-    files = resolve_model(model, load_format=engine.load_format)
+    executor = ExecutorOptions()
+    files = executor.resolve(engine, model)
+    config = executor.engine_config(engine, files.model)
     key = secrets.token_urlsafe()
-    with output.stderr().status(f"loading {files.served_name} ..."):
-        server = _Server(files, engine.engine_config(files.model), key)
-        url = await server.start()
-    try:
-        async with OpenAIClient(url, key) as client:
-            yield Connection(client, files.served_name)
-    finally:
-        await server.close()
+    async with contextlib.AsyncExitStack() as stack:
+        with output.stderr().status(f"loading {files.served_name} ..."):
+            service = await _load(files, config, key, stack)
+            url = await _listen(service, stack)
+        client = await stack.enter_async_context(OpenAIClient(url, key))
+        yield Connection(client, files.served_name)
 
 
-class _Server:
-    """The API on a free port of this machine, behind a key that nobody else knows."""
-
-    def __init__(self, files: ModelFiles, engine: EngineConfig, api_key: str) -> None:
-        self._files = files
-        self._engine = EngineClient(engine)
-        self._service = Service(
-            ApiConfig(
-                served_model_name=files.served_name,
-                api_key=api_key,
-                allowed_hosts=hosts_for(_HOST),
-            )
-        )
-        self._runner: web.ServerRunner | None = None
-
-    async def start(self) -> str:
-        """Returns the base URL when the model is loaded; leaves nothing behind when that fails."""
-        try:
-            _, text = await asyncio.gather(
-                self._engine.start(), asyncio.to_thread(_load_text, self._files)
-            )
-            self._service.generator = TextGenerator(self._engine, text)
-            self._runner = web.ServerRunner(make_server(self._service), shutdown_timeout=1.0)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, _HOST, 0).start()
-        except BaseException:
-            await self.close()
-            raise
-        return f"http://{_HOST}:{self._runner.addresses[0][1]}"
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-        await self._engine.close()
+async def _load(
+    files: ModelFiles, engine: EngineConfig, api_key: str, stack: contextlib.AsyncExitStack
+) -> Service:
+    """The API over an engine that ends with `stack`, behind a key that nobody else knows."""
+    client = EngineClient(engine)
+    stack.push_async_callback(client.close)
+    text = partial(load_text, files, simulated=False, chat_template=None)
+    return Service(
+        ApiConfig(
+            served_model_name=files.served_name, api_key=api_key, allowed_hosts=hosts_for(_HOST)
+        ),
+        await start_generator(client, text),
+    )
 
 
-def _load_text(files: ModelFiles) -> ModelText:
-    return synthetic_model_text() if files.directory is None else load_model_text(files.directory)
+async def _listen(service: Service, stack: contextlib.AsyncExitStack) -> str:
+    """Opens a free port of this machine until `stack` ends; returns the base URL."""
+    runner = web.ServerRunner(make_server(service), shutdown_timeout=1.0)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, _HOST, 0).start()
+    return f"http://{_HOST}:{runner.addresses[0][1]}"

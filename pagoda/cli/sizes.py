@@ -1,49 +1,8 @@
-"""Amounts of memory as people write them: `2GiB`, `512MB`, `1073741824`."""
+"""Amounts of memory as people read them."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
-
-from cyclopts import Token
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 2**10,
-    "kib": 2**10,
-    "kb": 10**3,
-    "m": 2**20,
-    "mib": 2**20,
-    "mb": 10**6,
-    "g": 2**30,
-    "gib": 2**30,
-    "gb": 10**9,
-    "t": 2**40,
-    "tib": 2**40,
-    "tb": 10**12,
-}
-_AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
-
-
-def parse_bytes(text: str) -> int:
-    """The number of bytes that `text` says.
-
-    Raises:
-        ValueError: not an amount above zero; the message says what would be.
-    """
-    match = _AMOUNT.fullmatch(text.strip())
-    unit = _UNITS.get(match.group(2).lower()) if match else None
-    amount = math.floor(float(match.group(1)) * unit) if match and unit else 0
-    if amount < 1:
-        raise ValueError("takes an amount of memory such as 2GiB, 512MB or 1073741824")
-    return amount
-
-
-def convert_bytes(_type: object, tokens: Sequence[Token]) -> int:
-    """`parse_bytes` as a cyclopts converter."""
-    return parse_bytes(tokens[0].value)
 
 
 def format_bytes(amount: float) -> str:

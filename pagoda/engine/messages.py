@@ -26,6 +26,7 @@ MAX_SEQUENCES_PER_REQUEST = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_LIST = 1024
+MAX_ALLOWED_TOKENS = 16384
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -120,9 +121,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse("allowed_token_ids", "must name at least one token", "an empty list")
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            if ids is not None and len(ids) > MAX_TOKEN_LIST:
-                _refuse(name, f"takes at most {MAX_TOKEN_LIST} tokens", len(ids))
+        for name, ids, most in (
+            ("stop_token_ids", self.stop_token_ids, MAX_TOKEN_LIST),
+            ("logit_bias", self.logit_bias, MAX_TOKEN_LIST),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS),
+        ):
+            if ids is not None and len(ids) > most:
+                _refuse(name, f"takes at most {most} tokens", len(ids))
         for bias in (self.logit_bias or {}).values():
             _check_range("logit_bias", bias, -100.0, 100.0)
 
@@ -137,11 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("allowed_token_ids", self.allowed_token_ids),
             ("stop_token_ids", self.stop_token_ids),
         ):
-            for token_id in ids or ():
-                if token_id >= vocab_size:
-                    _refuse(
-                        name, f"takes token ids below the vocabulary size {vocab_size}", token_id
-                    )
+            if ids and max(ids) >= vocab_size:
+                _refuse(name, f"takes token ids below the vocabulary size {vocab_size}", max(ids))
 
     def check_min_tokens(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Raises InvalidRequestError when `min_tokens` holds back every token that may be sampled."""
@@ -356,7 +358,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """None takes the model's own."""
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
     block_size: int | None = None
     """None takes the backend's preferred one."""
     num_blocks: int | None = None
@@ -410,6 +411,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     block_ids: list[int]
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    request_id: str = ""
+    """For the log."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -377,6 +377,7 @@ class Scheduler:
                 block_ids=request.table.block_ids(),
                 sampling=request.sampling,
                 eos_token_ids=tuple(request.eos_token_ids),
+                request_id=request.request_id,
             )
         )
         draft.add(request, slot, count)

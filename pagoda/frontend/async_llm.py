@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import msgspec
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import Message, render_conversation
-from pagoda.frontend.engine_args import EngineArgs, configure
+from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.llm_arguments import configure
 from pagoda.frontend.merge import merge
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
@@ -42,15 +42,18 @@ class AsyncLLM:
     Belongs to the event loop in which it was started.
     """
 
-    def __init__(self, model: str | None = None, **options: Unpack[EngineArgs]) -> None:
-        """`model` is a directory, a hub id, or None for the embedded model; `options` are those of `pagoda serve`.
+    def __init__(
+        self, model: str | None = None, *, chat_template: str | Path | None = None, **options: Any
+    ) -> None:
+        """`model` is a directory, a hub id, or None for the embedded model; `chat_template` is a Jinja file.
+
+        `options` are the fields of `EngineOptions` and `ExecutorOptions`: the flags of `pagoda serve`.
 
         Raises:
-            ConfigError: there is no such model or option.
+            ConfigError: there is no such model or option, or an option has a value that is not allowed.
         """
         files, engine = configure(model, options)
-        template = options.get("chat_template")
-        self._init(files, engine, None if template is None else Path(template))
+        self._init(files, engine, None if chat_template is None else Path(chat_template))
 
     @classmethod
     def from_config(
@@ -236,7 +239,7 @@ class AsyncLLM:
             InvalidRequestError: a message, a tool or a switch is not as it should be.
         """
         try:
-            checked = msgspec.convert(messages, list[Message])
+            checked = msgspec.convert(messages, Messages)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"messages: {error}.", param="messages") from None
         return render_conversation(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
+from msgspec import Meta
 
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.chat_template import ChatTemplate
 
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024
+"""Text parts, or tool calls, in one message."""
 MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 32
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -48,16 +52,20 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message. The last five fields come back from clients that return an answer as they got it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_PARTS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[None] | None = None
+    annotations: Annotated[list[None], Meta(max_length=MAX_PARTS)] | None = None
     reasoning: None = None
+
+
+Messages = Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
+"""A conversation."""
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

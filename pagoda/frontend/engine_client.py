@@ -43,6 +43,8 @@ STABLE_S = 30.0
 """An engine that lived this long starts a new count of deaths."""
 MAX_DEATHS_IN_ROW = 5
 """Short-lived engines in a row after which the frontend gives up."""
+_LAST_WORDS_MS = 50
+"""How long the last messages of an engine that has ended may still be on their way through the socket."""
 STALL_LIMIT_S = 60.0
 """An engine with work that finishes no step for this long is not ready."""
 
@@ -232,8 +234,10 @@ class EngineClient:
                 await asyncio.wait((received, died), return_when=asyncio.FIRST_COMPLETED)
                 if not received.done():
                     received.cancel()
-                    return
+                    break
                 await self._take(engine, received.result())
+            while await engine.socket.poll(_LAST_WORDS_MS):
+                await self._take(engine, await engine.socket.recv())
         finally:
             died.cancel()
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
-from pagoda.frontend.engine_args import EngineArgs
 from pagoda.frontend.event_loop import new_event_loop
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.outputs import RequestOutput
@@ -38,13 +37,18 @@ class LLM:
     `close`, with the `with` block, or with the program.
     """
 
-    def __init__(self, model: str | None = None, **options: Unpack[EngineArgs]) -> None:
-        """`model` is a directory, a hub id, or None for the embedded model; `options` are those of `pagoda serve`.
+    def __init__(
+        self, model: str | None = None, *, chat_template: str | Path | None = None, **options: Any
+    ) -> None:
+        """`model` is a directory, a hub id, or None for the embedded model; `chat_template` is a Jinja file.
+
+        `options` are the fields of `EngineOptions` and `ExecutorOptions`: the flags of `pagoda serve`.
 
         Raises:
-            ConfigError: there is no such model or option, or the model cannot be loaded.
+            ConfigError: there is no such model or option, or an option has a value that is not allowed, or the
+                model cannot be loaded.
         """
-        self._start(AsyncLLM(model, **options))
+        self._start(AsyncLLM(model, chat_template=chat_template, **options))
 
     @classmethod
     def from_config(
@@ -116,12 +120,12 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several in their order.
 

@@ -30,6 +30,8 @@ from pagoda.frontend.tokenizer import Tokenizer
 MAX_CACHE_SALT_CHARS = 256
 _LONG_TEXT_CHARS = 16384
 """Texts longer than this are tokenized in a thread, so that other streams go on meanwhile."""
+_MAX_LONG_TEXTS = 2
+"""Long texts that are tokenized at once; the tokenizer takes a hundred times their size in memory."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -94,15 +96,32 @@ class TextGenerator:
     def __init__(self, endpoint: Endpoint, text: ModelText) -> None:
         self.endpoint = endpoint
         self.text = text
+        self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of `text`; `param` is the client's name for it in errors.
+
+        Raises:
+            PromptTooLongError: `text` is so long that no tokens that fit the context could spell it.
+            InvalidRequestError: `text` is not valid Unicode.
+        """
         tokenizer = self.text.tokenizer
+        context = self.endpoint.limits.max_model_len
+        most = context * tokenizer.longest_token_chars
+        if len(text) > most:
+            raise PromptTooLongError(
+                f"{param} has {len(text)} characters, but the {context} tokens of the context "
+                f"hold {most} at most.",
+                param=param,
+            )
         if len(text) <= _LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+        async with self._long_texts:
+            return await asyncio.to_thread(
+                tokenizer.encode, text, add_special_tokens=add_special_tokens
+            )
 
     async def prepare(
         self,
@@ -123,20 +142,22 @@ class TextGenerator:
         Raises:
             InvalidRequestError: something does not fit the model; names the field.
         """
+        limits = self.endpoint.limits
         text = prompt if isinstance(prompt, str) else None
         token_ids = (
-            await self.encode(prompt, add_special_tokens=add_special_tokens)
+            await self.encode(prompt, add_special_tokens=add_special_tokens, param=param)
             if isinstance(prompt, str)
-            else list(prompt)
+            else prompt
         )
-        limits = self.endpoint.limits
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
+        token_ids = list(token_ids)
         _check_cache_salt(cache_salt)
         sampling.check_vocabulary(limits.vocab_size)
         room = limits.max_model_len - len(token_ids)
         resolved = _resolve(sampling, room, clamp=clamp_max_tokens)
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         eos = () if sampling.ignore_eos else self.text.eos_token_ids
+        sampling.check_min_tokens(limits.vocab_size, eos)
         return [
             TextRequest(
                 request=GenerateRequest(

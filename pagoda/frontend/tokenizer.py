@@ -42,6 +42,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._render_unknown = render_unknown
+        self.longest_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)))
+        """No token stands for more characters of a text than this."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._kind = _decoder_kind(backend)

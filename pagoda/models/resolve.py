@@ -30,7 +30,6 @@ class ModelFiles:
     """Holds config, weights and tokenizer; None for a shape preset, which has no files."""
     served_name: str
     """What the API calls the model unless the operator says otherwise."""
-    load_format: str = "auto"
 
 
 def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
@@ -66,10 +65,10 @@ def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
 
 def _resolve_dummy(name: str) -> ModelFiles:
     if name in PRESETS:
-        return ModelFiles(model=name, directory=None, served_name=name, load_format="dummy")
+        return ModelFiles(model=name, directory=None, served_name=name)
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
-        return ModelFiles(model=str(path), directory=path, served_name=name, load_format="dummy")
+        return ModelFiles(model=str(path), directory=path, served_name=name)
     presets = ", ".join(sorted(PRESETS))
     raise ConfigError(
         f"{name!r} is neither a shape preset for --load-format dummy nor a directory with a "

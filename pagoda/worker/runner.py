@@ -42,6 +42,8 @@ class Runner:
         self._sampler = sampler
         self._failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them."""
+        self._request_ids: dict[int, str] = {}
+        """By slot; for the log."""
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -56,7 +58,7 @@ class Runner:
         errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
         sampled = self._compute_isolated({s: n for s, n in counts.items() if s not in errors})
         for slot, error in sampled.errors.items():
-            _log.error("slot %d failed in step %d: %s", slot, plan.step, error)
+            _log.error("failed in step %d: %s", plan.step, error, extra=self._of(slot))
         self._failed |= sampled.errors
         self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
         return StepResult(
@@ -73,12 +75,14 @@ class Runner:
             self._batch.free(slot)
             self._sampler.free(slot)
             self._failed.pop(slot, None)
+            del self._request_ids[slot]
         for start in plan.starts:
             self._batch.start(start)
+            self._request_ids[start.slot] = start.request_id
             try:
                 self._sampler.start(start)
             except Exception:
-                _log.exception("slot %d cannot be started in step %d", start.slot, plan.step)
+                _log.exception("cannot be started", extra=self._of(start.slot))
                 self._failed[start.slot] = BROKE_A_STEP
         for slot, block_ids in plan.new_blocks:
             self._batch.add_blocks(slot, block_ids)
@@ -94,9 +98,11 @@ class Runner:
         try:
             return self._compute(counts)
         except Exception:
-            _log.exception("computing slots %s raised", list(counts))
             if len(counts) == 1:
-                return Sampled(errors=dict.fromkeys(counts, BROKE_A_STEP))
+                (slot,) = counts
+                _log.exception("computing this request raised", extra=self._of(slot))
+                return Sampled(errors={slot: BROKE_A_STEP})
+            _log.exception("computing %d requests together raised", len(counts))
         parts = [self._compute_isolated({slot: count}) for slot, count in counts.items()]
         return Sampled(
             token_ids={k: v for part in parts for k, v in part.token_ids.items()},
@@ -129,3 +135,7 @@ class Runner:
         for slot, token_id in sampled.token_ids.items():
             self._batch.append(slot, token_id)
             self._sampler.append(slot, token_id)
+
+    def _of(self, slot: int) -> dict[str, str]:
+        """What a log line about a slot's request carries."""
+        return {"request_id": self._request_ids.get(slot, "-")}

@@ -38,6 +38,7 @@ DEEPER = b"[" * 200_000 + b"]" * 200_000
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"presence_penalty": -1e308}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
         ({"logit_bias": {"512": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -47,6 +48,12 @@ DEEPER = b"[" * 200_000 + b"]" * 200_000
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [512]}, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [1] * 16385}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "min_tokens"),
+        (
+            {"min_tokens": 2, "allowed_token_ids": [9], "stop_token_ids": [9]},
+            "min_tokens",
+        ),
         ({"stop_token_ids": [2**40]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [1] * 2000}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
@@ -70,6 +77,10 @@ DEEPER = b"[" * 200_000 + b"]" * 200_000
         ({"prompt": [[[1]]]}, "prompt[0][0]"),
         ({"prompt": [512]}, "prompt"),
         ({"prompt": "x" * 256}, "prompt"),
+        ({"prompt": "x" * 2_000_000}, "prompt"),
+        ({"prompt": [1] * 1_100_000}, "prompt"),
+        ({"prompt": [[1] * 1_100_000]}, "prompt[0]"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
@@ -140,6 +151,47 @@ async def test_bad_bodies(api, body: bytes) -> None:
     assert len(answer.body) < 2000
     assert answer.error()["message"]
     assert api.endpoint.requests == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": "x"}] * 8193, "messages"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}],
+            "messages[0].content",
+        ),
+        ([{"role": "user", "content": "x" * 2_000_000}], "messages"),
+    ],
+)
+async def test_conversations_out_of_all_bounds(api, messages: list[Any], param: str) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = await api.post(path, {"messages": messages})
+        assert (answer.status, answer.error()["param"]) == (400, param)
+    assert api.endpoint.requests == []
+
+
+async def test_token_ids_out_of_all_bounds(api) -> None:
+    answer = await api.post("/detokenize", {"tokens": [1] * 1_100_000})
+    assert (answer.status, answer.error()["param"]) == (400, "tokens")
+
+
+async def test_a_body_out_of_all_bounds(api) -> None:
+    answer = await api.complete(prompt="x" * 9 * 2**20)
+    assert answer.status == 413
+    assert "8388608 bytes" in answer.error()["message"]
+
+
+async def test_a_text_that_no_tokens_of_the_context_could_spell_is_not_tokenized(
+    api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = api.service.generator.text.tokenizer
+    most = 256 * tokenizer.longest_token_chars
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("was tokenized"))
+    error = (await api.complete(prompt="x" * (most + 1))).error()
+    assert f"{most + 1} characters" in error["message"]
+    assert f"the 256 tokens of the context hold {most}" in error["message"]
+    assert error["code"] == "context_length_exceeded"
 
 
 async def test_the_context_error_says_both_lengths(api) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagoda.api.call import INTERNAL_ERROR
 from pagoda.errors import EngineDeadError, OverloadedError
 
 
@@ -191,10 +192,13 @@ async def test_a_dead_engine(api, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_request_that_breaks(api, n: int) -> None:
+async def test_a_request_that_breaks(api, n: int, caplog: pytest.LogCaptureFixture) -> None:
     api.endpoint.breaks_after = 0
     answer = await api.complete(n=n)
-    assert (answer.status, answer.error()["message"]) == (500, "It broke.")
+    assert (answer.status, answer.error()["message"]) == (500, INTERNAL_ERROR)
+    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert answer.headers["X-Request-Id"] in record.getMessage()
+    assert str(record.exc_info[1]) == f"{api.endpoint.requests[0].request_id}: It broke."
     assert (await api.complete(stream=True)).status == 500
 
 
@@ -205,7 +209,7 @@ async def test_an_error_inside_a_stream_is_an_event_and_the_end(api) -> None:
     assert '"text":"o"' in first
     name, data = error.split("\n")
     assert name == "event: error"
-    assert json.loads(data.removeprefix("data: "))["error"]["message"] == "It broke."
+    assert json.loads(data.removeprefix("data: "))["error"]["message"] == INTERNAL_ERROR
     assert rest == ""
 
 

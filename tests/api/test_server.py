@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.server import ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
-from pagoda.errors import ConfigError
+from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.models.resolve import resolve_model
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
@@ -180,3 +181,40 @@ async def test_an_address_that_is_not_ours(host: str) -> None:
     files = resolve_model("qwen3-0.6b", load_format="dummy")
     with pytest.raises(ConfigError, match="choose another --host or --port"):
         await serve(ServerConfig(host=host, port=0), simulated(), files, on_ready=print)
+
+
+class DoomedClient(ScriptedEndpoint):
+    """Starts, and is then given up."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        super().__init__()
+        self.closed = False
+        doomed.append(self)
+
+    async def start(self) -> None:
+        pass
+
+    async def wait_failed(self) -> EngineDeadError:
+        return EngineDeadError("The engine died too often.")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+doomed: list[DoomedClient] = []
+
+
+async def test_a_server_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.api.server.EngineClient", DoomedClient)
+    files = resolve_model("qwen3-0.6b", load_format="dummy")
+    ready: list[str] = []
+    with pytest.raises(EngineDeadError, match="died too often"):
+        await serve(
+            ServerConfig(port=0), simulated(), files, on_ready=lambda url, _: ready.append(url)
+        )
+    [client] = doomed
+    assert client.closed
+    [url] = ready
+    with socket.socket() as again, pytest.raises(ConnectionRefusedError):
+        again.connect(("127.0.0.1", int(url.rpartition(":")[2])))

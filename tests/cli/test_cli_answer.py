@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pagoda.cli.answer import StreamedAnswer, stream_answer
+from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
 from pagoda.cli.openai_client import Message, OpenAIClient
 
 
@@ -76,3 +76,17 @@ def test_the_rate_is_that_behind_the_first_token() -> None:
     answer = StreamedAnswer(Message("x"), output_tokens=11, ttft_s=1.0, duration_s=3.0)
     assert answer.tokens_per_s == pytest.approx(5.0)
     assert answer.figures() == "11 tokens, first after 1000 ms, 5 tokens/s"
+
+
+def test_reasoning_and_answer_are_printed_on_lines_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = AnswerPrinter()
+    for delta in (
+        Message(None, "1 + 2 ="),
+        Message(None, " 3"),
+        Message("3", None),
+        Message(" it is", None),
+    ):
+        show(delta)
+    assert capsys.readouterr().out == "1 + 2 = 3\n3 it is"

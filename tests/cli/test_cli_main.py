@@ -10,6 +10,7 @@ import pytest
 
 from pagoda.cli import main as command
 from pagoda.cli.bench.serve import RequestOptions
+from pagoda.cli.options import EngineOptions, ExecutorOptions
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.version import __version__
 
@@ -70,6 +71,44 @@ def test_an_empty_config_file_and_empty_values_change_nothing(calls: Calls, tmp_
     config.write_text("num_prompts:\n")
     command.main(["bench", "serve", "--config", str(config)])
     assert _requests(calls).num_prompts == 100
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_names_that_users_of_vllm_know_are_known(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = []
+    if source == "flag":
+        arguments = ["--gpu-memory-utilization", "0.25", "--num-gpu-blocks-override", "77"]
+    elif source == "environment":
+        monkeypatch.setenv("PAGODA_GPU_MEMORY_UTILIZATION", "0.25")
+        monkeypatch.setenv("PAGODA_NUM_GPU_BLOCKS_OVERRIDE", "77")
+    else:
+        config = tmp_path / "flags.yaml"
+        config.write_text("gpu-memory-utilization: 0.25\nnum_gpu_blocks_override: 77\n")
+        arguments = ["--config", str(config)]
+    seen = _engine_of_serve(monkeypatch, ["--executor", "local", *arguments])
+    assert (seen.memory_utilization, seen.num_kv_blocks) == (0.25, 77)
+
+
+def _engine_of_serve(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> EngineOptions:
+    """Runs `pagoda serve` up to the point where it would look for its model."""
+    seen = []
+
+    def stop(_: ExecutorOptions, engine: EngineOptions, __: str | None) -> None:
+        seen.append(engine)
+        raise ConfigError("stop here.")
+
+    monkeypatch.setattr(ExecutorOptions, "resolve", stop)
+    monkeypatch.setattr("pagoda.cli.serve.hold_lifeline", lambda: None)
+    assert command.main(["serve", *arguments]) == 2
+    [engine] = seen
+    return engine
+
+
+def test_the_dataset_has_two_names(calls: Calls) -> None:
+    command.main(["bench", "serve", "--dataset-name", "sharegpt"])
+    assert _requests(calls).dataset == "sharegpt"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +181,28 @@ def test_every_end_has_its_exit_code(
     assert command.main(["bench", "serve"]) == code
     said = "" if isinstance(error, KeyboardInterrupt) else "pagoda: told.\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("too little memory."), 2),
+        (EngineDeadError("the engine was given up."), 1),
+    ],
+)
+def test_serve_ends_with_the_code_of_its_error(
+    error: Exception,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pagoda.cli.serve.serve_api", fail)
+    monkeypatch.setattr("pagoda.cli.serve.hold_lifeline", lambda: None)
+    assert command.main(["serve", "--executor", "sim"]) == code
+    assert _only_line(capsys) == f"pagoda: {error}"
 
 
 def test_version_and_module_name() -> None:

@@ -64,6 +64,24 @@ def test_goodput_needs_every_limit() -> None:
     assert summarize(outcomes, 1.0, goal).goodput == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("word", ["ttft:1000", "tpot:1000", "e2e:1000"])
+def test_an_answer_without_a_token_is_no_goodput(word: str) -> None:
+    outcome = Outcome(sent_s=0.0, ended_s=0.1)
+    assert summarize([outcome], 1.0, parse_goal([word])).goodput == 0.0
+
+
+def test_an_answer_of_one_token_has_no_tpot_to_miss() -> None:
+    goal = parse_goal(["ttft:600", "tpot:200"])
+    assert summarize([_outcome(0.0, 0.5)], 1.0, goal).goodput == pytest.approx(1.0)
+    assert summarize([_outcome(0.0, 0.7)], 1.0, goal).goodput == 0.0
+
+
+def test_end_to_end_has_two_names() -> None:
+    assert parse_goal(["e2el:3000"]) == parse_goal(["e2e:3000"])
+    outcomes = [_outcome(0.0, 0.5, 2.9), _outcome(0.0, 0.5, 3.1)]
+    assert summarize(outcomes, 1.0, parse_goal(["e2el:3000"])).goodput == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     "word", ["ttft", "ttft:", "ttft:x", "ttft:0", "ttft:-5", "fast:3", "tpot:nan"]
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 from aiohttp import web
@@ -156,10 +158,41 @@ async def test_load_keeps_to_its_concurrency_and_reports_failures() -> None:
     assert [outcome.error for outcome in run.outcomes].count(None) == 9
 
 
+async def test_a_request_that_cannot_be_sent_raises_by_itself_and_counts_as_failed_in_a_load() -> (
+    None
+):
+    sample = Sample("completions", {})
+    schedule = Schedule(request_rate=float("inf"), max_concurrency=None, seed=0)
+    async with OpenAIClient("http://127.0.0.1:1") as client:
+        with pytest.raises(ConfigError, match="Cannot reach a server"):
+            await ask(client, sample, {})
+        run = await run_load(client, [sample] * 2, {}, schedule, lambda: None)
+    assert [str(outcome.error)[:12] for outcome in run.outcomes] == ["Cannot reach"] * 2
+
+
+def _arrivals(count: int, rate: float, burstiness: float = 1.0) -> list[float]:
+    schedule = Schedule(request_rate=rate, burstiness=burstiness, max_concurrency=None, seed=3)
+    return arrival_times(count, schedule)
+
+
 def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
-    times = arrival_times(20_000, 50.0, seed=3)
+    times = _arrivals(20_000, 50.0)
     assert times[0] == 0.0
     assert times == sorted(times)
     assert times[-1] == pytest.approx(400, rel=0.05)
-    assert times == arrival_times(20_000, 50.0, seed=3)
-    assert arrival_times(3, float("inf"), seed=0) == [0.0, 0.0, 0.0]
+    assert _variation(times) == pytest.approx(1.0, rel=0.05)
+    assert times == _arrivals(20_000, 50.0)
+    assert _arrivals(3, float("inf")) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_burstiness_changes_the_spread_of_arrivals_but_not_the_rate(burstiness: float) -> None:
+    times = _arrivals(20_000, 50.0, burstiness)
+    assert times[-1] == pytest.approx(400, rel=0.05)
+    assert _variation(times) == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def _variation(times: Sequence[float]) -> float:
+    """Standard deviation of the times between arrivals over their mean."""
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return statistics.pstdev(gaps) / statistics.fmean(gaps)

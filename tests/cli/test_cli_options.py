@@ -41,7 +41,6 @@ def test_every_flag_reaches_the_engine() -> None:
             seed=5,
             max_model_len=100,
             max_num_seqs=3,
-            max_num_batched_tokens=50,
             block_size=32,
             num_blocks=7,
             kv_cache_memory_bytes=1000,

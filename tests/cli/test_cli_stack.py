@@ -178,10 +178,25 @@ def test_bench_serve_asks_chat_questions_at_a_rate(
 def test_bench_serve_says_why_requests_failed(sim_server: ServerProcess) -> None:
     done = _pagoda(
         *["bench", "serve", "--base-url", sim_server.base_url, "--num-prompts", "3"],
-        *["--model", "another"],
+        *["--model", "another", "--num-warmups", "0"],
     )
     assert done.returncode == 1
     assert "3 failed: The server answered with status 404" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [(None, "status 404"), ("http://127.0.0.1:1", "Cannot reach a server at http://127.0.0.1:1")],
+)
+def test_bench_serve_tries_one_request_before_the_load(
+    address: str | None, sentence: str, sim_server: ServerProcess
+) -> None:
+    base_url = address or sim_server.base_url
+    done = _pagoda("bench", "serve", "--base-url", base_url, "--model", "another")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert sentence in line
 
 
 def test_bench_offline_needs_no_server(tmp_path: Path) -> None:

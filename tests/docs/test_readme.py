@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.server_process import ServerProcess, server_process
+from pagoda.cli.server_process import READY_PREFIX, ServerProcess, server_process
 from pagoda.models.resolve import resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -92,21 +95,55 @@ def test_shell(block: Block, server: ServerProcess) -> None:
     assert '"error"' not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "line", [command for command in _console_commands() if command.startswith("make")]
-)
-def test_make(line: str) -> None:
-    """Make would do this; what it calls is run in the tests below."""
-    done = _run(["make", "--dry-run", "--always-make", *shlex.split(line)[1:]])
-    target = line.split()[1]
-    assert f".venv/bin/pagoda {target}" in done.stdout
-    assert "torch==" in done.stdout
+def test_the_readme_shows_the_make_targets_that_are_run_below() -> None:
+    shown = [command for command in _console_commands() if command.startswith("make")]
+    assert shown == ["make demo", "make serve"]
 
 
-def test_demo() -> None:
-    done = _run([sys.executable, "-m", "pagoda", "demo"])
+def test_set_up_installs_torch_first_and_alone() -> None:
+    steps = _run(["make", "--dry-run", "--always-make", "setup"]).stdout.splitlines()
+    installs = [step for step in steps if " install " in step]
+    assert [step.split(" install ")[1].split("==")[0] for step in installs] == [
+        "torch",
+        "--editable .",
+    ]
+
+
+def test_make_demo() -> None:
+    done = _run([*_make(), "demo"])
     assert "The server has stopped." in done.stdout
     assert "time to first token" in done.stdout
+
+
+def test_make_serve() -> None:
+    """Serves until Ctrl-C, which a terminal sends to make and the server alike."""
+    with subprocess.Popen(
+        [*_make(), "serve"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**_environment(), "PAGODA_PORT": "0"},
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = next(line for line in process.stdout if line.startswith(READY_PREFIX))
+            url = line.removeprefix(READY_PREFIX).split()[0]
+            members = psutil.Process(process.pid).children(recursive=True)
+            assert asyncio.run(_first_token(url)) == 1
+            os.killpg(process.pid, signal.SIGINT)
+            process.communicate(timeout=60)
+            assert not [member for member in members if member.is_running()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _make() -> list[str]:
+    """Make with this interpreter's environment as the one that is set up already."""
+    stamp = f"{sys.prefix}/.installed"
+    return ["make", "--no-print-directory", f"--old-file={stamp}", f"VENV={sys.prefix}"]
 
 
 @pytest.mark.parametrize(
@@ -119,11 +156,11 @@ def test_serve(line: str, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
         resolve_model(None).model if word == LOCAL_MODEL else word for word in shlex.split(line)[2:]
     ]
     with server_process([*words, "--log-level", "warning"]) as running:
-        assert asyncio.run(_first_token(running)) == 1
+        assert asyncio.run(_first_token(running.base_url)) == 1
 
 
-async def _first_token(server: ServerProcess) -> int:
-    async with OpenAIClient(server.base_url) as client:
+async def _first_token(base_url: str) -> int:
+    async with OpenAIClient(base_url) as client:
         body = {"model": await client.first_model(), "prompt": "1", "max_tokens": 1}
         answer = await client.post("/v1/completions", body)
     assert answer.usage is not None
@@ -131,7 +168,6 @@ async def _first_token(server: ServerProcess) -> int:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    bin_directory = Path(sys.executable).parent
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -139,7 +175,15 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         text=True,
         stdin=subprocess.DEVNULL,
         timeout=110,
-        env={**os.environ, "PATH": f"{bin_directory}{os.pathsep}{os.environ['PATH']}"},
+        env=_environment(),
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+def _environment() -> dict[str, str]:
+    """This interpreter's programs first, and no flags of a make that runs these tests."""
+    outer_make = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"}
+    environment = {name: value for name, value in os.environ.items() if name not in outer_make}
+    programs = Path(sys.executable).parent
+    return {**environment, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}

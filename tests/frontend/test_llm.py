@@ -10,7 +10,6 @@ import pytest
 
 import pagoda
 from pagoda import LLM, AsyncLLM, SamplingParams
-from pagoda.engine.messages import SimConfig
 from pagoda.errors import ConfigError, InvalidRequestError
 
 OPTIONS = {"load_format": "dummy", "executor": "sim"}
@@ -74,7 +73,7 @@ def test_lists_do_as_well_as_tuples(llm: LLM) -> None:
 
 
 def test_an_answer_too_long_for_the_context_is_cut() -> None:
-    with LLM("qwen3-0.6b", sim=SimConfig(max_model_len=32), **OPTIONS) as short:
+    with LLM("qwen3-0.6b", max_model_len=32, **OPTIONS) as short:
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
         [output] = short.generate("hi", params)
     assert len(output.outputs[0].token_ids) == 30
@@ -120,8 +119,24 @@ def test_conversations_that_are_none(llm: LLM, messages: list[dict[str, str]]) -
     [
         ("no such model", {}, "there is no model directory"),
         ("qwen3-0.6b", {"load_format": "x"}, "--load-format"),
-        ("qwen3-0.6b", {**OPTIONS, "max_num_seqs": "many"}, "max_num_seqs"),
-        ("qwen3-0.6b", {"gpu_memory_utilization": 0.9}, "gpu_memory_utilization"),
+        (
+            "qwen3-0.6b",
+            {**OPTIONS, "max_num_seqs": "many"},
+            "--max-num-seqs must be int, got 'many'",
+        ),
+        ("qwen3-0.6b", {"max_num_seqs": 0}, "--max-num-seqs must be int >= 1, got 0"),
+        ("qwen3-0.6b", {"dtype": "int3"}, "--dtype must be one of auto, float32"),
+        ("qwen3-0.6b", {"load_format": "dummy", "kv_cache_memory_bytes": "x"}, "such as 2GiB"),
+        ("qwen3-0.6b", {"sim_base_ms": 1.0}, "--sim-base-ms needs --executor sim"),
+        ("qwen3-0.6b", {"gpus": 2}, "LLM takes no argument 'gpus'; it takes: load_format"),
+        ("qwen3-0.6b", {"tensor_parallel_size": 2}, "tensor_parallel_size only as 1, got 2"),
+        ("qwen3-0.6b", {"trust_remote_code": True}, "trust_remote_code only as False"),
+        ("qwen3-0.6b", {"tokenizer": "other"}, "tokenizer only as None, got 'other'"),
+        (
+            "qwen3-0.6b",
+            {"memory_utilization": 0.9, "gpu_memory_utilization": 0.9},
+            "memory_utilization under two names",
+        ),
         ("qwen3-0.6b", {**OPTIONS, "chat_template": "none.jinja"}, "--chat-template"),
     ],
 )
@@ -129,6 +144,17 @@ def test_arguments_that_are_not_right(model: str, options: dict, message: str) -
     with pytest.raises(ConfigError, match=message):
         LLM(model, **options)
     assert not psutil.Process().children()[1:]
+
+
+def test_the_simulated_executor_needs_no_model_files() -> None:
+    with LLM("anything", executor="sim", sim_vocab_size=300) as llm:
+        [output] = llm.generate("hi", GREEDY)
+    assert len(output.outputs[0].token_ids) == 6
+
+
+def test_chat_takes_use_tqdm_where_vllm_does(llm: LLM) -> None:
+    [output] = llm.chat([{"role": "user", "content": "hi"}], GREEDY, False)
+    assert output.finished
 
 
 def test_closing_ends_the_engine() -> None:

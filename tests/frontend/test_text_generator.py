@@ -145,8 +145,12 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
-    texts, _ = generator()
+    texts = TextGenerator(ScriptedEndpoint(max_model_len=20_001), TEXT)
     assert await texts.encode("x" * 20_000, add_special_tokens=True) == [120] * 20_000
+
+
+def test_no_token_stands_for_more_characters_than_the_longest() -> None:
+    assert TEXT.tokenizer.longest_token_chars == len("<|im_start|>")
 
 
 async def test_errors_of_the_endpoint_reach_the_reader() -> None:

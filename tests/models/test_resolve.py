@@ -19,7 +19,6 @@ def test_a_directory(directory: Path) -> None:
     files = resolve_model(str(directory))
     assert (files.model, files.directory) == (str(directory), directory)
     assert files.served_name == str(directory)
-    assert files.load_format == "auto"
 
 
 def test_no_name_is_the_embedded_model() -> None:
@@ -32,7 +31,7 @@ def test_no_name_is_the_embedded_model() -> None:
 
 def test_presets() -> None:
     files = resolve_model("qwen3-4b", load_format="dummy")
-    assert (files.model, files.directory, files.load_format) == ("qwen3-4b", None, "dummy")
+    assert (files.model, files.directory) == ("qwen3-4b", None)
     assert resolve_model(None, load_format="dummy").model == "qwen3-0.6b"
 
 

@@ -64,6 +64,7 @@ class Driver:
                 block_ids=list(self.blocks[slot]),
                 sampling=sampling,
                 eos_token_ids=eos_token_ids,
+                request_id=f"request-{slot}",
             )
         )
 

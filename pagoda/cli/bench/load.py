@@ -1,6 +1,6 @@
 """Sending the requests of a benchmark, and when.
 
-Open loop: requests arrive as a Poisson process, however the server fares. Closed loop: a fixed
+Open loop: requests arrive at random at a given rate, however the server fares. Closed loop: a fixed
 number are under way, and each that ends makes room for the next.
 """
 
@@ -28,6 +28,8 @@ class Schedule:
 
     request_rate: float
     """Mean arrivals a second; infinity sends all at once."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of the time between two arrivals; 1 is a Poisson process."""
     max_concurrency: int | None
     """The most requests under way; None sets no limit."""
     seed: int
@@ -50,12 +52,12 @@ async def run_load(
 ) -> Run:
     """Sends every sample, with the body fields `common` added, and waits for all answers."""
     room = _room(schedule.max_concurrency)
-    arrivals = arrival_times(len(samples), schedule.request_rate, schedule.seed)
+    arrivals = arrival_times(len(samples), schedule)
     started = time.perf_counter()
 
     async def send(sample: Sample) -> Outcome:
         async with room:
-            outcome = await ask(client, sample, common)
+            outcome = await _try(client, sample, common)
         on_done()
         return outcome
 
@@ -72,21 +74,36 @@ async def run_load(
     )
 
 
-def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests arrive, as a Poisson process of `rate` a second."""
-    if math.isinf(rate):
+def arrival_times(count: int, schedule: Schedule) -> list[float]:
+    """Seconds from the start at which requests arrive, with gamma-distributed times between them."""
+    if math.isinf(schedule.request_rate):
         return [0.0] * count
-    rng = random.Random(seed)
+    rng = random.Random(schedule.seed)
+    mean_s = 1 / schedule.request_rate
     now = 0.0
     times = []
     for _ in range(count):
         times.append(now)
-        now += rng.expovariate(rate)
+        now += rng.gammavariate(schedule.burstiness, mean_s / schedule.burstiness)
     return times
 
 
+async def _try(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
+    """As `ask`, but a failure is an outcome too."""
+    sent = time.perf_counter()
+    try:
+        return await ask(client, sample, common)
+    except PagodaError as error:
+        return Outcome(sent, time.perf_counter(), error=str(error))
+
+
 async def ask(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
-    """Streams one answer and notes when its tokens came; a failure is an outcome with an error."""
+    """Streams one answer and notes when its tokens came.
+
+    Raises:
+        ServerError: the server refused the request, reported an error, or hung up early.
+        ConfigError: the server cannot be reached.
+    """
     body = {
         **common,
         **sample.fields,
@@ -96,14 +113,11 @@ async def ask(client: OpenAIClient, sample: Sample, common: Mapping[str, object]
     times: list[float] = []
     usage: Usage | None = None
     sent = time.perf_counter()
-    try:
-        async for now, answers in client.stream(PATHS[sample.endpoint], body):
-            for answer in answers:
-                if answer.choices and answer.choices[0].has_output():
-                    times.append(now)
-                usage = answer.usage or usage
-    except PagodaError as error:
-        return Outcome(sent, time.perf_counter(), error=str(error))
+    async for now, answers in client.stream(PATHS[sample.endpoint], body):
+        for answer in answers:
+            if answer.choices and answer.choices[0].has_output():
+                times.append(now)
+            usage = answer.usage or usage
     return Outcome(
         sent_s=sent,
         ended_s=time.perf_counter(),

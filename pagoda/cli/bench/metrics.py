@@ -14,6 +14,9 @@ from itertools import pairwise
 
 from pagoda.errors import ConfigError
 
+_GOALS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2e", "e2el": "e2e"}
+"""What a latency may be called in a goal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -64,9 +67,13 @@ class Goal:
     limits_ms: Mapping[str, float]
 
     def is_met(self, outcome: Outcome) -> bool:
+        """An answer without a token misses every goal; one of a single token has no TPOT to miss."""
+        if outcome.error is not None or not outcome.event_times_s:
+            return False
         values = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s, "e2e": outcome.e2e_s}
-        return outcome.error is None and all(
-            (values[name] or 0.0) * 1000 <= limit for name, limit in self.limits_ms.items()
+        return all(
+            value is None or value * 1000 <= self.limits_ms.get(name, math.inf)
+            for name, value in values.items()
         )
 
 
@@ -107,12 +114,12 @@ def parse_goal(words: Sequence[str]) -> Goal | None:
             limit = float(value)
         except ValueError:
             limit = math.nan
-        if name not in ("ttft", "tpot", "e2e") or not limit > 0:
+        if name not in _GOALS or not limit > 0:
             raise ConfigError(
-                "--goodput takes limits in milliseconds such as ttft:200, tpot:50 or e2e:3000, "
+                "--goodput takes limits in milliseconds such as ttft:200, tpot:50 or e2el:3000, "
                 f"got {word}."
             )
-        limits[name] = limit
+        limits[_GOALS[name]] = limit
     return Goal(limits) if limits else None
 
 

@@ -40,7 +40,9 @@ Length = Annotated[int, Parameter(validator=Number(gte=0))]
 class RequestOptions:
     """What is asked."""
 
-    dataset: Literal["random", "sharegpt", "jsonl"] = "random"
+    dataset: Annotated[
+        Literal["random", "sharegpt", "jsonl"], Parameter(name=["--dataset", "--dataset-name"])
+    ] = "random"
     """random makes up token ids; sharegpt reads conversations; jsonl reads one request a line."""
     dataset_path: Path | None = None
     """The file of a sharegpt or jsonl dataset."""
@@ -102,7 +104,9 @@ class LoadOptions:
     """When it is asked, and what counts as good."""
 
     request_rate: Annotated[float, Parameter(validator=Number(gt=0))] = math.inf
-    """Arrivals a second (open loop, Poisson); by default all requests are ready at once."""
+    """Arrivals a second (open loop); by default all requests are ready at once."""
+    burstiness: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
+    """1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly."""
     max_concurrency: Annotated[
         Count | None, Parameter(name=["--max-concurrency", "--concurrency"])
     ] = None
@@ -112,7 +116,7 @@ class LoadOptions:
     goodput: Annotated[
         tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
     ] = ()
-    """Limits in ms such as ttft:200 tpot:50 e2e:3000; requests that keep them are goodput."""
+    """Limits in ms such as ttft:200 tpot:50 e2el:3000; requests that keep them are goodput."""
     seed: int = 0
     """Of random prompts and arrivals."""
 
@@ -167,6 +171,7 @@ async def _measure(
             await ask(client, samples[0], common)
         schedule = Schedule(
             request_rate=load.request_rate,
+            burstiness=load.burstiness,
             max_concurrency=load.max_concurrency,
             seed=load.seed,
         )

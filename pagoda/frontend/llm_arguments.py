@@ -1,0 +1,85 @@
+"""The arguments of `LLM` and `AsyncLLM`: the flags of `pagoda serve`, and what scripts for vLLM also give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from cyclopts import Parameter
+
+from pagoda.engine.config import EngineConfig
+from pagoda.errors import ConfigError
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
+from pagoda.models.resolve import ModelFiles
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "cpu_offload_gb": (0,),
+    "enforce_eager": (True, False),
+    "kv_cache_dtype": ("auto",),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "revision": (None,),
+    "tensor_parallel_size": (1,),
+    "tokenizer": (None,),
+    "tokenizer_mode": ("auto",),
+    "tokenizer_revision": (None,),
+    "trust_remote_code": (False,),
+}
+"""Arguments of vLLM's `LLM` that are taken as long as they ask for what is done anyway."""
+
+
+def configure(
+    model: str | None, arguments: Mapping[str, object]
+) -> tuple[ModelFiles, EngineConfig]:
+    """The files of `model` and the engine that serves them.
+
+    An argument is named like a field of `EngineOptions` or `ExecutorOptions`, or like another name of its flag.
+
+    Raises:
+        ConfigError: there is no such model or argument, or an argument has a value that is not allowed.
+    """
+    known = {**_names(EngineOptions), **_names(ExecutorOptions)}
+    given: dict[str, object] = {}
+    for name, value in arguments.items():
+        if name not in known:
+            _check_neutral(name, value, model)
+        elif known[name] in given:
+            raise ConfigError(f"LLM was given {known[name]} under two names.")
+        else:
+            given[known[name]] = value
+    engine = EngineOptions(**_fields_of(EngineOptions, given))
+    executor = ExecutorOptions(**_fields_of(ExecutorOptions, given))
+    files = executor.resolve(engine, model)
+    return files, executor.engine_config(engine, files.model)
+
+
+def _names(options: type[EngineOptions] | type[ExecutorOptions]) -> dict[str, str]:
+    """The field that each argument sets, by all names that its flag has."""
+    names = {field.name: field.name for field in fields(options)}
+    for field, hint in get_type_hints(options, include_extras=True).items():
+        for extra in getattr(hint, "__metadata__", ()):
+            if isinstance(extra, Parameter):
+                names |= {_argument(flag): field for flag in extra.name or ()}
+    return names
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _fields_of(
+    options: type[EngineOptions] | type[ExecutorOptions], given: Mapping[str, object]
+) -> dict[str, Any]:
+    return {field.name: given[field.name] for field in fields(options) if field.name in given}
+
+
+def _check_neutral(name: str, value: object, model: str | None) -> None:
+    if name not in _NEUTRAL:
+        known = ", ".join([*_names(EngineOptions), *_names(ExecutorOptions), "chat_template"])
+        raise ConfigError(f"LLM takes no argument {name!r}; it takes: {known}.")
+    if name == "tokenizer" and value == model:
+        return
+    if value not in _NEUTRAL[name]:
+        neutral = " or ".join(repr(same) for same in _NEUTRAL[name])
+        raise ConfigError(f"LLM supports {name} only as {neutral}, got {value!r}.")

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from pagoda.engine.messages import SamplingParams
+from pagoda.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-38, 0.009, 100.1])
+def test_repetition_penalties_that_could_overflow_are_refused(penalty: float) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^repetition_penalty must be in \[0.01, 100.0\]"
+    ):
+        SamplingParams(repetition_penalty=penalty)
+
+
+def test_temperatures_close_to_zero_are_greedy() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(temperature=1e-42).greedy
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+@pytest.mark.parametrize(
+    ("sampling", "eos_token_ids"),
+    [
+        (SamplingParams(min_tokens=1, allowed_token_ids=(4,)), (4,)),
+        (SamplingParams(min_tokens=1, allowed_token_ids=(4, 5), stop_token_ids=(5,)), (4,)),
+        (SamplingParams(min_tokens=1, stop_token_ids=(0, 1, 2, 3, 4, 5, 6)), (7,)),
+    ],
+)
+def test_min_tokens_must_leave_a_token(
+    sampling: SamplingParams, eos_token_ids: tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        sampling.check_min_tokens(8, eos_token_ids)
+    assert caught.value.param == "min_tokens"
+    sampling.check_min_tokens(9 if sampling.allowed_token_ids is None else 8, ())

@@ -1,0 +1,67 @@
+"""The arguments of `LLM` become engine configurations, as the flags do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
+from pagoda.frontend.llm_arguments import configure
+
+DUMMY = {"load_format": "dummy"}
+
+
+def test_no_arguments_are_the_defaults_of_the_flags() -> None:
+    files, engine = configure("qwen3-0.6b", DUMMY)
+    assert engine == EngineOptions(load_format="dummy").engine_config(files.model)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EngineOptions)])
+def test_every_flag_is_an_argument(field: str) -> None:
+    values: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "float16",
+        "backend": "reference",
+        "kv_cache_memory_bytes": "2GiB",
+        "memory_utilization": 0.25,
+        "enable_prefix_caching": False,
+    }
+    given: dict[str, Any] = {**DUMMY, field: values.get(field, 7)}
+    files, engine = configure("qwen3-0.6b", given)
+    assert engine == EngineOptions(**given).engine_config(files.model)
+    default = EngineOptions().engine_config(files.model)
+    assert engine != default
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "value"),
+    [
+        ("gpu_memory_utilization", "memory_utilization", 0.9),
+        ("num_gpu_blocks_override", "num_kv_blocks", 12),
+    ],
+)
+def test_names_of_vllm(theirs: str, ours: str, value: Any) -> None:
+    assert configure("qwen3-0.6b", {**DUMMY, theirs: value}) == configure(
+        "qwen3-0.6b", {**DUMMY, ours: value}
+    )
+
+
+def test_arguments_of_vllm_that_ask_for_what_is_done_anyway() -> None:
+    neutral = {
+        "tensor_parallel_size": 1,
+        "tokenizer": "qwen3-0.6b",
+        "trust_remote_code": False,
+        "enforce_eager": True,
+        "quantization": None,
+    }
+    assert configure("qwen3-0.6b", {**DUMMY, **neutral}) == configure("qwen3-0.6b", DUMMY)
+
+
+def test_the_simulated_executor_takes_the_flags_too() -> None:
+    arguments: dict[str, Any] = {"executor": "sim", "sim_base_ms": 2, "max_model_len": 99}
+    files, engine = configure(None, arguments)
+    executor = ExecutorOptions(executor="sim", sim_base_ms=2.0)
+    assert files == executor.resolve(EngineOptions(), None)
+    assert engine == executor.engine_config(EngineOptions(max_model_len=99), files.model)
