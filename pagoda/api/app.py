@@ -103,7 +103,7 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     except Exception as error:
         answer = as_api_error(error)
         if answer is None:
-            _log.exception("request %s failed", call.request_id)
+            _log.exception("request failed", extra={"request_id": call.request_id})
             answer = ApiError(500, INTERNAL_ERROR)
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)

@@ -107,7 +107,7 @@ class Call:
                     raise
                 answer = as_api_error(error)
                 if answer is None:
-                    _log.exception("request %s failed", self.request_id)
+                    _log.exception("request failed", extra={"request_id": self.request_id})
                     answer = ApiError(500, INTERNAL_ERROR)
                 await stream.send(error_event(answer.body()))
             return await stream.close()

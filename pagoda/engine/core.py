@@ -147,7 +147,7 @@ class EngineCore:
         chunks = self._scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
-            loss.reason,
+            loss.reason.removesuffix("."),
             self._scheduler.num_waiting,
         )
         return chunks

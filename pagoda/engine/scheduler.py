@@ -280,16 +280,27 @@ class Scheduler:
                 admitting = hits is not None and self._admit(first, hits, draft)
                 index += admitting  # it now stands before the next one
             elif request is not None:
-                self._extend(request, draft, num_behind=len(self._running) - index - 1)
+                self._extend(request, draft, self._num_decodes_behind(index) if draft.mixed else 0)
                 admitting = admitting and self.num_preemptions == preemptions
                 index += 1
             else:
                 return
 
+    def _num_decodes_behind(self, index: int) -> int:
+        """If running request `index` computes a chunk: how many of its priority wait behind it for one token."""
+        request = self._running[index]
+        if request.num_schedulable_tokens <= 1:
+            return 0
+        return sum(
+            other.rank[0] == request.rank[0] and other.num_schedulable_tokens == 1
+            for other in self._running[index + 1 :]
+        )
+
     def _extend(self, request: Request, draft: _Draft, num_behind: int = 0) -> None:
         """Gives a running request tokens, preempting requests of higher rank for blocks if need be.
 
-        A chunk leaves one token of the budget to each of the `num_behind` requests that come after.
+        A chunk leaves one token of the budget to each of the `num_behind` requests that come after, but takes
+        at least half of it.
         """
         slot = request.slot
         count = draft.share_of(request, num_behind)
@@ -510,6 +521,10 @@ class _Draft:
         self._decodes = decodes
         """Whether the step holds single tokens only, or chunks only; None for both together."""
 
+    @property
+    def mixed(self) -> bool:
+        return self._decodes is None
+
     def share_of(self, request: Request, num_behind: int = 0) -> int:
         """How many tokens this step gives to the request; 0 if none."""
         available = request.num_schedulable_tokens
@@ -517,7 +532,7 @@ class _Draft:
             return 0
         count = min(available, self.budget)
         if count > 1:
-            count = min(count, max(self._multiple, self.budget - num_behind))
+            count = min(count, max(self._multiple, self.budget - num_behind, self.budget // 2))
         if count < available:
             count -= count % self._multiple
         return count

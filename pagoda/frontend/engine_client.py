@@ -219,8 +219,11 @@ class EngineClient:
             await self._receive_until_death(self._engine)
             return self._engine.child.describe_end()
         except msgspec.DecodeError as error:
-            self._engine.child.kill()
+            self._engine.drop()
             return f"sent what is not a message ({error})"
+        except _EngineGaveUpError as error:
+            self._engine.drop()
+            return f"gave up ({str(error).removesuffix('.')})"
         finally:
             if not self._engine.child.is_alive():
                 self._engine.drop()
@@ -269,6 +272,7 @@ class EngineClient:
     async def _admit_all(self, engine: _Engine, ready: EngineReady) -> None:
         """First start or restart: what is not finished is admitted with the tokens so far."""
         self._limits = ready
+        self._config = _with_num_blocks(self._config, ready.num_blocks)
         engine.ready = True
         if self._started is not None and not self._started.done():
             self._started.set_result(None)
@@ -279,7 +283,10 @@ class EngineClient:
             await engine.send(self._encode(LoadQuery(query)))
 
     def _refuse_start(self, failure: EngineFailed) -> None:
-        if failure.is_user_error and self._started is not None and not self._started.done():
+        """At the first start the reason is the user's to know; later, an engine that gave up is one more death."""
+        if self._started is None or self._started.done():
+            raise _EngineGaveUpError(failure.error)
+        if failure.is_user_error:
             self._started.set_exception(ConfigError(failure.error))
         raise EngineDeadError(failure.error)
 
@@ -300,6 +307,16 @@ class EngineClient:
             await self._engine.send(self._encode(message))
 
 
+class _EngineGaveUpError(Exception):
+    """An engine ended after saying why."""
+
+
+def _with_num_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """For the next engine: its limits must be those that running requests were checked against."""
+    worker = msgspec.structs.replace(config.worker, num_blocks=num_blocks)
+    return msgspec.structs.replace(config, worker=worker)
+
+
 class _Engine:
     """One incarnation of the engine process."""
 
@@ -312,6 +329,7 @@ class _Engine:
             "pagoda.engine.main", [str(directory.path)], config=msgspec.msgpack.encode(config)
         )
         self._loop = asyncio.get_running_loop()
+        self._watched = True
         self._loop.add_reader(self.child.fileno(), self._on_hangup)
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -320,8 +338,13 @@ class _Engine:
         self.socket.connect(socket_address(directory.path, ENGINE_SOCKET))
 
     def _on_hangup(self) -> None:
-        self._loop.remove_reader(self.child.fileno())
+        self._stop_watching()
         self.died.set()
+
+    def _stop_watching(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self.child.fileno())
+            self._watched = False
 
     async def send(self, payload: bytes) -> None:
         await self.socket.send(payload)
@@ -335,7 +358,8 @@ class _Engine:
         self.drop()
 
     def drop(self) -> None:
-        self._loop.remove_reader(self.child.fileno())
+        """Ends the engine and lets go of everything. May be called twice."""
+        self._stop_watching()
         self.socket.close()
         self.child.kill()
 

@@ -19,7 +19,8 @@ from pagoda.errors import ConfigError
 from pagoda.frontend.sizes import parse_bytes
 from pagoda.models.resolve import ModelFiles, resolve_model
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 
@@ -63,7 +64,7 @@ class EngineOptions:
     """CPU threads of the worker; by default the cores that this process may use."""
     step_timeout: NotNegative = 300.0
     """Seconds after which a step counts as stuck and its worker is started again."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of dummy weights; in generate and chat also of sampling."""
 
     def engine_config(self, model: str) -> EngineConfig:
@@ -113,6 +114,8 @@ SYNTHETIC_MODEL = "synthetic"
 
 _DEFAULT_ENGINE = EngineOptions()
 _DEFAULT_SIM = SimConfig()
+_SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
+"""The engine keeps a record of each, and no worker's memory bounds them."""
 _UNUSED_BY_SIM = ("dtype", "backend", "kv_cache_memory_bytes", "memory_utilization", "threads")
 
 
@@ -158,6 +161,9 @@ class ExecutorOptions:
         _checked(self)
         _checked(engine)
         if self.executor == "sim":
+            for name, limit in _SIM_LIMITS.items():
+                if (getattr(engine, name) or 0) > limit:
+                    raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
             for name in _UNUSED_BY_SIM:
                 if getattr(engine, name) != getattr(_DEFAULT_ENGINE, name):
                     raise ConfigError(f"{_flag(name)} has no effect with --executor sim.")

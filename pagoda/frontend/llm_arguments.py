@@ -15,11 +15,16 @@ from pagoda.models.resolve import ModelFiles
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0,),
+    "disable_custom_all_reduce": (True, False),
+    "disable_log_stats": (True, False),
+    "download_dir": (None,),
     "enforce_eager": (True, False),
     "kv_cache_dtype": ("auto",),
+    "max_logprobs": (20,),
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "revision": (None,),
+    "swap_space": (0, 4),
     "tensor_parallel_size": (1,),
     "tokenizer": (None,),
     "tokenizer_mode": ("auto",),

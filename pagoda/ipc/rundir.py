@@ -35,9 +35,8 @@ class RuntimeDirectory:
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
         _sweep(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))  # made with mode 0700
-        self._lock: int | None = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path, lock = _make(parent)
+        self._lock: int | None = lock
         if len(os.fsencode(self.path / _LONGEST_NAME)) > _MAX_SOCKET_PATH_BYTES:
             self.close()
             raise ConfigError(
@@ -55,6 +54,17 @@ class RuntimeDirectory:
 def socket_address(directory: Path, name: str) -> str:
     """The ZeroMQ address of a socket in a runtime directory."""
     return f"ipc://{directory / name}"
+
+
+def _make(parent: Path) -> tuple[Path, int]:
+    """A new directory and its lock, held."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # made with mode 0700
+        lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (path / _LOCK).exists():
+            return path, lock
+        os.close(lock)  # another process swept it before it was locked
 
 
 def _sweep(parent: Path) -> None:

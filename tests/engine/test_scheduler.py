@@ -76,18 +76,41 @@ def test_without_mixed_steps_kinds_take_turns() -> None:
     assert [plan_of(scheduler).num_tokens for _ in range(4)] == [[1], [16], [1], [4]]
 
 
-def test_a_chunk_leaves_a_token_to_each_request_behind() -> None:
-    scheduler = make_scheduler(num_blocks=64)
-    for name in ("a", "b", "c"):
-        scheduler.add(make_request(name, [1, 2, 3], priority=1))
-    plan = plan_of(scheduler)
-    scheduler.update(answer(plan, plan.slots))
+def chunk_before_decodes(num_decodes: int, priority: int, **limits: object) -> Scheduler:
+    """A prompt of 40 tokens, half admitted, of better rank than requests that decode."""
+    scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, **limits)
+    for index in range(num_decodes):
+        scheduler.add(make_request(f"d{index}", [index], priority=1))
+    while scheduler.num_waiting:
+        plan = plan_of(scheduler)
+        scheduler.update(answer(plan, plan.slots))
     scheduler.add(make_request("long", list(range(40)), priority=1))
-    scheduler._running[0].rank, scheduler._running[-1].rank = (1, 9), (1, 0)
-    scheduler._waiting[0].rank = (1, -1)
-    scheduler._running.sort(key=lambda request: request.rank)
-    plan_of(scheduler)
+    scheduler._waiting[0].rank = (priority, -1)
+    plan = plan_of(scheduler)
+    scheduler.update(
+        answer(plan, [s for s, n in zip(plan.slots, plan.num_tokens, strict=True) if n == 1])
+    )
+    return scheduler
+
+
+def test_a_chunk_leaves_a_token_to_each_request_behind() -> None:
+    scheduler = chunk_before_decodes(3, priority=1)
     assert plan_of(scheduler).num_tokens == [13, 1, 1, 1]
+
+
+def test_a_chunk_takes_at_least_half_of_the_budget() -> None:
+    scheduler = chunk_before_decodes(14, priority=1)
+    assert plan_of(scheduler).num_tokens == [8] + 8 * [1]
+
+
+def test_a_chunk_of_higher_priority_leaves_nothing() -> None:
+    scheduler = chunk_before_decodes(14, priority=0)
+    assert plan_of(scheduler).num_tokens == [16]
+
+
+def test_a_step_of_chunks_leaves_nothing_for_decodes() -> None:
+    scheduler = chunk_before_decodes(3, priority=1, mixed_steps=False)
+    assert [16] in [plan_of(scheduler).num_tokens for _ in range(2)]
 
 
 def test_a_higher_priority_that_waits_comes_before_a_lower_one_that_runs() -> None:

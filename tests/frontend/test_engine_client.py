@@ -185,6 +185,25 @@ async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
     await client.close()
 
 
+async def test_an_engine_that_cannot_start_again_at_once_is_tried_again() -> None:
+    client = EngineClient(sim_config())
+    await client.start()
+    request = make_request(1, max_tokens=300)
+    running = asyncio.create_task(collect(client, request))
+    while (await client.load()).num_running == 0:
+        await asyncio.sleep(0)
+    good = client._config
+    client._config = EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
+    first = client.engine_pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    while client._deaths_in_row < 2:
+        await asyncio.sleep(0.001)
+    client._config = good
+    assert (await running)[0] == expected(request)
+    await client.close()
+
+
 async def test_too_long_a_directory_for_sockets_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
