@@ -259,7 +259,7 @@ class Scheduler:
         """Makes room for the first waiting request, as far as those that run have a lower priority."""
         while self._waiting and self._running:
             first, last = self._waiting[0], self._running[-1]
-            outranked = first.rank[0] < last.rank[0]
+            outranked = first.rank[0] < last.rank[0] and not first.num_pending_samples
             if not outranked or self._fitting_prefix(first) is not None:
                 return
             self._preempt(last)

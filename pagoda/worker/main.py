@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -40,7 +39,6 @@ _log = logging.getLogger("pagoda.worker")
 def main() -> None:
     hold_lifeline()
     configure_logging()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the frontend coordinates
     # Threads that wait for each other sleep: spinning would take the cores from engine and frontend.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     (address,) = sys.argv[1:]

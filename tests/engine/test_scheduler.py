@@ -123,6 +123,19 @@ def test_a_higher_priority_that_waits_comes_before_a_lower_one_that_runs() -> No
     assert [start.token_ids for start in plan.starts] == [[1, 2, 3]]
 
 
+def test_nobody_yields_to_a_request_that_still_waits_for_its_last_sample() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("low", [1, 2, 3], priority=1))
+    plan_of(scheduler)
+    scheduler.add(make_request("high", [1, 2, 3], priority=0))
+    scheduler._waiting[0].num_pending_samples = 1
+    assert plan_of(scheduler).starts == []
+    assert scheduler.num_preemptions == 0
+    scheduler._waiting[0].num_pending_samples = 0
+    assert len(plan_of(scheduler).starts) == 1
+    assert scheduler.num_preemptions == 1
+
+
 def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
     capabilities = Capabilities(
         block_sizes=(16,),
