@@ -14,9 +14,6 @@ namespace {
 constexpr int kQueryRows = 48;
 // With fewer items than this for each thread, long contexts are shared out among threads.
 constexpr int64_t kItemsPerThread = 4;
-// Below this many elements, waking another thread takes longer than the work.
-constexpr int64_t kWorthThreads = 1 << 15;
-
 const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
@@ -27,6 +24,18 @@ int64_t partial_size(int rows, int padded_dim) { return int64_t{rows} * (padded_
 Partial partial_at(float* memory, int rows, int padded_dim) {
     return {memory + int64_t{rows} * padded_dim, memory + int64_t{rows} * (padded_dim + 1), memory};
 }
+
+// What a thread works in, in floats.
+struct Memory {
+    int padded;       // head_dim rounded up
+    int64_t partial;  // for an unfinished softmax
+    int64_t own;      // in all
+
+    explicit Memory(const AttentionPlan& plan)
+        : padded(round_up_to_16(plan.shape.head_dim)),
+          partial(partial_size(plan.max_rows, padded)),
+          own(int64_t{plan.max_rows} * padded + attend_scratch(plan.max_rows, padded) + 2 * partial) {}
+};
 
 void clear(Partial partial, int rows, int padded_dim) {
     std::fill_n(partial.highest, rows, -INFINITY);
@@ -81,8 +90,7 @@ void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const
     const HeadShape& shape = plan.shape;
     const int64_t item = size_of(cache.dtype), d = shape.head_dim, head = d * item, size = shape.block_size;
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
-    const auto work = plan.num_tokens * (heads + 2 * kv_heads) * d;
-#pragma omp parallel for schedule(static) if (work > kWorthThreads)
+#pragma omp for schedule(static)
     for (int64_t token = 0; token < plan.num_tokens; ++token) {
         const char* q = at(qkv, token * (heads + 2 * kv_heads) * head);
         const char* k = q + heads * head;
@@ -108,18 +116,26 @@ void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const
     }
 }
 
-void attention(const KernelTable& table, Buffer& buffer, const AttentionPlan& plan, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out) {
+size_t attention_scratch(const AttentionPlan& plan) {
+    const Memory memory(plan);
+    return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * memory.own +
+                                               plan.num_slots * memory.partial);
+}
+
+void attention(const KernelTable& table, const AttentionPlan& plan, const Cache& cache, const void* queries,
+               float scale, int64_t window, void* out, void* scratch) {
     const HeadShape& shape = plan.shape;
     const int group = shape.num_heads / shape.num_kv_heads;
-    const int padded = round_up_to_16(shape.head_dim);
-    const int64_t item_size = size_of(cache.dtype), head = shape.head_dim * item_size;
-    const int64_t partial = partial_size(plan.max_rows, padded);
-    const int64_t own = int64_t{plan.max_rows} * padded + attend_scratch(plan.max_rows, padded) + 2 * partial;
-    const int threads = omp_get_max_threads();
-    auto* memory = static_cast<float*>(
-        buffer.take(sizeof(float) * static_cast<size_t>(threads * own + plan.num_slots * partial)));
-    float* slots = memory + threads * own;
+    const int64_t head = shape.head_dim * size_of(cache.dtype);
+    const Memory memory(plan);
+    const int padded = memory.padded;
+    const int64_t partial = memory.partial;
+    float* own = static_cast<float*>(scratch) + omp_get_thread_num() * memory.own;
+    float* slots = static_cast<float*>(scratch) + omp_get_max_threads() * memory.own;
+    const Partial whole = partial_at(own, plan.max_rows, padded);
+    const Partial part = partial_at(own + partial, plan.max_rows, padded);
+    float* scaled = own + 2 * partial;
+    float* rest = scaled + int64_t{plan.max_rows} * padded;
     const auto rows_of = [&](const AttentionPlan::Tile& tile) {
         return static_cast<int>(tile.num_tokens) * group;
     };
@@ -136,52 +152,42 @@ void attention(const KernelTable& table, Buffer& buffer, const AttentionPlan& pl
     };
     const auto num_items = static_cast<int64_t>(plan.items.size());
     const auto num_merged = static_cast<int64_t>(plan.merged.size());
-    // As many multiplications as there would be if every item were of one split.
-    const int64_t work = num_items * plan.max_rows * shape.head_dim * kKeyTile;
-#pragma omp parallel if (work > 8 * kWorthThreads)
-    {
-        float* scratch = memory + omp_get_thread_num() * own;
-        const Partial whole = partial_at(scratch, plan.max_rows, padded);
-        const Partial part = partial_at(scratch + partial, plan.max_rows, padded);
-        float* scaled = scratch + 2 * partial;
-        float* rest = scaled + int64_t{plan.max_rows} * padded;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_items; ++i) {
-            const auto& item = plan.items[static_cast<size_t>(i)];
-            const auto& tile = plan.tiles[static_cast<size_t>(item.tile)];
-            const int rows = rows_of(tile);
-            for (int row = 0; row < rows; ++row) {
-                table.to_float(cache.dtype, at(queries, place(item, row)), scale, shape.head_dim,
-                               scaled + int64_t{row} * shape.head_dim);
-            }
-            const AttendTile attended{
-                cache.dtype, scaled, rows, group, tile.first_position, window, cache.keys, cache.values,
-                plan.blocks.data() + tile.sequence * plan.width, item.kv_head, shape.num_kv_heads,
-                shape.block_size, shape.head_dim, padded};
-            if (item.slot >= 0) {
-                const Partial slot = partial_at(slots + item.slot * partial, plan.max_rows, padded);
-                table.attend(attended, item.begin, item.end, rest, slot);
-                continue;
-            }
-            clear(whole, rows, padded);
-            for (int64_t begin = item.begin; begin < item.end; begin += kSplit) {
-                table.attend(attended, begin, std::min(begin + kSplit, item.end), rest, part);
-                table.merge(rows, padded, whole, part);
-            }
-            finish(item, rows, whole);
+    for (int64_t i = 0; i < num_items; ++i) {
+        const auto& item = plan.items[static_cast<size_t>(i)];
+        const auto& tile = plan.tiles[static_cast<size_t>(item.tile)];
+        const int rows = rows_of(tile);
+        for (int row = 0; row < rows; ++row) {
+            table.to_float(cache.dtype, at(queries, place(item, row)), scale, shape.head_dim,
+                           scaled + int64_t{row} * shape.head_dim);
         }
+        const AttendTile attended{
+            cache.dtype, scaled, rows, group, tile.first_position, window, cache.keys, cache.values,
+            plan.blocks.data() + tile.sequence * plan.width, item.kv_head, shape.num_kv_heads,
+            shape.block_size, shape.head_dim, padded};
+        if (item.slot >= 0) {
+            const Partial slot = partial_at(slots + item.slot * partial, plan.max_rows, padded);
+            table.attend(attended, item.begin, item.end, rest, slot);
+            continue;
+        }
+        clear(whole, rows, padded);
+        for (int64_t begin = item.begin; begin < item.end; begin += kSplit) {
+            table.attend(attended, begin, std::min(begin + kSplit, item.end), rest, part);
+            table.merge(rows, padded, whole, part);
+        }
+        finish(item, rows, whole);
+    }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_merged; ++i) {
-            const auto& item = plan.merged[static_cast<size_t>(i)];
-            const int rows = rows_of(plan.tiles[static_cast<size_t>(item.tile)]);
-            clear(whole, rows, padded);
-            const int64_t splits = (item.end + kSplit - 1) / kSplit;
-            for (int64_t split = 0; split < splits; ++split) {
-                table.merge(rows, padded, whole,
-                            partial_at(slots + (item.slot + split) * partial, plan.max_rows, padded));
-            }
-            finish(item, rows, whole);
+    for (int64_t i = 0; i < num_merged; ++i) {
+        const auto& item = plan.merged[static_cast<size_t>(i)];
+        const int rows = rows_of(plan.tiles[static_cast<size_t>(item.tile)]);
+        clear(whole, rows, padded);
+        const int64_t splits = (item.end + kSplit - 1) / kSplit;
+        for (int64_t split = 0; split < splits; ++split) {
+            table.merge(rows, padded, whole,
+                        partial_at(slots + (item.slot + split) * partial, plan.max_rows, padded));
         }
+        finish(item, rows, whole);
     }
 }
 

@@ -13,9 +13,6 @@ namespace pagoda {
 
 namespace {
 
-// Below this many multiplications, waking another thread takes longer than the product.
-constexpr int64_t kWorthThreads = 1 << 17;
-
 const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
@@ -79,7 +76,7 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
 void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids, int64_t n, void* out) {
     const Column column(shape);
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
-#pragma omp parallel for schedule(static) if (n * shape.inputs > kWorthThreads)
+#pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         const char* panel = at(packed, ids[i] / kPanel * shape.panel_bytes());
         const char* from = panel + ids[i] % kPanel * column.element_size;
@@ -92,45 +89,41 @@ void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids
     }
 }
 
-void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, const void* packed,
-            const float* bias, const void* x, int64_t row_stride, int64_t n, void* out) {
+size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n) {
+    return static_cast<size_t>(n * shape.padded_inputs() * table.packed_size(shape.dtype));
+}
+
+void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
+            const void* x, int64_t row_stride, int64_t n, void* out, int64_t out_stride, void* scratch) {
     const int64_t tiles = (n + kTileRows - 1) / kTileRows;
     const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
-    char* rows = static_cast<char*>(buffer.take(static_cast<size_t>(n * packed_row)));
     const int64_t item = size_of(shape.dtype);
-    const int64_t threads = omp_get_max_threads();
+    const int64_t threads = omp_get_num_threads();
     const int64_t panels = shape.panels();
     // A panel stays in the cache while all rows go by; only when there are few panels are the rows shared out.
     const int64_t parts = panels >= 4 * threads ? 1 : std::min(tiles, 4 * threads);
     const int64_t tasks = panels * parts;
     const int64_t chunk = std::max<int64_t>(1, tasks / (8 * threads));
-    const auto pack = [&](int64_t tile) {
+#pragma omp for schedule(static)
+    for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = tile * tile_rows;
         table.pack_rows(shape.dtype, at(x, first * row_stride * item), row_stride,
                         static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
-                        rows + first * packed_row);
-    };
-    if (tiles == 1) pack(0);
-#pragma omp parallel if (n * shape.inputs * shape.outputs > kWorthThreads)
-    {
-        if (tiles > 1) {
-#pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < tiles; ++tile) pack(tile);
-        }
+                        at(scratch, first * packed_row));
+    }
 #pragma omp for schedule(dynamic, chunk)
-        for (int64_t task = 0; task < tasks; ++task) {
-            const int64_t panel = task / parts, part = task % parts;
-            const int64_t column = panel * kPanel;
-            const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
-            for (int64_t tile = tiles * part / parts; tile < tiles * (part + 1) / parts; ++tile) {
-                const int64_t first = tile * tile_rows;
-                table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
-                                   rows + first * packed_row,
-                                   static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
-                                   bias ? bias + column : nullptr,
-                                   at(out, (first * shape.outputs + column) * item), shape.outputs, columns);
-            }
+    for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t panel = task / parts, part = task % parts;
+        const int64_t column = panel * kPanel;
+        const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
+        for (int64_t tile = tiles * part / parts; tile < tiles * (part + 1) / parts; ++tile) {
+            const int64_t first = tile * tile_rows;
+            table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
+                               at(scratch, first * packed_row),
+                               static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
+                               bias ? bias + column : nullptr,
+                               at(out, (first * out_stride + column) * item), out_stride, columns);
         }
     }
 }

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "buffer.h"
 #include "ops.h"
 
 namespace nb = nanobind;
@@ -20,6 +21,9 @@ template <class T = void>
 T* to(Address address) {
     return reinterpret_cast<T*>(address);
 }
+
+// Below this many operations on elements, waking another thread takes longer than the work.
+constexpr int64_t kWorthThreads = 1 << 15;
 
 struct InstructionSet {
     const char* name;
@@ -64,35 +68,50 @@ class Kernels {
 
     void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, Address ids, int64_t n,
                      Address out) const {
-        pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), to<int64_t>(ids), n, to(out));
+        in_team(n * inputs > kWorthThreads, [&] {
+            pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), to<int64_t>(ids), n, to(out));
+        });
     }
 
     void linear(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
                 int64_t row_stride, int64_t n, Address out) {
-        pagoda::linear(*table_, buffer_, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias), to(x),
-                       row_stride, n, to(out));
+        const PanelShape shape{Dtype(dtype), inputs, outputs};
+        void* scratch = buffer_.take(linear_scratch(*table_, shape, n));
+        in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
+            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, to(out), outputs,
+                           scratch);
+        });
     }
 
     void add_rms_norm(int dtype, Address x, Address delta, Address weight, float eps, int64_t n, int64_t d,
                       Address sum, Address out) const {
-        pagoda::add_rms_norm(*table_, Dtype(dtype), to(x), to(delta), to(weight), eps, n, d, to(sum), to(out));
+        in_team(n * d > kWorthThreads, [&] {
+            pagoda::add_rms_norm(*table_, Dtype(dtype), to(x), to(delta), to(weight), eps, n, d, to(sum),
+                                 to(out));
+        });
     }
 
     void silu_and_mul(int dtype, Address gate_up, int64_t n, int64_t d, Address out) const {
-        pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out));
+        in_team(n * d > kWorthThreads,
+                [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
     }
 
     void rotate_and_cache(const AttentionPlan& plan, int dtype, Address keys, Address values, Address qkv,
                           Address q_norm, Address k_norm, float eps, Address cosines, Address sines,
                           Address queries) const {
-        pagoda::rotate_and_cache(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(qkv), to(q_norm),
-                                 to(k_norm), eps, to<float>(cosines), to<float>(sines), to(queries));
+        in_team(plan.num_tokens * plan.shape.num_heads * plan.shape.head_dim > kWorthThreads, [&] {
+            pagoda::rotate_and_cache(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(qkv), to(q_norm),
+                                     to(k_norm), eps, to<float>(cosines), to<float>(sines), to(queries));
+        });
     }
 
     void attention(const AttentionPlan& plan, int dtype, Address keys, Address values, Address queries,
                    float scale, int64_t window, Address out) {
-        pagoda::attention(*table_, buffer_, plan, {Dtype(dtype), to(keys), to(values)}, to(queries), scale,
-                          window, to(out));
+        void* scratch = buffer_.take(attention_scratch(plan));
+        in_team(plan.work() > 8 * kWorthThreads, [&] {
+            pagoda::attention(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(queries), scale, window,
+                              to(out), scratch);
+        });
     }
 
    private:

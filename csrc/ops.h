@@ -1,10 +1,13 @@
 // Operations on all tokens of a step, shared out among threads. No result depends on how.
+//
+// All threads of a team call an operation together, from inside a parallel region (`in_team`); it ends with a
+// barrier. Those that need memory to work in are given `scratch` of the size that the function before them says.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "buffer.h"
 #include "kernels.h"
 
 namespace pagoda {
@@ -20,14 +23,23 @@ struct PanelShape {
     int64_t bytes() const { return panels() * panel_bytes(); }
 };
 
+// Calls `body` in all threads, or in this one alone if the work is not worth waking others.
+template <class Body>
+void in_team(bool worth_it, Body body) {
+#pragma omp parallel if (worth_it)
+    body();
+}
+
 void pack_weight(const PanelShape& shape, const void* weight, void* packed);
 
 // Rows `ids` of the weight that was packed.
 void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids, int64_t n, void* out);
 
-void linear(const KernelTable& table, Buffer& buffer, const PanelShape& shape, const void* packed,
-            const float* bias, const void* x, int64_t row_stride, int64_t n, void* out);
+size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
+void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
+            const void* x, int64_t row_stride, int64_t n, void* out, int64_t out_stride, void* scratch);
 
+// sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
 void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,
                   const void* weight, float eps, int64_t n, int64_t d, void* sum, void* out);
 
@@ -56,6 +68,11 @@ class AttentionPlan {
         int64_t slot;        // of its first split among the partial results; -1 when it covers the tile
     };
 
+    // Multiplications, as if every item were of one tile of keys.
+    int64_t work() const {
+        return static_cast<int64_t>(items.size()) * max_rows * shape.head_dim * kKeyTile;
+    }
+
     HeadShape shape;
     int64_t num_tokens = 0, width;
     int max_rows = 0;
@@ -78,7 +95,8 @@ void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const
                       const void* qkv, const void* q_norm, const void* k_norm, float eps,
                       const float* cosines, const float* sines, void* queries);
 
-void attention(const KernelTable& table, Buffer& buffer, const AttentionPlan& plan, const Cache& cache,
-               const void* queries, float scale, int64_t window, void* out);
+size_t attention_scratch(const AttentionPlan& plan);
+void attention(const KernelTable& table, const AttentionPlan& plan, const Cache& cache, const void* queries,
+               float scale, int64_t window, void* out, void* scratch);
 
 }  // namespace pagoda

@@ -4,9 +4,6 @@ namespace pagoda {
 
 namespace {
 
-// Below this many elements, waking another thread takes longer than the work.
-constexpr int64_t kWorthThreads = 1 << 15;
-
 const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
@@ -15,7 +12,7 @@ char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,
                   const void* weight, float eps, int64_t n, int64_t d, void* sum, void* out) {
     const int64_t stride = d * size_of(dtype);
-#pragma omp parallel for schedule(static) if (n * d > kWorthThreads)
+#pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         const int64_t row = i * stride;
         table.rms_norm(dtype, at(x, row), delta ? at(delta, row) : nullptr, weight, eps, d,
@@ -26,7 +23,7 @@ void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const vo
 void silu_and_mul(const KernelTable& table, Dtype dtype, const void* gate_up, int64_t n, int64_t d,
                   void* out) {
     const int64_t stride = d * size_of(dtype);
-#pragma omp parallel for schedule(static) if (n * d > kWorthThreads)
+#pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         table.silu_and_mul(dtype, at(gate_up, 2 * i * stride), d, at(out, i * stride));
     }
