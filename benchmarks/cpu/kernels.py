@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.backend.cpu import CpuBackend, choose_instruction_set
+from pagoda.backend.weights import DenseWeight
 from pagoda.cli import output
 from pagoda.cli.bandwidth import measure_read_bandwidth
 from pagoda.ipc.machine import available_cores, available_memory_bytes
@@ -86,7 +87,7 @@ def _each(operation: Callable[[_T], object], arguments: Iterable[_T]) -> None:
 
 def _limits(ops: CpuBackend) -> Limits:
     x, weight = torch.randn(256, 4096).bfloat16(), torch.randn(8192, 4096).bfloat16()
-    packed = ops.prepare_linear(weight, None)
+    packed = ops.prepare_linear([DenseWeight(weight)], None, weight.dtype)
     seconds = min(_median_seconds(lambda: ops.linear(x, packed), lambda: F.linear(x, weight)))
     bandwidth = measure_read_bandwidth(torch.get_num_threads(), available_memory_bytes())
     return Limits(bandwidth.bytes_per_s, 2 * 256 * weight.numel() / seconds)
@@ -97,7 +98,9 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
         for outputs, inputs in _SHAPES:
             count = -(-_STREAMED_BYTES // (outputs * inputs * dtype.itemsize))
             weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
-            packed = [ops.prepare_linear(weight, None) for weight in weights]
+            packed = [
+                ops.prepare_linear([DenseWeight(weight)], None, weight.dtype) for weight in weights
+            ]
             for rows in _ROWS:
                 x = torch.randn(rows, inputs).to(dtype)
                 own, torchs = _median_seconds(

@@ -6,11 +6,13 @@ every sequence in the step, one after the other, with no padding between sequenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, device, dtype
 
+from pagoda.backend.weights import LinearWeight
 from pagoda.engine.messages import Capabilities
 
 
@@ -88,8 +90,13 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         """The cache of one layer."""
         ...
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearT:
-        """Takes a weight [out, in] and a bias [out] in the form that `linear` is fastest with."""
+    def prepare_linear(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: dtype
+    ) -> LinearT:
+        """Linear maps of the same inputs, as one, in the form that `linear` is fastest with.
+
+        Their outputs follow one another, and the bias [out] is of all of them; `dtype` is that of activations.
+        """
         ...
 
     def linear(self, x: Tensor, weight: LinearT) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.weights import LinearWeight, dequantize
 from pagoda.engine.messages import Capabilities
 from pagoda.errors import ConfigError
 
@@ -126,7 +128,12 @@ class CpuBackend:
 
     # ---- token by token
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def prepare_linear(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> PackedLinear:
+        return self._pack(torch.cat([dequantize(part).to(dtype) for part in parts]), bias)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         outputs, inputs = weight.shape
         weight, dtype = weight.contiguous(), _DTYPES[weight.dtype]
         size = self._native.packed_bytes(dtype, outputs, inputs)

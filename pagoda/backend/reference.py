@@ -9,6 +9,7 @@ are. `tests/backend/test_invariance.py` checks that the kernels used here keep t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.weights import LinearWeight, dequantize
 from pagoda.engine.messages import Capabilities
 
 ROWS = 16
@@ -88,8 +90,10 @@ class ReferenceBackend:
 
     # ---- token by token
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight, bias)
+    def prepare_linear(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Linear:
+        return Linear(torch.cat([dequantize(part).to(dtype) for part in parts]), bias)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         matrix = weight.weight

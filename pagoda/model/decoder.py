@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LinearT, PlanT, TokenBatch
+from pagoda.backend.weights import DenseWeight
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.weights import WeightSource
@@ -53,12 +54,12 @@ class Decoder(Generic[LinearT, PlanT]):
         self._norm = loader.tensor("model.norm.weight", config.hidden_size)
         table = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         tied = config.tie_word_embeddings
-        self._head = backend.prepare_linear(
+        head = (
             table
             if tied
-            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size),
-            None,
+            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         )
+        self._head = backend.prepare_linear([DenseWeight(head)], None, dtype)
         self._embedding = None if tied else table
         """None where the head's weight serves."""
         frequencies, self._rotary_scale = rotary_frequencies(config)
@@ -163,11 +164,12 @@ class _Loader(Generic[LinearT]):
 
     def linear(self, parts: dict[str, int], in_size: int, *, bias: bool) -> LinearT:
         """Linear maps of the same input, as one; `parts` holds their names and output sizes."""
-        weights = {f"{name}.weight": size for name, size in parts.items()}
+        weights = [
+            DenseWeight(self.tensor(f"{name}.weight", size, in_size))
+            for name, size in parts.items()
+        ]
         biases = {f"{name}.bias": size for name, size in parts.items()}
-        return self._prepare_linear(
-            self._joined(weights, in_size), self._joined(biases) if bias else None
-        )
+        return self._prepare_linear(weights, self._joined(biases) if bias else None, self._dtype)
 
     def _head_norms(self, attention: str) -> HeadNorms:
         queries, keys = (

@@ -16,6 +16,7 @@ from pagoda.backend import cpu
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.cpu import BackendUnavailableError, CpuBackend
 from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.weights import DenseWeight
 from pagoda.errors import ConfigError
 
 
@@ -78,7 +79,7 @@ def test_linear(
     weight = _random(outputs, inputs, seed=seed + 1, dtype=dtype)
     bias = _random(outputs, seed=seed + 2, dtype=dtype) if biased else None
     ops = CpuBackend(name)
-    prepared = ops.prepare_linear(weight, bias)
+    prepared = ops.prepare_linear([DenseWeight(weight)], bias, dtype)
     actual = ops.linear(x, prepared)
     exact = x.double() @ weight.double().t()
     exact = exact if bias is None else exact + bias.double()
@@ -94,7 +95,9 @@ def test_a_row_of_a_linear_map_is_the_same_in_any_company(
     name: str, dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
     ops = CpuBackend(name)
-    weight = ops.prepare_linear(_random(outputs, inputs, seed=1, dtype=dtype), None)
+    weight = ops.prepare_linear(
+        [DenseWeight(_random(outputs, inputs, seed=1, dtype=dtype))], None, dtype
+    )
     x = _random(100, inputs, seed=2, dtype=dtype)
     torch.set_num_threads(1)
     whole = ops.linear(x, weight)
@@ -294,7 +297,7 @@ def test_long_contexts_are_split_without_a_trace(name: str, window: int | None) 
 @pytest.mark.parametrize("name", SETS)
 def test_what_does_not_fit_is_refused(name: str) -> None:
     ops = CpuBackend(name)
-    weight = ops.prepare_linear(torch.zeros(8, 4), None)
+    weight = ops.prepare_linear([DenseWeight(torch.zeros(8, 4))], None, torch.float32)
     with pytest.raises(ValueError, match="3 do not fit a weight of 4 inputs"):
         ops.linear(torch.zeros(2, 3), weight)
     with pytest.raises(ValueError, match=r"torch.bfloat16, but torch.float32"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.weights import DenseWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK_SIZE = 16
@@ -46,7 +47,9 @@ def assert_row_independent(operation: Callable[[Tensor], Tensor], x: Tensor) -> 
 def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     ops = ReferenceBackend()
     weight = ops.prepare_linear(
-        _random(outputs, inputs, seed=1, dtype=dtype), _random(outputs, seed=2, dtype=dtype)
+        [DenseWeight(_random(outputs, inputs, seed=1, dtype=dtype))],
+        _random(outputs, seed=2, dtype=dtype),
+        dtype,
     )
     assert_row_independent(lambda x: ops.linear(x, weight), _random(48, inputs, dtype=dtype))
 

@@ -1,0 +1,92 @@
+"""Weights of linear maps as a checkpoint holds them, before a backend packs them.
+
+A quantized map rounds its inputs too: both sides of every product are small integers, whose sums are exact, so
+that only scales are ever rounded. A row's inputs become integers from -127 to 127 by a scale of their own
+(`highest magnitude / 127`, rounded half to even), worked out anew for every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP_SIZES = (32, 64, 128)
+"""Inputs that share a scale in a `GroupedWeight`."""
+
+
+@dataclass(frozen=True)
+class DenseWeight:
+    """Numbers in the dtype of the activations, multiplied as they are."""
+
+    values: Tensor
+    """[out, in] float32, bfloat16 or float16."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """W8A8: weight `[o, i]` is `scales[o] * values[o, i]`; a row of inputs has one scale."""
+
+    values: Tensor
+    """[out, in] int8, from -127 to 127."""
+    scales: Tensor
+    """[out] float32."""
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """Weight `[o, i]` is `scales[o, g] * (codes[o, i] - 2 ** (bits - 1)) + offsets[o, g]`.
+
+    `g` is the group of the input, `i // group_size`. Inputs have a scale for each group too.
+    """
+
+    codes: Tensor
+    """[out, in] uint8, below `2 ** bits`."""
+    scales: Tensor
+    """[out, in / group_size] float16."""
+    offsets: Tensor | None
+    """[out, in / group_size] float16; None where all are zero."""
+    bits: int
+    """4 or 8."""
+    group_size: int
+    """One of `GROUP_SIZES`; divides the number of inputs."""
+    input_order: Tensor | None = None
+    """[in] int64: the map's input `i` is the activation's element `input_order[i]` (GPTQ's act-order)."""
+
+
+LinearWeight = DenseWeight | Int8Weight | GroupedWeight
+
+
+def weight_shape(weight: LinearWeight) -> tuple[int, int]:
+    """Outputs and inputs."""
+    matrix = weight.codes if isinstance(weight, GroupedWeight) else weight.values
+    outputs, inputs = matrix.shape
+    return outputs, inputs
+
+
+def dequantize(weight: LinearWeight) -> Tensor:
+    """[out, in] float32, its inputs in the order of the activations."""
+    if isinstance(weight, DenseWeight):
+        return weight.values.float()
+    if isinstance(weight, Int8Weight):
+        return weight.values.float() * weight.scales[:, None]
+    spread = weight.group_size
+    values = (weight.codes.float() - 2 ** (weight.bits - 1)) * _per_input(weight.scales, spread)
+    if weight.offsets is not None:
+        values += _per_input(weight.offsets, spread)
+    if weight.input_order is None:
+        return values
+    ordered = torch.empty_like(values)
+    ordered[:, weight.input_order] = values
+    return ordered
+
+
+def _per_input(groups: Tensor, group_size: int) -> Tensor:
+    wide: Tensor = groups.float().repeat_interleave(group_size, dim=1)
+    return wide
+
+
+def total_outputs(parts: Sequence[LinearWeight]) -> int:
+    return sum(weight_shape(part)[0] for part in parts)
