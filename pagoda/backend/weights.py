@@ -73,7 +73,9 @@ def dequantize(weight: LinearWeight) -> Tensor:
     if isinstance(weight, Int8Weight):
         return weight.values.float() * weight.scales[:, None]
     spread = weight.group_size
-    values = (weight.codes.float() - 2 ** (weight.bits - 1)) * _per_input(weight.scales, spread)
+    values: Tensor = (weight.codes.float() - 2 ** (weight.bits - 1)) * _per_input(
+        weight.scales, spread
+    )
     if weight.offsets is not None:
         values += _per_input(weight.offsets, spread)
     if weight.input_order is None:
