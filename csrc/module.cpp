@@ -1,5 +1,6 @@
 // The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu.py.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,6 +9,7 @@
 
 #include "buffer.h"
 #include "ops.h"
+#include "program.h"
 
 namespace nb = nanobind;
 
@@ -114,10 +116,18 @@ class Kernels {
         });
     }
 
+    const KernelTable& table() const { return *table_; }
+
    private:
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
 };
+
+void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address cosines,
+         Address sines, Address out) {
+    nb::gil_scoped_release released;
+    program.run({num_tokens, &plan, to<int64_t>(token_ids), to<float>(cosines), to<float>(sines)}, to(out));
+}
 
 }  // namespace
 
@@ -146,6 +156,39 @@ NB_MODULE(_native, m) {
         .def("silu_and_mul", &Kernels::silu_and_mul)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
+    nb::class_<Program>(m, "Program")
+        .def(
+            "__init__",
+            [](Program* self, const Kernels& kernels) { new (self) Program(kernels.table()); })
+        .def("weight_rows",
+             [](Program& self, int dtype, int64_t outputs, int64_t inputs, Address packed) {
+                 return self.weight_rows({Dtype(dtype), inputs, outputs}, to(packed));
+             })
+        .def("embedding", [](Program& self, int dtype, int64_t num_rows, int64_t width, Address rows) {
+            return self.embedding(Dtype(dtype), num_rows, width, to(rows));
+        })
+        .def("linear",
+             [](Program& self, int x, int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias) {
+                 return self.linear(x, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias));
+             })
+        .def("rms_norm", [](Program& self, int x, Address weight,
+                            float eps) { return self.rms_norm(x, to(weight), eps); })
+        .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
+                                float eps) { return self.add_rms_norm(x, delta, to(weight), eps); })
+        .def("silu_and_mul", &Program::silu_and_mul)
+        .def("rotate_and_cache",
+             [](Program& self, int qkv, int dtype, Address keys, Address values, int64_t queries_width,
+                Address q_norm, Address k_norm, float eps) {
+                 return self.rotate_and_cache(qkv, {Dtype(dtype), to(keys), to(values)}, queries_width,
+                                              to(q_norm), to(k_norm), eps);
+             })
+        .def("attention",
+             [](Program& self, int queries, int dtype, Address keys, Address values, float scale,
+                int64_t window) {
+                 return self.attention(queries, {Dtype(dtype), to(keys), to(values)}, scale, window);
+             })
+        .def("finish", &Program::finish)
+        .def("run", &run);
 }
 
 }  // namespace pagoda

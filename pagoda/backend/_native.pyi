@@ -81,3 +81,41 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
+
+class Program:
+    """Operations on values that are recorded by number and computed by `run`."""
+
+    def __init__(self, kernels: Kernels) -> None: ...
+    def weight_rows(self, dtype: int, outputs: int, inputs: int, packed: int) -> int: ...
+    def embedding(self, dtype: int, num_rows: int, width: int, rows: int) -> int: ...
+    def linear(
+        self, x: int, dtype: int, outputs: int, inputs: int, packed: int, bias: int
+    ) -> int: ...
+    def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
+    def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
+    def silu_and_mul(self, gate_up: int) -> int: ...
+    def rotate_and_cache(
+        self,
+        qkv: int,
+        dtype: int,
+        keys: int,
+        values: int,
+        queries_width: int,
+        q_norm: int,
+        k_norm: int,
+        eps: float,
+    ) -> int: ...
+    def attention(
+        self, queries: int, dtype: int, keys: int, values: int, scale: float, window: int
+    ) -> int: ...
+    def finish(self, result: int) -> None: ...
+    def run(
+        self,
+        num_tokens: int,
+        plan: AttentionPlan,
+        token_ids: int,
+        cosines: int,
+        sines: int,
+        out: int,
+    ) -> None:
+        """Raises IndexError when a token id is not in the embedding."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import LinearWeight, dequantize
 from pagoda.engine.messages import Capabilities
@@ -145,6 +145,7 @@ class CpuBackend:
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         dtype = self._checked(x, weight.dtype)
+        x = x.flatten(1)
         if x.stride(1) != 1:
             x = x.contiguous()
         num_tokens, inputs = x.shape
@@ -305,6 +306,15 @@ class CpuBackend:
             out.data_ptr(),
         )
         return out
+
+    # ---- all at once
+
+    def compile(
+        self, forward: ForwardPass[PackedLinear, AttentionPlan]
+    ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
+        from pagoda.backend.cpu_program import CompiledForward
+
+        return CompiledForward(self._native.Program(self._kernels), forward)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""

@@ -9,14 +9,15 @@ are. `tests/backend/test_invariance.py` checks that the kernels used here keep t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
 from pagoda.backend.weights import LinearWeight, dequantize
 from pagoda.engine.messages import Capabilities
 
@@ -96,7 +97,7 @@ class ReferenceBackend:
         return Linear(torch.cat([dequantize(part).to(dtype) for part in parts]), bias)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        matrix = weight.weight
+        x, matrix = x.flatten(1), weight.weight
         if matrix.dtype == torch.float16:
             # Half-precision products are slow on CPUs, and would be summed in half precision.
             matrix, x = matrix.float(), x.float()
@@ -143,6 +144,13 @@ class ReferenceBackend:
         wide = gate.float()
         # F.silu takes another path for the last few elements of a tensor than for the rest.
         return (wide / (1 + torch.exp(-wide))).to(up.dtype) * up
+
+    # ---- all at once
+
+    def compile(
+        self, forward: ForwardPass[Linear, AttentionPlan]
+    ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
+        return partial(forward, self)
 
     # ---- attention
 

@@ -12,7 +12,17 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, HeadNorms, KVCache, LinearT, PlanT, TokenBatch
+from pagoda.backend.base import (
+    Backend,
+    HeadNorms,
+    KVCache,
+    LinearT,
+    Operations,
+    PlanT,
+    StepInput,
+    TokenBatch,
+    ValueT,
+)
 from pagoda.backend.weights import DenseWeight
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
@@ -41,8 +51,9 @@ class Decoder(Generic[LinearT, PlanT]):
         backend: Backend[LinearT, PlanT],
         source: WeightSource,
         dtype: torch.dtype,
+        caches: Sequence[KVCache],
     ) -> None:
-        """Takes the weights out of `source`.
+        """Takes the weights out of `source`; `caches` has one entry per layer.
 
         Raises:
             ConfigError: a weight is missing or has the wrong shape.
@@ -64,48 +75,54 @@ class Decoder(Generic[LinearT, PlanT]):
         """None where the head's weight serves."""
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
+        self._caches = caches
+        self._compiled = backend.compile(self._hidden_states)
 
-    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
-        """Hidden states behind the last layer, [n, hidden]; `caches` has one entry per layer."""
-        ops, config = self._backend, self._config
-        plan = ops.plan_attention(batch, config.num_heads, caches[0])
-        table = ops.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        x = self._embed(batch.token_ids)
-        h = ops.rms_norm(x, self._layers[0].attention_norm, config.rms_norm_eps)
-        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            attended = self._attention(layer, h, table, cache, plan)
-            x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, config.rms_norm_eps)
-            mixed = ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
-            if index + 1 < len(self._layers):
-                norm = self._layers[index + 1].attention_norm
-                x, h = ops.add_rms_norm(x, mixed, norm, config.rms_norm_eps)
-        return x + mixed
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Normed hidden states behind the last layer, [n, hidden], which `logits` takes."""
+        backend = self._backend
+        plan = backend.plan_attention(batch, self._config.num_heads, self._caches[0])
+        table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
+        return self._compiled(StepInput(batch.token_ids, table, plan))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of hidden states [m, hidden]: [m, vocab] float32."""
-        ops = self._backend
-        h = ops.rms_norm(hidden, self._norm, self._config.rms_norm_eps)
-        return ops.linear(h, self._head).float()
+        return self._backend.linear(hidden, self._head).float()
+
+    def _hidden_states(
+        self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
+    ) -> ValueT:
+        eps = self._config.rms_norm_eps
+        # The norm in front of a layer is taken together with the sum behind the one before.
+        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
+        x = self._embed(ops, step.token_ids)
+        h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
+        for layer, cache, next_norm in zip(self._layers, self._caches, norms, strict=True):
+            x, h = ops.add_rms_norm(
+                x, self._attention(ops, step, layer, cache, h), layer.mlp_norm, eps
+            )
+            mixed = ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
+            x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
+        return h
 
     def _attention(
         self,
+        ops: Operations[ValueT, LinearT, PlanT],
+        step: StepInput[ValueT, PlanT],
         layer: Layer[LinearT],
-        h: Tensor,
-        table: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: PlanT,
-    ) -> Tensor:
-        ops = self._backend
+        h: ValueT,
+    ) -> ValueT:
         qkv = ops.linear(h, layer.qkv)
-        queries = ops.rotate_and_cache(qkv, cache, plan, table, layer.head_norms)
+        queries = ops.rotate_and_cache(qkv, cache, step.plan, step.rotary_table, layer.head_norms)
         scale = self._config.head_dim**-0.5
-        attended = ops.attention(queries, cache, plan, scale=scale, window=layer.window)
-        return ops.linear(attended.flatten(1), layer.attention_out)
+        attended = ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
+        return ops.linear(attended, layer.attention_out)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, ops: Operations[ValueT, LinearT, PlanT], token_ids: ValueT) -> ValueT:
         if self._embedding is None:
-            return self._backend.linear_rows(token_ids, self._head)
-        return self._backend.embedding(token_ids, self._embedding)
+            return ops.linear_rows(token_ids, self._head)
+        return ops.embedding(token_ids, self._embedding)
 
 
 class _Loader(Generic[LinearT]):

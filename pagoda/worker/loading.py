@@ -52,12 +52,12 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
             available_bytes=available_memory_bytes(),
         ),
     )
-    with _weights(config) as source:
-        model = Decoder(shape, backend, source, dtype)
     caches = [
         backend.allocate_kv_cache(num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype)
         for _ in range(shape.num_layers)
     ]
+    with _weights(config) as source:
+        model = Decoder(shape, backend, source, dtype, caches)
     num_cached = num_blocks * block_size
     ready = WorkerReady(
         capabilities=backend.capabilities,
@@ -71,7 +71,7 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         ),
     )
     batch = InputBatch(config.max_num_seqs, max_model_len, block_size)
-    return Runner(model, caches, batch, Sampler(shape.vocab_size)), ready
+    return Runner(model, batch, Sampler(shape.vocab_size)), ready
 
 
 def _block_size(wanted: int | None, capabilities: Capabilities) -> int:

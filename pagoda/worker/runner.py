@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import StepPlan, StepResult
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.sampler import Sampled, Sampler
@@ -21,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
-        """Hidden states [n, hidden] of the batch's tokens; K and V go to the caches, one per layer."""
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Hidden states [n, hidden] of the batch's tokens; K and V go to the model's caches."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -33,11 +32,8 @@ class Model(Protocol):
 class Runner:
     """One model with its KV cache and the requests in its slots."""
 
-    def __init__(
-        self, model: Model, caches: Sequence[KVCache], batch: InputBatch, sampler: Sampler
-    ) -> None:
+    def __init__(self, model: Model, batch: InputBatch, sampler: Sampler) -> None:
         self._model = model
-        self._caches = caches
         self._batch = batch
         self._sampler = sampler
         self._failed: dict[int, str] = {}
@@ -113,7 +109,7 @@ class Runner:
     def _compute(self, counts: dict[int, int]) -> Sampled:
         slots, num_tokens = list(counts), list(counts.values())
         batch = self._batch.prepare(slots, num_tokens)
-        hidden = self._model.forward(batch, self._caches)
+        hidden = self._model.forward(batch)
         sampling = [self._batch.will_sample(slot, count) for slot, count in counts.items()]
         return self._sample(batch, hidden, slots, sampling)
 
