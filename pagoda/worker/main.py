@@ -26,6 +26,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.telemetry.logging import configure_logging
+from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
     from pagoda.worker.runner import Runner
@@ -39,8 +40,7 @@ _log = logging.getLogger("pagoda.worker")
 def main() -> None:
     hold_lifeline()
     configure_logging()
-    # Threads that wait for each other sleep: spinning would take the cores from engine and frontend.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_waiting(os.environ)
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
