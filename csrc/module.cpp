@@ -164,9 +164,6 @@ NB_MODULE(_native, m) {
              [](Program& self, int dtype, int64_t outputs, int64_t inputs, Address packed) {
                  return self.weight_rows({Dtype(dtype), inputs, outputs}, to(packed));
              })
-        .def("embedding", [](Program& self, int dtype, int64_t num_rows, int64_t width, Address rows) {
-            return self.embedding(Dtype(dtype), num_rows, width, to(rows));
-        })
         .def("linear",
              [](Program& self, int x, int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias) {
                  return self.linear(x, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias));

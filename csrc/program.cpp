@@ -37,21 +37,6 @@ Program::Value Program::weight_rows(const PanelShape& shape, const void* packed)
     return out;
 }
 
-Program::Value Program::embedding(Dtype dtype, int64_t num_rows, int64_t width, const void* rows) {
-    const Value out = add_value(dtype, width);
-    num_ids_ = std::min(num_ids_, num_rows);
-    const int64_t bytes = width * size_of(dtype);
-    add({}, width, [=, this](const Step& step, void*) {
-        auto* to = static_cast<char*>(address(out, step));
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < step.num_tokens; ++i) {
-            std::memcpy(to + i * bytes, static_cast<const char*>(rows) + step.token_ids[i] * bytes,
-                        static_cast<size_t>(bytes));
-        }
-    });
-    return out;
-}
-
 Program::Value Program::linear(Value x, const PanelShape& shape, const void* packed, const float* bias) {
     const Value out = add_value(shape.dtype, shape.outputs);
     add(

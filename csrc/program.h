@@ -28,7 +28,6 @@ class Program {
     explicit Program(const KernelTable& table) : table_(table) {}
 
     Value weight_rows(const PanelShape& shape, const void* packed);
-    Value embedding(Dtype dtype, int64_t num_rows, int64_t width, const void* rows);
     Value linear(Value x, const PanelShape& shape, const void* packed, const float* bias);
     Value rms_norm(Value x, const void* weight, float eps);
     // x + delta, and its norm.

@@ -31,9 +31,7 @@ _app = App()
 
 
 @_app.default
-def main(
-    *, model: str = "qwen3-0.6b", dtype: str = "bfloat16", threads: int | None = None
-) -> None:
+def main(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16", threads: int | None = None) -> None:
     """Measures.
 
     Args:
@@ -55,7 +53,9 @@ def main(
     output.stdout().print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
     steps = _Steps(runner)
     prefill = statistics.median(steps.prefill(slot) for slot in range(16))
-    output.stdout().print(f"prompt of {_PROMPT}: {prefill * 1e3:.1f} ms, {_PROMPT / prefill:.0f} tokens/s")
+    output.stdout().print(
+        f"prompt of {_PROMPT}: {prefill * 1e3:.1f} ms, {_PROMPT / prefill:.0f} tokens/s"
+    )
     for count in (1, 4, 16):
         seconds = statistics.median(steps.decode(count) for _ in range(_DECODE_STEPS))
         output.stdout().print(
@@ -85,9 +85,7 @@ class _Steps:
         return self._run([], list(range(count)), [1] * count)
 
     def _run(self, starts: list[SlotStart], slots: list[int], num_tokens: list[int]) -> float:
-        plan = StepPlan(
-            step=self._step, slots=slots, num_tokens=num_tokens, starts=starts
-        )
+        plan = StepPlan(step=self._step, slots=slots, num_tokens=num_tokens, starts=starts)
         self._step += 1
         began = time.perf_counter()
         self._runner.step(plan)

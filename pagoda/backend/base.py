@@ -92,11 +92,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
         ...
 
     def linear_rows(self, token_ids: ValueT, weight: LinearT_contra) -> ValueT:
-        """Rows of a weight [vocab, hidden] that serves as embedding too, without its bias: [n, hidden]."""
-        ...
-
-    def embedding(self, token_ids: ValueT, weight: Tensor) -> ValueT:
-        """Rows of weight [vocab, hidden]: [n, hidden]."""
+        """Rows of a weight [vocab, hidden] that is an embedding table, without its bias: [n, hidden]."""
         ...
 
     def rms_norm(self, x: ValueT, weight: Tensor, eps: float) -> ValueT:

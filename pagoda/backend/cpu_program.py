@@ -53,12 +53,6 @@ class _Recorder:
         )
         return Value(index, weight.dtype, weight.inputs)
 
-    def embedding(self, token_ids: Value, weight: Tensor) -> Value:
-        _expect_token_ids(token_ids)
-        rows, width = weight.shape
-        index = self._program.embedding(_DTYPES[weight.dtype], rows, width, self._keep(weight))
-        return Value(index, weight.dtype, width)
-
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         _expect(x, weight.dtype, len(weight))
         return Value(self._program.rms_norm(x.index, self._keep(weight), eps), x.dtype, x.width)

@@ -23,7 +23,8 @@ from pagoda.backend.base import (
     TokenBatch,
     ValueT,
 )
-from pagoda.backend.weights import DenseWeight
+from pagoda.backend.weights import GroupedWeight, LinearWeight
+from pagoda.errors import ConfigError
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.weights import WeightSource
@@ -63,16 +64,13 @@ class Decoder(Generic[LinearT, PlanT]):
         self._backend = backend
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.tensor("model.norm.weight", config.hidden_size)
-        table = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        head = (
-            table
-            if tied
-            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embedding = loader.linear({"model.embed_tokens": vocab}, hidden, bias=False)
+        self._head = (
+            self._embedding
+            if config.tie_word_embeddings
+            else loader.linear({"lm_head": vocab}, hidden, bias=False)
         )
-        self._head = backend.prepare_linear([DenseWeight(head)], None, dtype)
-        self._embedding = None if tied else table
-        """None where the head's weight serves."""
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
         self._caches = caches
@@ -95,7 +93,7 @@ class Decoder(Generic[LinearT, PlanT]):
         eps = self._config.rms_norm_eps
         # The norm in front of a layer is taken together with the sum behind the one before.
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
-        x = self._embed(ops, step.token_ids)
+        x = ops.linear_rows(step.token_ids, self._embedding)
         h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         for layer, cache, next_norm in zip(self._layers, self._caches, norms, strict=True):
             x, h = ops.add_rms_norm(
@@ -118,11 +116,6 @@ class Decoder(Generic[LinearT, PlanT]):
         scale = self._config.head_dim**-0.5
         attended = ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
         return ops.linear(attended, layer.attention_out)
-
-    def _embed(self, ops: Operations[ValueT, LinearT, PlanT], token_ids: ValueT) -> ValueT:
-        if self._embedding is None:
-            return ops.linear_rows(token_ids, self._head)
-        return ops.embedding(token_ids, self._embedding)
 
 
 class _Loader(Generic[LinearT]):
@@ -182,9 +175,9 @@ class _Loader(Generic[LinearT]):
     def linear(self, parts: dict[str, int], in_size: int, *, bias: bool) -> LinearT:
         """Linear maps of the same input, as one; `parts` holds their names and output sizes."""
         weights = [
-            DenseWeight(self.tensor(f"{name}.weight", size, in_size))
-            for name, size in parts.items()
+            self._source.linear(name, size, in_size, self._dtype) for name, size in parts.items()
         ]
+        _check_input_orders(list(parts), weights)
         biases = {f"{name}.bias": size for name, size in parts.items()}
         return self._prepare_linear(weights, self._joined(biases) if bias else None, self._dtype)
 
@@ -200,3 +193,22 @@ class _Loader(Generic[LinearT]):
         for name, out in zip(parts, torch.split(joined, list(parts.values())), strict=True):
             self._source.read_into(name, out)
         return joined
+
+
+def _check_input_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
+    """Maps of the same input are computed together, so they must take its elements in one order."""
+    orders = [
+        (name, weight.input_order)
+        for name, weight in zip(names, weights, strict=True)
+        if isinstance(weight, GroupedWeight)
+    ]
+    for name, order in orders[1:]:
+        first_name, first = orders[0]
+        same = order is first or (
+            order is not None and first is not None and torch.equal(order, first)
+        )
+        if not same:
+            raise ConfigError(
+                f"{first_name} and {name} have the same inputs but group them in different orders (act-order); "
+                "quantize them with one order."
+            )
