@@ -63,7 +63,9 @@ using RowQuad = ints;
 PAGODA_INLINE WeightQuads weight_quads(ints codes) { return codes; }
 PAGODA_INLINE RowQuad row_quad(const Code* x) { return broadcast_ints(load_word(x)); }
 PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
-    return _mm512_dpbusd_epi32(sums, weights, x);
+    // GCC 12 copies every accumulator before and after the intrinsic.
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x));
+    return sums;
 }
 PAGODA_INLINE void store_codes(Code* p, ints x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));

@@ -240,9 +240,7 @@ class CpuBackend:
         if x.stride(1) != 1:
             x = x.contiguous()
         if x.shape[1] != weight.inputs:
-            raise ValueError(
-                f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs."
-            )
+            raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
         out = x.new_empty((x.shape[0], weight.outputs))
         first = 0
         for segment in weight.segments:
