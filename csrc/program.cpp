@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "panels.h"
+
 namespace pagoda {
 
 namespace {
@@ -15,44 +17,65 @@ constexpr int64_t kWorthThreads = 1 << 17;
 
 }  // namespace
 
-Program::Value Program::add_value(Dtype dtype, int64_t width) {
-    values_.push_back({dtype, width, operations_.size(), operations_.size()});
+Program::Value Program::value(Dtype dtype, int64_t width) {
+    values_.push_back({dtype, width});
     return static_cast<Value>(values_.size() - 1);
 }
 
-void Program::add(std::vector<Value> reads, int64_t work, std::function<void(const Step&, void*)> run,
+void Program::add(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
                   std::function<size_t(const Step&)> scratch) {
     if (result_ >= 0) throw std::logic_error("the program is finished");
-    for (const Value value : reads) values_.at(static_cast<size_t>(value)).last_use = operations_.size();
+    for (const Value used : uses) {
+        ValueInfo& value = values_.at(static_cast<size_t>(used));
+        value.first_use = std::min(value.first_use, operations_.size());
+        value.last_use = operations_.size();
+    }
     operations_.push_back({std::move(run), std::move(scratch), work});
     token_work_ += work;
 }
 
-Program::Value Program::weight_rows(const PanelShape& shape, const void* packed) {
-    const Value out = add_value(shape.dtype, shape.inputs);
+void Program::weight_rows(Value out, const PanelShape& shape, const void* packed) {
     num_ids_ = std::min(num_ids_, shape.outputs);
-    add({}, shape.inputs, [=, this](const Step& step, void*) {
+    add({out}, shape.inputs, [=, this](const Step& step, void*) {
         pagoda::weight_rows(shape, packed, step.token_ids, step.num_tokens, address(out, step));
     });
-    return out;
 }
 
-Program::Value Program::linear(Value x, const PanelShape& shape, const void* packed, const float* bias) {
-    const Value out = add_value(shape.dtype, shape.outputs);
+void Program::quantized_rows(Value out, const QuantizedShape& shape, const void* packed,
+                             const int64_t* order) {
+    num_ids_ = std::min(num_ids_, shape.outputs);
+    add({out}, shape.inputs, [=, this](const Step& step, void*) {
+        pagoda::quantized_rows(table_, shape, packed, order, step.token_ids, step.num_tokens,
+                               address(out, step));
+    });
+}
+
+void Program::linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,
+                     const float* bias) {
     add(
-        {x}, shape.inputs * shape.outputs,
+        {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
-            pagoda::linear(table_, shape, packed, bias, address(x, step), shape.inputs, step.num_tokens,
-                           address(out, step), shape.outputs, scratch);
+            pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
+                           address(out, step, column), info(out).width, scratch);
         },
         [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
-    return out;
+}
+
+void Program::quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape,
+                               const void* packed, const int64_t* order, const float* bias) {
+    add(
+        {x, out}, shape.inputs * shape.outputs,
+        [=, this](const Step& step, void* scratch) {
+            pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
+                                     step.num_tokens, address(out, step, column), info(out).width, scratch);
+        },
+        [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
 }
 
 Program::Value Program::rms_norm(Value x, const void* weight, float eps) {
     const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
-    const Value out = add_value(dtype, width);
-    add({x}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
+    const Value out = value(dtype, width);
+    add({x, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
         pagoda::add_rms_norm(table_, dtype, address(x, step), nullptr, weight, eps, step.num_tokens, width,
                              nullptr, address(out, step));
     });
@@ -62,8 +85,8 @@ Program::Value Program::rms_norm(Value x, const void* weight, float eps) {
 std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value delta, const void* weight,
                                                                 float eps) {
     const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
-    const Value sum = add_value(dtype, width), out = add_value(dtype, width);
-    add({x, delta}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
+    const Value sum = value(dtype, width), out = value(dtype, width);
+    add({x, delta, sum, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
         pagoda::add_rms_norm(table_, dtype, address(x, step), address(delta, step), weight, eps,
                              step.num_tokens, width, address(sum, step), address(out, step));
     });
@@ -73,8 +96,8 @@ std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value d
 Program::Value Program::silu_and_mul(Value gate_up) {
     const Dtype dtype = info(gate_up).dtype;
     const int64_t width = info(gate_up).width / 2;
-    const Value out = add_value(dtype, width);
-    add({gate_up}, width, [=, this](const Step& step, void*) {
+    const Value out = value(dtype, width);
+    add({gate_up, out}, width, [=, this](const Step& step, void*) {
         pagoda::silu_and_mul(table_, dtype, address(gate_up, step), step.num_tokens, width,
                              address(out, step));
     });
@@ -83,8 +106,8 @@ Program::Value Program::silu_and_mul(Value gate_up) {
 
 Program::Value Program::rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width,
                                          const void* q_norm, const void* k_norm, float eps) {
-    const Value out = add_value(info(qkv).dtype, queries_width);
-    add({qkv}, info(qkv).width, [=, this](const Step& step, void*) {
+    const Value out = value(info(qkv).dtype, queries_width);
+    add({qkv, out}, info(qkv).width, [=, this](const Step& step, void*) {
         pagoda::rotate_and_cache(table_, *step.plan, cache, address(qkv, step), q_norm, k_norm, eps,
                                  step.cosines, step.sines, address(out, step));
     });
@@ -92,9 +115,9 @@ Program::Value Program::rotate_and_cache(Value qkv, const Cache& cache, int64_t 
 }
 
 Program::Value Program::attention(Value queries, const Cache& cache, float scale, int64_t window) {
-    const Value out = add_value(info(queries).dtype, info(queries).width);
+    const Value out = value(info(queries).dtype, info(queries).width);
     add(
-        {queries}, info(queries).width * kKeyTile,
+        {queries, out}, info(queries).width * kKeyTile,
         [=, this](const Step& step, void* scratch) {
             pagoda::attention(table_, *step.plan, cache, address(queries, step), scale, window,
                               address(out, step), scratch);
@@ -131,8 +154,9 @@ void Program::place_values() {
     }
 }
 
-void* Program::address(Value value, const Step& step) {
-    return value == result_ ? out_ : static_cast<char*>(arena_.get()) + info(value).offset * step.num_tokens;
+void* Program::address(Value value, const Step& step, int64_t column) {
+    void* rows = value == result_ ? out_ : at(arena_.get(), info(value).offset * step.num_tokens);
+    return at(rows, column * size_of(info(value).dtype));
 }
 
 void Program::run(const Step& step, void* out) {

@@ -27,8 +27,18 @@ class Program {
 
     explicit Program(const KernelTable& table) : table_(table) {}
 
-    Value weight_rows(const PanelShape& shape, const void* packed);
-    Value linear(Value x, const PanelShape& shape, const void* packed, const float* bias);
+    Value value(Dtype dtype, int64_t width);
+
+    // Rows of a weight for the step's tokens.
+    void weight_rows(Value out, const PanelShape& shape, const void* packed);
+    void quantized_rows(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order);
+
+    // To the columns of `out` from `column` on.
+    void linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,
+                const float* bias);
+    void quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape, const void* packed,
+                          const int64_t* order, const float* bias);
+
     Value rms_norm(Value x, const void* weight, float eps);
     // x + delta, and its norm.
     std::pair<Value, Value> add_rms_norm(Value x, Value delta, const void* weight, float eps);
@@ -47,7 +57,7 @@ class Program {
     struct ValueInfo {
         Dtype dtype;
         int64_t width;
-        size_t first_use, last_use;  // operations
+        size_t first_use = SIZE_MAX, last_use = 0;  // operations
         int64_t offset = 0;          // in the arena, in bytes for each token
         int64_t row_bytes() const { return width * size_of(dtype); }
         int64_t row_space() const { return (row_bytes() + 63) / 64 * 64; }
@@ -58,12 +68,12 @@ class Program {
         int64_t work;                                // multiplications for each token
     };
 
-    Value add_value(Dtype dtype, int64_t width);
-    // An operation that reads these values; those that it writes were added just before.
-    void add(std::vector<Value> reads, int64_t work, std::function<void(const Step&, void*)> run,
+    // An operation on these values.
+    void add(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
              std::function<size_t(const Step&)> scratch = {});
     void place_values();
-    void* address(Value value, const Step& step);
+    // Where a value's rows are, from the column on.
+    void* address(Value value, const Step& step, int64_t column = 0);
     const ValueInfo& info(Value value) const { return values_.at(static_cast<size_t>(value)); }
 
     const KernelTable& table_;

@@ -6,6 +6,21 @@ def instruction_sets() -> list[str]:
     """Those that this CPU has and kernels exist for, from the lowest to the highest."""
 
 def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
+def pack_quantized(
+    shape: QuantizedShape, codes: int, scales: int, offsets: int, packed: int
+) -> None: ...
+
+class QuantizedShape:
+    """A quantized weight in panels, for activations of the dtype."""
+
+    @staticmethod
+    def int8(dtype: int, outputs: int, inputs: int) -> QuantizedShape: ...
+    @staticmethod
+    def grouped(
+        dtype: int, outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
+    ) -> QuantizedShape: ...
+    @property
+    def bytes(self) -> int: ...
 
 class AttentionPlan:
     def __init__(
@@ -42,6 +57,22 @@ class Kernels:
         row_stride: int,
         n: int,
         out: int,
+        out_stride: int,
+    ) -> None: ...
+    def quantized_rows(
+        self, shape: QuantizedShape, packed: int, order: int, ids: int, n: int, out: int
+    ) -> None: ...
+    def quantized_linear(
+        self,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        bias: int,
+        x: int,
+        row_stride: int,
+        n: int,
+        out: int,
+        out_stride: int,
     ) -> None: ...
     def add_rms_norm(
         self,
@@ -86,10 +117,30 @@ class Program:
     """Operations on values that are recorded by number and computed by `run`."""
 
     def __init__(self, kernels: Kernels) -> None: ...
-    def weight_rows(self, dtype: int, outputs: int, inputs: int, packed: int) -> int: ...
+    def value(self, dtype: int, width: int) -> int: ...
+    def weight_rows(self, out: int, dtype: int, outputs: int, inputs: int, packed: int) -> None: ...
+    def quantized_rows(self, out: int, shape: QuantizedShape, packed: int, order: int) -> None: ...
     def linear(
-        self, x: int, dtype: int, outputs: int, inputs: int, packed: int, bias: int
-    ) -> int: ...
+        self,
+        x: int,
+        out: int,
+        column: int,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        bias: int,
+    ) -> None: ...
+    def quantized_linear(
+        self,
+        x: int,
+        out: int,
+        column: int,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        bias: int,
+    ) -> None: ...
     def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
     def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
     def silu_and_mul(self, gate_up: int) -> int: ...

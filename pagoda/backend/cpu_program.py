@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu import _DTYPES, _UNLIMITED, AttentionPlan, PackedLinear
+from pagoda.backend.cpu import (
+    _DTYPES,
+    _UNLIMITED,
+    AttentionPlan,
+    DenseSegment,
+    PackedLinear,
+    Segment,
+    _address,
+)
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -24,6 +32,11 @@ class Value:
     width: int
 
 
+_TOKEN_IDS = Value(-1, torch.int64, 1)
+_COSINES = Value(-2, torch.float32, 0)
+_SINES = Value(-3, torch.float32, 0)
+
+
 class _Recorder:
     """Takes operations down instead of computing them."""
 
@@ -33,25 +46,40 @@ class _Recorder:
         """What the program has only the address of."""
 
     def linear(self, x: Value, weight: PackedLinear) -> Value:
-        dtype = _expect(x, weight.dtype, weight.inputs)
+        _expect(x, weight.dtype, weight.inputs)
         self.kept.append(weight)
-        index = self._program.linear(
-            x.index,
-            dtype,
-            weight.outputs,
-            weight.inputs,
-            weight.panels.data_ptr(),
-            _address(weight.bias),
-        )
-        return Value(index, weight.dtype, weight.outputs)
+        out = self._value(weight.dtype, weight.outputs)
+        column = 0
+        for segment in weight.segments:
+            self._multiply(x, segment, out, column)
+            column += segment.outputs
+        return out
+
+    def _multiply(self, x: Value, segment: Segment, out: Value, column: int) -> None:
+        """To the columns of `out` from `column` on."""
+        where = (x.index, out.index, column)
+        panels, bias = segment.panels.data_ptr(), _address(segment.bias)
+        if isinstance(segment, DenseSegment):
+            dtype = _DTYPES[x.dtype]
+            self._program.linear(*where, dtype, segment.outputs, x.width, panels, bias)
+        else:
+            order = _address(segment.input_order)
+            self._program.quantized_linear(*where, segment.shape, panels, order, bias)
 
     def linear_rows(self, token_ids: Value, weight: PackedLinear) -> Value:
-        _expect_token_ids(token_ids)
+        if token_ids != _TOKEN_IDS:
+            raise ValueError("Rows are looked up by the token ids of the step only.")
+        (segment,) = weight.segments
         self.kept.append(weight)
-        index = self._program.weight_rows(
-            _DTYPES[weight.dtype], weight.outputs, weight.inputs, weight.panels.data_ptr()
-        )
-        return Value(index, weight.dtype, weight.inputs)
+        out = self._value(weight.dtype, weight.inputs)
+        panels = segment.panels.data_ptr()
+        if isinstance(segment, DenseSegment):
+            dtype = _DTYPES[weight.dtype]
+            self._program.weight_rows(out.index, dtype, segment.outputs, weight.inputs, panels)
+        else:
+            order = _address(segment.input_order)
+            self._program.quantized_rows(out.index, segment.shape, panels, order)
+        return out
 
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         _expect(x, weight.dtype, len(weight))
@@ -112,6 +140,9 @@ class _Recorder:
         )
         return Value(index, queries.dtype, queries.width)
 
+    def _value(self, dtype: torch.dtype, width: int) -> Value:
+        return Value(self._program.value(_DTYPES[dtype], width), dtype, width)
+
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that must stay where it is."""
         if not tensor.is_contiguous():
@@ -120,27 +151,11 @@ class _Recorder:
         return tensor.data_ptr()
 
 
-def _expect(x: Value, dtype: torch.dtype, width: int) -> int:
-    """The number that kernels know a dtype by."""
+def _expect(x: Value, dtype: torch.dtype, width: int) -> None:
     if (x.dtype, x.width) != (dtype, width):
         raise ValueError(
             f"Rows of {x.width} in {x.dtype} do not fit a weight of {width} in {dtype}."
         )
-    return _DTYPES[dtype]
-
-
-def _expect_token_ids(value: Value) -> None:
-    if value != _TOKEN_IDS:
-        raise ValueError("Rows are looked up by the token ids of the step only.")
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-_TOKEN_IDS = Value(-1, torch.int64, 1)
-_COSINES = Value(-2, torch.float32, 0)
-_SINES = Value(-3, torch.float32, 0)
 
 
 class CompiledForward:

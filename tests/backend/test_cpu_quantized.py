@@ -1,0 +1,289 @@
+"""Quantized maps of the native kernels against sums of integers in 64 bits, in every instruction set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend import cpu
+from pagoda.backend.cpu import BackendUnavailableError, CpuBackend
+from pagoda.backend.weights import (
+    GROUP_SIZES,
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+    weight_shape,
+)
+
+
+def _sets() -> list[str]:
+    try:
+        return cpu.available_instruction_sets()
+    except BackendUnavailableError:
+        return []
+
+
+SETS = _sets()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
+
+sets = st.sampled_from(SETS or [""])
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**20)
+threads = st.integers(1, 4)
+examples = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Of a weight; see `GroupedWeight`. No bits stand for a dense weight, no group size for `Int8Weight`."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    offsets: bool = False
+    ordered: bool = False
+
+
+DENSE, INT8 = Format(), Format(8)
+grouped = st.builds(
+    Format, st.sampled_from([4, 8]), st.sampled_from(GROUP_SIZES), st.booleans(), st.booleans()
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _weight(held_as: Format, outputs: int, inputs: int, seed: int) -> LinearWeight:
+    generator = torch.Generator().manual_seed(seed)
+    if held_as.bits is None:
+        return DenseWeight(torch.randn(outputs, inputs, generator=generator))
+    if held_as.group_size is None:
+        codes = torch.randint(-127, 128, (outputs, inputs), generator=generator)
+        return Int8Weight(codes.to(torch.int8), torch.randn(outputs, generator=generator))
+    codes = torch.randint(0, 2**held_as.bits, (outputs, inputs), generator=generator)
+    shape = (outputs, inputs // held_as.group_size)
+    scales, offsets = (torch.randn(shape, generator=generator).half() for _ in range(2))
+    return GroupedWeight(
+        codes.to(torch.uint8),
+        scales,
+        4 * offsets if held_as.offsets else None,
+        held_as.bits,
+        held_as.group_size,
+        torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
+        if held_as.ordered
+        else None,
+    )
+
+
+def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+    x[:, ::7] *= 10
+    return x.to(dtype)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of float32 numbers along the last dimension."""
+    highest = x.abs().amax(-1, keepdim=True)
+    inverse = torch.div(torch.tensor(127.0), highest).masked_fill_(highest == 0, 0)
+    return (x * inverse).round().long(), (highest / 127).squeeze(-1)
+
+
+def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
+    """Outputs in float64, and the sums of the magnitudes that are added up in them."""
+    x = x.float()
+    if isinstance(weight, DenseWeight):
+        values = weight.values.double().t()
+        return x.double() @ values, x.double().abs() @ values.abs()
+    if isinstance(weight, Int8Weight):
+        codes, scales = _quantized(x)
+        result = (codes @ weight.values.long().t()).double()
+        result *= scales.double()[:, None] * weight.scales.double()
+        return result, result.abs()
+    if weight.input_order is not None:
+        x = x[:, weight.input_order]
+    codes, scales = _quantized(x.unflatten(1, (-1, weight.group_size)))
+    own = weight.codes.long().unflatten(1, (-1, weight.group_size)) - 2 ** (weight.bits - 1)
+    sums = torch.einsum("ngi,ogi->nog", codes, own).double()
+    terms = sums * scales.double()[:, None] * weight.scales.double()
+    magnitudes = terms.abs()
+    if weight.offsets is not None:
+        of_offsets = (codes.sum(-1).double() * scales.double())[:, None] * weight.offsets.double()
+        terms, magnitudes = terms + of_offsets, magnitudes + of_offsets.abs()
+    return terms.sum(-1), magnitudes.sum(-1)
+
+
+def _check(
+    ops: CpuBackend, x: Tensor, parts: list[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    prepared = ops.prepare_linear(parts, bias, dtype)
+    actual = ops.linear(x, prepared)
+    assert actual.dtype == dtype
+    results, magnitudes = zip(*(_exact(x, part) for part in parts), strict=True)
+    exact, bound = torch.cat(results, dim=1), torch.cat(magnitudes, dim=1)
+    if bias is not None:
+        exact, bound = exact + bias.double(), bound + bias.double().abs()
+    error = (actual.double() - exact).abs()
+    assert bool((error <= 4e-6 * bound + ROUNDING[dtype] * exact.abs() + 1e-6).all())
+    rows = torch.cat([dequantize(part) for part in parts]).to(dtype)
+    ids = torch.randint(len(rows), (9,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ops.linear_rows(ids, prepared), rows[ids])
+
+
+@given(
+    sets, dtypes, threads, seeds, st.integers(1, 40), st.integers(1, 300), st.integers(1, 150),
+    st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+@examples
+def test_int8(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, inputs: int, outputs: int,
+    biased: bool, gap: int,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    _check(CpuBackend(name), x, [_weight(INT8, outputs, inputs, seed)], bias, dtype)
+
+
+@given(
+    sets, dtypes, threads, seeds, st.integers(1, 40), grouped, st.integers(1, 5), st.integers(1, 150),
+    st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+@examples
+def test_groups(
+    name: str, dtype: torch.dtype, num_threads: int, seed: int, rows: int, held_as: Format, groups: int,
+    outputs: int, biased: bool, gap: int,
+) -> None:  # fmt: skip
+    torch.set_num_threads(num_threads)
+    inputs = groups * (held_as.group_size or 1)
+    x = _rows(rows, inputs + gap, seed, dtype)[:, gap:]
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    _check(CpuBackend(name), x, [_weight(held_as, outputs, inputs, seed)], bias, dtype)
+
+
+@given(
+    sets, seeds, st.integers(1, 20), st.booleans(),
+    st.lists(st.tuples(st.just(DENSE) | st.just(INT8) | grouped, st.integers(1, 70)), min_size=1, max_size=4),
+)  # fmt: skip
+@examples
+def test_parts_of_any_formats_and_sizes(
+    name: str, seed: int, rows: int, biased: bool, parts: list[tuple[Format, int]]
+) -> None:
+    weights = [_weight(held_as, outputs, 256, seed) for held_as, outputs in parts]
+    bias = torch.randn(sum(outputs for _, outputs in parts)) if biased else None
+    _check(CpuBackend(name), _rows(rows, 256, seed, torch.float32), weights, bias, torch.float32)
+
+
+def test_parts_of_one_format_become_one_map() -> None:
+    ops = CpuBackend(SETS[-1])
+    held_as = Format(4, 32, False, True)
+    for part in (DENSE, INT8, held_as, Format(4, 128, True)):
+        parts = [_weight(part, outputs, 128, 1) for outputs in (33, 7)]
+        assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 1
+    parts = [_weight(held_as, 33, 128, seed) for seed in (1, 2)]
+    assert len(ops.prepare_linear(parts, None, torch.float32).segments) == 2
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "held_as", [INT8, Format(4, 32), Format(4, 128, True), Format(8, 64)], ids=str
+)
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 192), (384, 777)])
+def test_a_row_is_the_same_in_any_company(
+    name: str, dtype: torch.dtype, held_as: Format, inputs: int, outputs: int
+) -> None:
+    ops = CpuBackend(name)
+    weight = ops.prepare_linear([_weight(held_as, outputs, inputs, 1)], None, dtype)
+    x = _rows(60, inputs, 2, dtype)
+    torch.set_num_threads(1)
+    whole = ops.linear(x, weight)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(ops.linear(x, weight), whole)
+        for size in range(1, 26):
+            for start in (0, 1, 13):
+                part = ops.linear(x[start : start + size], weight)
+                assert torch.equal(part, whole[start : start + size]), (size, start)
+
+
+@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 128)], ids=str)
+def test_instruction_sets_agree_in_every_bit(held_as: Format) -> None:
+    x, weight = _rows(33, 256, 3, torch.float32), _weight(held_as, 100, 256, 4)
+    first, *others = (
+        ops.linear(x, ops.prepare_linear([weight], None, torch.float32))
+        for ops in map(CpuBackend, SETS)
+    )
+    for other in others:
+        assert torch.equal(other, first)
+
+
+# ---- the ends of the range
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 64)], ids=str)
+def test_what_is_not_finite_spoils_its_own_row(name: str, held_as: Format) -> None:
+    ops = CpuBackend(name)
+    weight = ops.prepare_linear([_weight(held_as, 70, 256, 5)], None, torch.float32)
+    x = _rows(5, 256, 6, torch.float32)
+    clean = ops.linear(x, weight)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for place in (0, 37, 255):
+            spoiled = x.clone()
+            spoiled[2, place] = bad
+            actual = ops.linear(spoiled, weight)
+            assert bool(actual[2].isnan().all())
+            others = [0, 1, 3, 4]
+            assert torch.equal(actual[others], clean[others])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("held_as", [INT8, Format(4, 32, True), Format(8, 64)], ids=str)
+@pytest.mark.parametrize("tiny", [0.0, 1e-45, 3e-38])
+def test_rows_of_nothing_give_the_bias(name: str, held_as: Format, tiny: float) -> None:
+    ops, bias = CpuBackend(name), torch.randn(70)
+    weight = ops.prepare_linear([_weight(held_as, 70, 128, 5)], bias, torch.float32)
+    x = torch.full((2, 128), tiny)
+    torch.testing.assert_close(ops.linear(x, weight), bias.expand(2, -1), atol=1e-30, rtol=0)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_largest_sums_fit(name: str) -> None:
+    ops = CpuBackend(name)
+    inputs = cpu.MAX_INT8_INPUTS
+    codes = torch.full((2, inputs), 127, dtype=torch.int8)
+    codes[1] = -127
+    weight = ops.prepare_linear([Int8Weight(codes, torch.ones(2))], None, torch.float32)
+    for sign in (1.0, -1.0):
+        actual = ops.linear(torch.full((1, inputs), sign * 127), weight)
+        expected = sign * 127 * 127 * inputs
+        assert actual.tolist() == [[expected, -expected]]
+    too_many = Int8Weight(torch.zeros(1, inputs + 1, dtype=torch.int8), torch.ones(1))
+    with pytest.raises(ValueError, match="at most 65536 inputs, not 65537"):
+        ops.prepare_linear([too_many], None, torch.float32)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    ops = CpuBackend(name)
+    parts = [_weight(INT8, 8, 32, 1), _weight(Format(4, 32), 8, 32, 1)]
+    assert [weight_shape(part) for part in parts] == [(8, 32), (8, 32)]
+    weight = ops.prepare_linear(parts, None, torch.float32)
+    with pytest.raises(ValueError, match="3 do not fit a weight of 32 inputs"):
+        ops.linear(torch.zeros(2, 3), weight)
+    with pytest.raises(IndexError, match="not from 0 to 15"):
+        ops.linear_rows(torch.tensor([16]), weight)
