@@ -182,6 +182,13 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         """
         ...
 
+    def greedy(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor]:
+        """The highest of `linear`'s outputs for each row of x [m, in], without storing the others.
+
+        Returns its index [m] int64, the lowest of equal ones, and whether all outputs are finite [m] bool.
+        """
+        ...
+
     def rotary_table(
         self, positions: Tensor, frequencies: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:

@@ -293,6 +293,10 @@ class CpuBackend:
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
+    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        outputs = self.linear(x, weight)
+        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, x = self._checked(x, weight.dtype), x.contiguous()
         out = torch.empty_like(x)

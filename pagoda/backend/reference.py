@@ -116,6 +116,10 @@ class ReferenceBackend:
             return F.embedding(token_ids, table)
         return weight_rows(token_ids, table).to(weight.dtype)
 
+    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor]:
+        outputs = self.linear(x, weight)
+        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

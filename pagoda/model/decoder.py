@@ -87,6 +87,10 @@ class Decoder(Generic[LinearT, PlanT]):
         """Of hidden states [m, hidden]: [m, vocab] float32."""
         return self._backend.linear(hidden, self._head).float()
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token of each row of hidden states [m, hidden], and whether its logits are finite."""
+        return self._backend.greedy(hidden, self._head)
+
     def _hidden_states(
         self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
     ) -> ValueT:

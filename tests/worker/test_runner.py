@@ -113,6 +113,10 @@ class _Poisoned:
         logits[hidden[:, self._poison] == 1] = torch.nan
         return logits
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(hidden)
+        return logits.argmax(dim=1), logits.isfinite().all(dim=1)
+
 
 def test_nan_logits_fail_alone() -> None:
     driver = Driver(Runner(_Poisoned(9), InputBatch(8, 64, 16), Sampler(16)))
