@@ -62,6 +62,8 @@ class EngineOptions:
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
+    pin_threads: bool = False
+    """Keep each thread of the worker on a core of its own; for machines that run nothing else."""
     step_timeout: NotNegative = 300.0
     """Seconds after which a step counts as stuck and its worker is started again."""
     seed: Seed | None = None
@@ -97,6 +99,7 @@ class EngineOptions:
             kv_cache_memory_bytes=self._kv_cache_bytes(),
             memory_utilization=self.memory_utilization,
             num_threads=self.threads,
+            pin_threads=self.pin_threads,
         )
 
     def _kv_cache_bytes(self) -> int | None:
@@ -116,7 +119,14 @@ _DEFAULT_ENGINE = EngineOptions()
 _DEFAULT_SIM = SimConfig()
 _SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
 """The engine keeps a record of each, and no worker's memory bounds them."""
-_UNUSED_BY_SIM = ("dtype", "backend", "kv_cache_memory_bytes", "memory_utilization", "threads")
+_UNUSED_BY_SIM = (
+    "dtype",
+    "backend",
+    "kv_cache_memory_bytes",
+    "memory_utilization",
+    "threads",
+    "pin_threads",
+)
 
 
 @Parameter(name="*", group=Group("Simulation", sort_key=20))
