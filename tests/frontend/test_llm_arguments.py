@@ -27,6 +27,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
         "enable_prefix_caching": False,
+        "pin_threads": True,
     }
     given: dict[str, Any] = {**DUMMY, field: values.get(field, 7)}
     files, engine = configure("qwen3-0.6b", given)
