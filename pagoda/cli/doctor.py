@@ -60,9 +60,10 @@ def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[s
     yield "processor", machine_facts.cpu_name(cpuinfo)
     yield (
         "cores",
-        f"{cores.usable} usable under the container's quota, {cores.allowed} allowed by affinity, "
-        f"{cores.machine} in the machine",
+        f"{cores.allowed} of {cores.machine} allowed by affinity, container quota "
+        + ("none" if cores.quota is None else f"{cores.quota:g}"),
     )
+    yield "threads", f"{cores.usable} for a worker; --threads chooses another number"
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"

@@ -371,6 +371,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The share of free memory that the KV cache may take when nothing else is said."""
     num_threads: int | None = None
     """None takes the cores that this process may use."""
+    pin_threads: bool = False
+    """Whether each thread stays on one core."""
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ class EngineOptions:
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
+    pin_threads: bool = False
+    """Keep each thread of the worker on a core of its own; for machines that run nothing else."""
     step_timeout: NotNegative = 300.0
     """Seconds after which a step counts as stuck and its worker is started again."""
     seed: Seed | None = None
@@ -105,6 +107,7 @@ class EngineOptions:
             kv_cache_memory_bytes=self._kv_cache_bytes(),
             memory_utilization=self.memory_utilization,
             num_threads=self.threads,
+            pin_threads=self.pin_threads,
         )
 
     def _kv_cache_bytes(self) -> int | None:
@@ -132,6 +135,7 @@ _UNUSED_BY_SIM = (
     "kv_cache_memory_bytes",
     "memory_utilization",
     "threads",
+    "pin_threads",
 )
 
 

@@ -107,6 +107,7 @@ def test_the_largest_cache_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_cores_are_counted() -> None:
     cores = machine_facts.cores()
     assert 1 <= cores.usable <= cores.allowed <= cores.machine
+    assert cores.quota is None or cores.usable == max(1, int(min(cores.quota, cores.allowed)))
 
 
 def test_bandwidth_is_measured_on_buffers_beyond_the_caches() -> None:

@@ -29,6 +29,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
         "enable_prefix_caching": False,
+        "pin_threads": True,
     }
     needed = {"quantization": "int4"} if field == "quantization_group_size" else {}
     given: dict[str, Any] = {**DUMMY, **needed, field: values.get(field, 7)}
