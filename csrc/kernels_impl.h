@@ -10,8 +10,8 @@
 namespace {
 
 constexpr pagoda::KernelTable kTable = {
-    packed_size,     pack_rows, linear_panel, rms_norm, silu_and_mul,
-    norm_and_rotate, to_float,  attend,       merge,    finish,
+    packed_size,     pack_rows, linear_panel, rms_norm,   silu_and_mul,
+    norm_and_rotate, math_of,   to_cache,     pack_query, attend,       merge, finish,
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "buffer.h"
 #include "ops.h"
+#include "pages.h"
 
 namespace nb = nanobind;
 
@@ -38,7 +39,8 @@ std::vector<InstructionSet> instruction_sets() {
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool avx512_bf16 =
+        avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     return {{"avx2", &kAvx2, avx2},
             {"avx512", &kAvx512, avx512},
             {"avx512_bf16", &kAvx512Bf16, avx512_bf16}};
@@ -96,21 +98,27 @@ class Kernels {
                 [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
     }
 
-    void rotate_and_cache(const AttentionPlan& plan, int dtype, Address keys, Address values, Address qkv,
-                          Address q_norm, Address k_norm, float eps, Address cosines, Address sines,
-                          Address queries) const {
+    int key_pair(int dtype, int cache_dtype) const {
+        return pair_of(table_->math(Dtype(dtype), Dtype(cache_dtype)));
+    }
+
+    int value_pair(int dtype, int cache_dtype, int block_size) const {
+        return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
+    }
+
+    void rotate_and_cache(const AttentionPlan& plan, int dtype, const Cache& cache, Address qkv, Address q_norm,
+                          Address k_norm, float eps, Address cosines, Address sines, Address queries) const {
         in_team(plan.num_tokens * plan.shape.num_heads * plan.shape.head_dim > kWorthThreads, [&] {
-            pagoda::rotate_and_cache(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(qkv), to(q_norm),
-                                     to(k_norm), eps, to<float>(cosines), to<float>(sines), to(queries));
+            pagoda::rotate_and_cache(*table_, plan, Dtype(dtype), cache, to(qkv), to(q_norm), to(k_norm), eps,
+                                     to<float>(cosines), to<float>(sines), to(queries));
         });
     }
 
-    void attention(const AttentionPlan& plan, int dtype, Address keys, Address values, Address queries,
-                   float scale, int64_t window, Address out) {
+    void attention(const AttentionPlan& plan, int dtype, const Cache& cache, Address queries, float scale,
+                   int64_t window, Address out) {
         void* scratch = buffer_.take(attention_scratch(plan));
         in_team(plan.work() > 8 * kWorthThreads, [&] {
-            pagoda::attention(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(queries), scale, window,
-                              to(out), scratch);
+            pagoda::attention(*table_, plan, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
         });
     }
 
@@ -127,6 +135,12 @@ NB_MODULE(_native, m) {
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
     });
+    m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
+    nb::class_<Cache>(m, "Cache")
+        .def("__init__", [](Cache* self, int dtype, Address keys, Address values, Address key_scales,
+                            Address value_scales) {
+            new (self) Cache{Dtype(dtype), to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
+        });
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
@@ -144,6 +158,8 @@ NB_MODULE(_native, m) {
         .def("linear", &Kernels::linear)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
+        .def("key_pair", &Kernels::key_pair)
+        .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
 }

@@ -7,6 +7,13 @@ def instruction_sets() -> list[str]:
 
 def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
 
+def advise_large_pages(memory: int, size: int) -> None: ...
+
+class Cache:
+    def __init__(
+        self, dtype: int, keys: int, values: int, key_scales: int, value_scales: int
+    ) -> None: ...
+
 class AttentionPlan:
     def __init__(
         self,
@@ -56,12 +63,17 @@ class Kernels:
         out: int,
     ) -> None: ...
     def silu_and_mul(self, dtype: int, gate_up: int, n: int, d: int, out: int) -> None: ...
+    def key_pair(self, dtype: int, cache_dtype: int) -> int:
+        """Elements of a key that lie side by side in a cache for activations of a dtype."""
+
+    def value_pair(self, dtype: int, cache_dtype: int, block_size: int) -> int:
+        """Tokens whose values lie side by side."""
+
     def rotate_and_cache(
         self,
         plan: AttentionPlan,
         dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         qkv: int,
         q_norm: int,
         k_norm: int,
@@ -74,8 +86,7 @@ class Kernels:
         self,
         plan: AttentionPlan,
         dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         queries: int,
         scale: float,
         window: int,

@@ -36,6 +36,8 @@ class EngineOptions:
     """auto reads safetensors; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
     backend: Literal["auto", "cpu", "reference"] = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
     max_model_len: Count | None = None
@@ -88,6 +90,7 @@ class EngineOptions:
             model=model,
             load_format=self.load_format,
             dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             seed=self.seed or 0,
             backend=self.backend,
             max_model_len=self.max_model_len,
@@ -116,7 +119,14 @@ _DEFAULT_ENGINE = EngineOptions()
 _DEFAULT_SIM = SimConfig()
 _SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
 """The engine keeps a record of each, and no worker's memory bounds them."""
-_UNUSED_BY_SIM = ("dtype", "backend", "kv_cache_memory_bytes", "memory_utilization", "threads")
+_UNUSED_BY_SIM = (
+    "dtype",
+    "kv_cache_dtype",
+    "backend",
+    "kv_cache_memory_bytes",
+    "memory_utilization",
+    "threads",
+)
 
 
 @Parameter(name="*", group=Group("Simulation", sort_key=20))
