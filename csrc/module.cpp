@@ -9,6 +9,7 @@
 
 #include "buffer.h"
 #include "ops.h"
+#include "pages.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -116,21 +117,27 @@ class Kernels {
                 [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
     }
 
-    void rotate_and_cache(const AttentionPlan& plan, int dtype, Address keys, Address values, Address qkv,
-                          Address q_norm, Address k_norm, float eps, Address cosines, Address sines,
-                          Address queries) const {
+    int key_pair(int dtype, int cache_dtype) const {
+        return pair_of(table_->math(Dtype(dtype), Dtype(cache_dtype)));
+    }
+
+    int value_pair(int dtype, int cache_dtype, int block_size) const {
+        return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
+    }
+
+    void rotate_and_cache(const AttentionPlan& plan, int dtype, const Cache& cache, Address qkv, Address q_norm,
+                          Address k_norm, float eps, Address cosines, Address sines, Address queries) const {
         in_team(plan.num_tokens * plan.shape.num_heads * plan.shape.head_dim > kWorthThreads, [&] {
-            pagoda::rotate_and_cache(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(qkv), to(q_norm),
-                                     to(k_norm), eps, to<float>(cosines), to<float>(sines), to(queries));
+            pagoda::rotate_and_cache(*table_, plan, Dtype(dtype), cache, to(qkv), to(q_norm), to(k_norm), eps,
+                                     to<float>(cosines), to<float>(sines), to(queries));
         });
     }
 
-    void attention(const AttentionPlan& plan, int dtype, Address keys, Address values, Address queries,
-                   float scale, int64_t window, Address out) {
+    void attention(const AttentionPlan& plan, int dtype, const Cache& cache, Address queries, float scale,
+                   int64_t window, Address out) {
         void* scratch = buffer_.take(attention_scratch(plan));
         in_team(plan.work() > 8 * kWorthThreads, [&] {
-            pagoda::attention(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(queries), scale, window,
-                              to(out), scratch);
+            pagoda::attention(*table_, plan, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
         });
     }
 
@@ -169,6 +176,12 @@ NB_MODULE(_native, m) {
                         return QuantizedShape::grouped(Dtype(dtype), outputs, inputs, bits, group_size, offsets);
                     })
         .def_prop_ro("bytes", &QuantizedShape::bytes);
+    m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
+    nb::class_<Cache>(m, "Cache")
+        .def("__init__", [](Cache* self, int dtype, Address keys, Address values, Address key_scales,
+                            Address value_scales) {
+            new (self) Cache{Dtype(dtype), to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
+        });
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
@@ -188,6 +201,8 @@ NB_MODULE(_native, m) {
         .def("quantized_linear", &Kernels::quantized_linear)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
+        .def("key_pair", &Kernels::key_pair)
+        .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
     nb::class_<Program>(m, "Program")
@@ -221,16 +236,11 @@ NB_MODULE(_native, m) {
                                 float eps) { return self.add_rms_norm(x, delta, to(weight), eps); })
         .def("silu_and_mul", &Program::silu_and_mul)
         .def("rotate_and_cache",
-             [](Program& self, int qkv, int dtype, Address keys, Address values, int64_t queries_width,
-                Address q_norm, Address k_norm, float eps) {
-                 return self.rotate_and_cache(qkv, {Dtype(dtype), to(keys), to(values)}, queries_width,
-                                              to(q_norm), to(k_norm), eps);
+             [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,
+                Address k_norm, float eps) {
+                 return self.rotate_and_cache(qkv, cache, queries_width, to(q_norm), to(k_norm), eps);
              })
-        .def("attention",
-             [](Program& self, int queries, int dtype, Address keys, Address values, float scale,
-                int64_t window) {
-                 return self.attention(queries, {Dtype(dtype), to(keys), to(values)}, scale, window);
-             })
+        .def("attention", &Program::attention)
         .def("finish", &Program::finish)
         .def("run", &run);
 }

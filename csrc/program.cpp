@@ -108,7 +108,7 @@ Program::Value Program::rotate_and_cache(Value qkv, const Cache& cache, int64_t 
                                          const void* q_norm, const void* k_norm, float eps) {
     const Value out = value(info(qkv).dtype, queries_width);
     add({qkv, out}, info(qkv).width, [=, this](const Step& step, void*) {
-        pagoda::rotate_and_cache(table_, *step.plan, cache, address(qkv, step), q_norm, k_norm, eps,
+        pagoda::rotate_and_cache(table_, *step.plan, info(qkv).dtype, cache, address(qkv, step), q_norm, k_norm, eps,
                                  step.cosines, step.sines, address(out, step));
     });
     return out;
@@ -119,7 +119,7 @@ Program::Value Program::attention(Value queries, const Cache& cache, float scale
     add(
         {queries, out}, info(queries).width * kKeyTile,
         [=, this](const Step& step, void* scratch) {
-            pagoda::attention(table_, *step.plan, cache, address(queries, step), scale, window,
+            pagoda::attention(table_, *step.plan, info(queries).dtype, cache, address(queries, step), scale, window,
                               address(out, step), scratch);
         },
         [](const Step& step) { return attention_scratch(*step.plan); });

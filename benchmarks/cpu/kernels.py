@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from cyclopts import App
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
+from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.backend.cpu import CpuBackend, choose_instruction_set
 from pagoda.backend.weights import DenseWeight
 from pagoda.cli import output
@@ -35,6 +35,7 @@ _SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072))
 _ROWS = (1, 4, 16, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 16
 _CONTEXTS = (1024, 4096, 16384, 32768)
+_KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
 
 _T = TypeVar("_T")
 _app = App()
@@ -65,8 +66,8 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         )
         head = ("kernel", "dtype", "rows", "GB/s", "GFLOP/s", "of the limit", "of PyTorch")
         console.print(output.table("Linear", head, _linear_rows(ops, limits)))
-        columns = ("kernel", "context", "GB/s", "GFLOP/s", "of the limit")
-        console.print(output.table("Attention, bf16", columns, _attention_rows(ops, limits)))
+        columns = ("step", "KV cache", "context", "GB/s", "GFLOP/s", "of the limit")
+        console.print(output.table("Attention", columns, _attention_rows(ops, limits)))
 
 
 def _median_seconds(*runs: Callable[[], object]) -> list[float]:
@@ -120,56 +121,108 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
                 )
 
 
-def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
-    per_token = 2 * _KV_HEADS * _HEAD_DIM * 2
-    for what, num_new in (("decode, 1 request", 1), ("prompt chunk of 256", 256)):
+@dataclass(frozen=True)
+class Step:
+    """The attention of one layer: `num_new` tokens of each of some requests."""
+
+    name: str
+    num_requests: int
+    num_new: int
+    context: int
+    kv_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch.bfloat16 if self.kv_dtype == torch.int8 else self.kv_dtype
+
+    @property
+    def kv_bytes(self) -> int:
+        scale = 4 if self.kv_dtype == torch.int8 else 0
+        head = _HEAD_DIM * self.kv_dtype.itemsize + scale
+        return self.num_requests * self.context * 2 * _KV_HEADS * head
+
+    @property
+    def flops(self) -> float:
+        pairs = self.num_requests * self.num_new * (self.context - self.num_new / 2)
+        return 4 * pairs * _HEADS * _HEAD_DIM
+
+
+def _steps() -> Iterable[Step]:
+    for kv_dtype in _KV_DTYPES:
         for context in _CONTEXTS:
-            seconds = _attention_seconds(ops, context, num_new)
-            moved = context * per_token / seconds
-            pairs = num_new * (context - num_new / 2)
-            flops = 4 * pairs * _HEADS * _HEAD_DIM / seconds
-            yield (
-                what,
-                str(context),
-                f"{moved / 1e9:.1f}",
-                f"{flops / 1e9:.0f}",
-                _share(moved, flops, limits),
-            )
+            yield Step("decode, 1 request", 1, 1, context, kv_dtype)
+        yield Step("decode, 16 requests", 16, 1, 300, kv_dtype)
+        for context in _CONTEXTS:
+            yield Step("prompt chunk of 256", 1, 256, context, kv_dtype)
 
 
-def _attention_seconds(ops: CpuBackend, context: int, num_new: int) -> float:
+def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
+    for step in _steps():
+        seconds = _attention_seconds(ops, step)
+        moved, flops = step.kv_bytes / seconds, step.flops / seconds
+        yield (
+            step.name,
+            str(step.kv_dtype).removeprefix("torch."),
+            str(step.context),
+            f"{moved / 1e9:.1f}",
+            f"{flops / 1e9:.0f}",
+            _share(moved, flops, limits),
+        )
+
+
+def _attention_seconds(ops: CpuBackend, step: Step) -> float:
     """Of one layer, whose cache was not read lately: layers take turns."""
-    num_layers = max(1, _STREAMED_BYTES // (context * 4096))
-    num_blocks = context // _BLOCK_SIZE
+    num_layers = 2 if step.num_new > 1 else max(1, _STREAMED_BYTES // step.kv_bytes)
+    blocks_each = -(-step.context // _BLOCK_SIZE)
     caches = [
-        ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
+        _filled(
+            ops.allocate_kv_cache(
+                step.num_requests * blocks_each,
+                _BLOCK_SIZE,
+                _KV_HEADS,
+                _HEAD_DIM,
+                step.dtype,
+                step.kv_dtype,
+            )
+        )
         for _ in range(num_layers)
     ]
-    for cache in caches:
-        cache.keys.normal_()
-        cache.values.normal_()
-    plan = ops.plan_attention(_one_sequence(context, num_new, num_blocks), _HEADS, caches[0])
-    queries = torch.randn(num_new, _HEADS, _HEAD_DIM).bfloat16()
+    plan = ops.plan_attention(_batch(step, blocks_each), _HEADS, caches[0])
+    num_tokens = step.num_requests * step.num_new
+    queries = torch.randn(num_tokens, _HEADS, _HEAD_DIM).to(step.dtype)
 
     def attend() -> list[Tensor]:
         scale = _HEAD_DIM**-0.5
-        return [
-            ops.attention(queries, cache, plan, scale=scale, window=None)
-            for cache in caches[: 2 if num_new > 1 else None]
-        ]
+        return [ops.attention(queries, cache, plan, scale=scale, window=None) for cache in caches]
 
     (seconds,) = _median_seconds(attend)
-    return seconds / (min(2, num_layers) if num_new > 1 else num_layers)
+    return seconds / num_layers
 
 
-def _one_sequence(context: int, num_new: int, num_blocks: int) -> TokenBatch:
+def _filled(cache: KVCache) -> KVCache:
+    for part in (cache.keys, cache.values):
+        if part.is_floating_point():
+            part.normal_()
+        else:
+            part.random_(-127, 128)
+    for scales in (cache.key_scales, cache.value_scales):
+        if scales is not None:
+            scales.fill_(1 / 40)
+    return cache
+
+
+def _batch(step: Step, blocks_each: int) -> TokenBatch:
+    lens = torch.full((step.num_requests,), step.num_new)
+    num_tokens = step.num_requests * step.num_new
+    positions = torch.arange(step.context - step.num_new, step.context)
     return TokenBatch(
-        token_ids=torch.zeros(num_new, dtype=torch.int64),
-        positions=torch.arange(context - num_new, context),
-        sequence_ids=torch.zeros(num_new, dtype=torch.int64),
-        query_lens=torch.tensor([num_new]),
-        context_lens=torch.tensor([context]),
-        block_tables=torch.randperm(num_blocks)[None],
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=positions.repeat(step.num_requests),
+        sequence_ids=torch.repeat_interleave(lens),
+        query_lens=lens,
+        context_lens=torch.full_like(lens, step.context),
+        block_tables=torch.randperm(step.num_requests * blocks_each).view(-1, blocks_each),
     )
 
 

@@ -22,6 +22,13 @@ class QuantizedShape:
     @property
     def bytes(self) -> int: ...
 
+def advise_large_pages(memory: int, size: int) -> None: ...
+
+class Cache:
+    def __init__(
+        self, dtype: int, keys: int, values: int, key_scales: int, value_scales: int
+    ) -> None: ...
+
 class AttentionPlan:
     def __init__(
         self,
@@ -87,12 +94,17 @@ class Kernels:
         out: int,
     ) -> None: ...
     def silu_and_mul(self, dtype: int, gate_up: int, n: int, d: int, out: int) -> None: ...
+    def key_pair(self, dtype: int, cache_dtype: int) -> int:
+        """Elements of a key that lie side by side in a cache for activations of a dtype."""
+
+    def value_pair(self, dtype: int, cache_dtype: int, block_size: int) -> int:
+        """Tokens whose values lie side by side."""
+
     def rotate_and_cache(
         self,
         plan: AttentionPlan,
         dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         qkv: int,
         q_norm: int,
         k_norm: int,
@@ -105,8 +117,7 @@ class Kernels:
         self,
         plan: AttentionPlan,
         dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         queries: int,
         scale: float,
         window: int,
@@ -147,17 +158,13 @@ class Program:
     def rotate_and_cache(
         self,
         qkv: int,
-        dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         queries_width: int,
         q_norm: int,
         k_norm: int,
         eps: float,
     ) -> int: ...
-    def attention(
-        self, queries: int, dtype: int, keys: int, values: int, scale: float, window: int
-    ) -> int: ...
+    def attention(self, queries: int, cache: Cache, scale: float, window: int) -> int: ...
     def finish(self, result: int) -> None: ...
     def run(
         self,

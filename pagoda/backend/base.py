@@ -39,12 +39,16 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class KVCache:
-    """K and V of one layer, in blocks."""
+    """K and V of one layer, in blocks; how a block is laid out is up to the backend."""
 
     keys: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim], or with the last two the other way round."""
+    """[num_blocks, num_kv_heads, ...]: block_size tokens of head_dim elements."""
     values: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The same."""
+    key_scales: Tensor | None = None
+    """[num_blocks, num_kv_heads, block_size] float32, of int8: each token's largest element is 127 of them."""
+    value_scales: Tensor | None = None
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,18 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         ...
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: dtype,
+        kv_dtype: dtype | None = None,
     ) -> KVCache:
-        """The cache of one layer."""
+        """The cache of one layer: `dtype` is that of activations, `kv_dtype` that of K and V if it is another.
+
+        With int8, a token's K and its V have one scale per head, symmetric about 0.
+        """
         ...
 
     def prepare_linear(

@@ -39,6 +39,7 @@ MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KV_DTYPES = {**_DTYPES, torch.int8: 3}
 _UNLIMITED = 2**62
 """A window that no context is longer than."""
 
@@ -144,9 +145,18 @@ class CpuBackend:
         return f"cpu ({self._instruction_set}), {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> KVCache:
-        """Keys are [num_blocks, num_kv_heads, head_dim, block_size]: a vector holds one element of many keys.
+        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: a vector has an element of many keys.
+
+        Values are [num_blocks, num_kv_heads, block_size / q, head_dim, q]. p and q are 2 where one instruction
+        multiplies pairs, else 1.
 
         Raises:
             ConfigError: no kernel takes heads of this size.
@@ -156,10 +166,19 @@ class CpuBackend:
                 f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )
-        return KVCache(
-            keys=torch.empty((num_blocks, num_kv_heads, head_dim, block_size), dtype=dtype),
-            values=torch.empty((num_blocks, num_kv_heads, block_size, head_dim), dtype=dtype),
-        )
+        kv_dtype = kv_dtype or dtype
+        dtypes = _DTYPES[dtype], _KV_DTYPES[kv_dtype]
+        p = self._kernels.key_pair(*dtypes)
+        q = self._kernels.value_pair(*dtypes, block_size)
+        blocks = (num_blocks, num_kv_heads)
+        keys = torch.empty((*blocks, head_dim // p, block_size, p), dtype=kv_dtype)
+        values = torch.empty((*blocks, block_size // q, head_dim, q), dtype=kv_dtype)
+        for part in (keys, values):
+            self._native.advise_large_pages(part.data_ptr(), part.nbytes)
+        if kv_dtype != torch.int8:
+            return KVCache(keys, values)
+        scales = (torch.empty((*blocks, block_size)) for _ in range(2))
+        return KVCache(keys, values, *scales)
 
     # ---- token by token
 
@@ -349,7 +368,7 @@ class CpuBackend:
     # ---- attention
 
     def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
-        _, num_kv_heads, block_size, head_dim = cache.values.shape
+        _, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
         query_lens, context_lens, block_tables = (
             part.contiguous() for part in (batch.query_lens, batch.context_lens, batch.block_tables)
         )
@@ -357,7 +376,7 @@ class CpuBackend:
             num_heads,
             num_kv_heads,
             head_dim,
-            block_size,
+            block_pairs * pair,
             len(query_lens),
             query_lens.data_ptr(),
             context_lens.data_ptr(),
@@ -365,6 +384,16 @@ class CpuBackend:
             block_tables.shape[1],
         )
         return AttentionPlan(native, num_heads, head_dim)
+
+    def _native_cache(self, cache: KVCache) -> _native.Cache:
+        scales = (cache.key_scales, cache.value_scales)
+        native: _native.Cache = self._native.Cache(
+            _KV_DTYPES[cache.keys.dtype],
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            *(0 if part is None else part.data_ptr() for part in scales),
+        )
+        return native
 
     def rotate_and_cache(
         self,
@@ -374,15 +403,14 @@ class CpuBackend:
         table: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
     ) -> Tensor:
-        dtype, qkv = self._checked(qkv, cache.keys.dtype), qkv.contiguous()
+        qkv = qkv.contiguous()
         self._check_tokens(qkv, plan)
         cosines, sines = (part.contiguous() for part in table)
         queries = qkv.new_empty((len(qkv), plan.num_heads, plan.head_dim))
         self._kernels.rotate_and_cache(
             plan.native,
-            dtype,
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
+            self._checked_for(cache, qkv),
+            self._native_cache(cache),
             qkv.data_ptr(),
             0 if norms is None else norms.queries.data_ptr(),
             0 if norms is None else norms.keys.data_ptr(),
@@ -402,14 +430,13 @@ class CpuBackend:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        dtype, queries = self._checked(queries, cache.keys.dtype), queries.contiguous()
+        queries = queries.contiguous()
         self._check_tokens(queries, plan)
         out = torch.empty_like(queries)
         self._kernels.attention(
             plan.native,
-            dtype,
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
+            self._checked_for(cache, queries),
+            self._native_cache(cache),
             queries.data_ptr(),
             scale,
             _UNLIMITED if window is None else window,
@@ -424,13 +451,21 @@ class CpuBackend:
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
         from pagoda.backend.cpu_program import CompiledForward
 
-        return CompiledForward(self._native.Program(self._kernels), forward)
+        return CompiledForward(self._native.Program(self._kernels), self._native_cache, forward)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""
         if x.dtype != expected:
             raise ValueError(f"Values are {x.dtype}, but {expected} is needed.")
         return _DTYPES[expected]
+
+    def _checked_for(self, cache: KVCache, x: Tensor) -> int:
+        """The number of activations' dtype, for which the cache was laid out."""
+        dtype = _DTYPES[x.dtype]
+        pair = cache.keys.shape[4]
+        if self._kernels.key_pair(dtype, _KV_DTYPES[cache.keys.dtype]) != pair:
+            raise ValueError(f"This cache of {cache.keys.dtype} is not for values of {x.dtype}.")
+        return dtype
 
     def _check_tokens(self, x: Tensor, plan: AttentionPlan) -> None:
         if len(x) != plan.native.num_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -40,8 +41,11 @@ _SINES = Value(-3, torch.float32, 0)
 class _Recorder:
     """Takes operations down instead of computing them."""
 
-    def __init__(self, program: _native.Program) -> None:
+    def __init__(
+        self, program: _native.Program, native_cache: Callable[[KVCache], _native.Cache]
+    ) -> None:
         self._program = program
+        self._make_native_cache = native_cache
         self.kept: list[object] = []
         """What the program has only the address of."""
 
@@ -107,13 +111,11 @@ class _Recorder:
     ) -> Value:
         if table != (_COSINES, _SINES):
             raise ValueError("The rotary table of the step is the only one.")
-        _, num_kv_heads, _, head_dim = cache.values.shape
+        _, num_kv_heads, _, head_dim, _ = cache.values.shape
         width = qkv.width - 2 * num_kv_heads * head_dim
         index = self._program.rotate_and_cache(
             qkv.index,
-            _DTYPES[cache.keys.dtype],
-            self._keep(cache.keys),
-            self._keep(cache.values),
+            self._native_cache(cache),
             width,
             self._keep(norms.queries) if norms else 0,
             self._keep(norms.keys) if norms else 0,
@@ -132,9 +134,7 @@ class _Recorder:
     ) -> Value:
         index = self._program.attention(
             queries.index,
-            _DTYPES[cache.keys.dtype],
-            self._keep(cache.keys),
-            self._keep(cache.values),
+            self._native_cache(cache),
             scale,
             _UNLIMITED if window is None else window,
         )
@@ -142,6 +142,10 @@ class _Recorder:
 
     def _value(self, dtype: torch.dtype, width: int) -> Value:
         return Value(self._program.value(_DTYPES[dtype], width), dtype, width)
+
+    def _native_cache(self, cache: KVCache) -> _native.Cache:
+        self.kept.append(cache)
+        return self._make_native_cache(cache)
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that must stay where it is."""
@@ -164,11 +168,12 @@ class CompiledForward:
     def __init__(
         self,
         program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
         forward: ForwardPass[PackedLinear, AttentionPlan],
     ) -> None:
         """Records `forward` in the empty `program`."""
         self._program = program
-        recorder = _Recorder(program)
+        recorder = _Recorder(program, native_cache)
         no_plan = cast("AttentionPlan", None)
         self._result = forward(recorder, StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan))
         self._kept = recorder.kept

@@ -77,6 +77,7 @@ class ReferenceBackend:
             max_batch_seqs=4096,
             max_model_len=2**20,
             weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
+            kv_cache_dtypes=("float32", "bfloat16", "float16", "int8"),
         )
 
     @property
@@ -85,11 +86,21 @@ class ReferenceBackend:
         return f"reference on cpu, {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> KVCache:
+        """K and V are [num_blocks, num_kv_heads, block_size, head_dim]."""
         # Left unwritten: memory is taken from the machine as blocks come into use.
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        keys, values = (torch.empty(shape, dtype=kv_dtype or dtype) for _ in range(2))
+        if keys.dtype != torch.int8:
+            return KVCache(keys, values)
+        return KVCache(keys, values, torch.empty(shape[:3]), torch.empty(shape[:3]))
 
     # ---- token by token
 
@@ -227,8 +238,15 @@ class ReferenceBackend:
 
     def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
         """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
-        cache.keys[plan.block_ids, :, plan.offsets] = keys
-        cache.values[plan.block_ids, :, plan.offsets] = values
+        place = (plan.block_ids, slice(None), plan.offsets)
+        for stored, scales, new in (
+            (cache.keys, cache.key_scales, keys),
+            (cache.values, cache.value_scales, values),
+        ):
+            if scales is None:
+                stored[place] = new.to(stored.dtype)
+            else:
+                stored[place], scales[place] = _quantize(new)
 
     def attention(
         self,
@@ -303,7 +321,8 @@ def _attend(queries: Tensor, cache: KVCache, part: _Pass, window: int | None) ->
     out = torch.zeros_like(queries)
     for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
         key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
-        keys, values = _gather(cache.keys, rows), _gather(cache.values, rows)
+        keys = _gather(cache.keys, cache.key_scales, rows)
+        values = _gather(cache.values, cache.value_scales, rows)
         going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
         unwritten = key_positions > part.last_positions[going_on:active, None]
         _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
@@ -333,10 +352,21 @@ def _hidden(key_positions: Tensor, positions: Tensor, window: int | None) -> Ten
     return hidden if window is None else hidden | (key_positions <= positions - window)
 
 
-def _gather(cached: Tensor, rows: Tensor) -> Tensor:
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., d] as int8 and the scales [...] float32 that bring it back; the largest of d elements is 127."""
+    wide = x.float()
+    scales = wide.abs().amax(-1) / 127
+    divisors = scales.masked_fill(scales == 0, 1)
+    return (wide / divisors[..., None]).round().to(torch.int8), scales
+
+
+def _gather(cached: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
     """The blocks at `rows` as float32 keys or values [tiles * kv_heads, KEYS, d]."""
-    flat = cached.view(cached.shape[0] * cached.shape[1], -1)
-    return flat.index_select(0, rows).float().view(-1, KEYS, cached.shape[3])
+    head_dim = cached.shape[3]
+    blocks = cached.flatten(0, 1).index_select(0, rows).float()
+    if scales is not None:
+        blocks *= scales.flatten(0, 1).index_select(0, rows)[..., None]
+    return blocks.view(-1, KEYS, head_dim)
 
 
 def _by_head(x: Tensor, num_heads: int) -> Tensor:

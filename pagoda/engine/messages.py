@@ -340,6 +340,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a step may hold prompt chunks and single decode tokens together."""
     weight_formats: tuple[str, ...] = ("float32",)
     """Formats that weights may have in memory."""
+    kv_cache_dtypes: tuple[str, ...] = ("float32",)
+    """Formats of K and V in the cache, whatever that of activations."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -355,6 +357,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of dense weights as they are loaded: `none`, `int8` or `int4`."""
     quantization_group_size: int = 32
     """Inputs that share a scale in `int4`: 32, 64 or 128."""
+    kv_cache_dtype: str = "auto"
+    """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
     seed: int = 0
     """Of dummy weights."""
     backend: str = "auto"

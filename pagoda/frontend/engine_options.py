@@ -40,6 +40,8 @@ class EngineOptions:
     """Round dense weights as they are loaded; checkpoints that are quantized already need no flag."""
     quantization_group_size: Literal[32, 64, 128] | None = None
     """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
     backend: Literal["auto", "cpu", "reference"] = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
     max_model_len: Count | None = None
@@ -98,6 +100,7 @@ class EngineOptions:
             dtype=self.dtype,
             quantization=self.quantization or "none",
             quantization_group_size=self.quantization_group_size or 32,
+            kv_cache_dtype=self.kv_cache_dtype,
             seed=self.seed or 0,
             backend=self.backend,
             max_model_len=self.max_model_len,
@@ -131,6 +134,7 @@ _UNUSED_BY_SIM = (
     "dtype",
     "quantization",
     "quantization_group_size",
+    "kv_cache_dtype",
     "backend",
     "kv_cache_memory_bytes",
     "memory_utilization",

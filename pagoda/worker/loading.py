@@ -43,12 +43,14 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
     shape = _model_config(config)
     dtype_name = _dtype(config.dtype, shape.dtype, backend.capabilities)
     dtype = getattr(torch, dtype_name)
+    kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, backend.capabilities)
+    kv_dtype = getattr(torch, kv_dtype_name)
     max_model_len = _max_model_len(config.max_model_len, shape, backend.capabilities)
     _check_max_num_seqs(config.max_num_seqs, backend.capabilities)
 
     quantization = _quantization(config, shape, backend.capabilities)
     weight_bytes = shape.weight_bytes(quantization, dtype.itemsize)
-    bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    bytes_per_token = _kv_bytes_per_token(shape, kv_dtype)
     num_blocks = choose_num_blocks(
         config,
         block_size=block_size,
@@ -63,7 +65,9 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         ),
     )
     caches = [
-        backend.allocate_kv_cache(num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        backend.allocate_kv_cache(
+            num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype, kv_dtype
+        )
         for _ in range(shape.num_layers)
     ]
     with _weights(config, quantization) as source:
@@ -79,7 +83,8 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
             f"{backend_summary}, {dtype_name}, "
             f"{'' if quantization is None else f'{quantization.summary}, '}"
             f"{format_bytes(weight_bytes)} weights, "
-            f"{format_bytes(num_cached * bytes_per_token)} KV cache for {num_cached} tokens"
+            f"{format_bytes(num_cached * bytes_per_token)} {kv_dtype_name} KV cache "
+            f"for {num_cached} tokens"
         ),
     )
     batch = InputBatch(config.max_num_seqs, max_model_len, block_size)
@@ -139,6 +144,27 @@ def _quantization(
             "take that out and add --quantization int8 or int4."
         )
     return shape.quantization
+
+
+def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
+    known = capabilities.kv_cache_dtypes
+    if wanted not in ("auto", *known):
+        raise ConfigError(
+            f"--kv-cache-dtype must be one of auto, {', '.join(known)} on this backend, got {wanted!r}."
+        )
+    chosen = dtype if wanted == "auto" else wanted
+    if chosen not in known:
+        raise ConfigError(
+            f"this backend has no KV cache of {chosen}; --kv-cache-dtype may be {', '.join(known)}."
+        )
+    return chosen
+
+
+def _kv_bytes_per_token(shape: ModelConfig, kv_dtype: torch.dtype) -> int:
+    head = shape.head_dim * kv_dtype.itemsize
+    if kv_dtype == torch.int8:
+        head += torch.float32.itemsize  # its scale
+    return 2 * shape.num_layers * shape.num_kv_heads * head
 
 
 def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabilities) -> int:
