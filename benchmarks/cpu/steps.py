@@ -31,7 +31,7 @@ _app = App()
 
 
 @_app.default
-def main(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16", threads: int | None = None) -> None:
+def main(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16", quantization: str = "none", threads: int | None = None) -> None:
     """Measures.
 
     Args:
@@ -43,6 +43,7 @@ def main(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16", threads: int | N
         model=model,
         load_format="dummy",
         dtype=dtype,
+        quantization=quantization,
         max_model_len=_BLOCKS * _BLOCK_SIZE,
         max_num_seqs=17,
         num_blocks=17 * _BLOCKS,
