@@ -46,7 +46,15 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class FrequencyFactors:
+    """Each frequency is divided by a number of its own (how GGUF files write `Llama3Scaling`)."""
+
+    factors: tuple[float, ...]
+    """One for each pair of dimensions."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
 @dataclass(frozen=True)
