@@ -104,11 +104,7 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         ...
 
     def linear_rows(self, token_ids: Tensor, weight: LinearT) -> Tensor:
-        """Rows of a weight [vocab, hidden] that serves as embedding too, without its bias: [n, hidden]."""
-        ...
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of weight [vocab, hidden]: [n, hidden]."""
+        """Rows of a weight [vocab, hidden] that is an embedding table, without its bias: [n, hidden]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -110,10 +110,7 @@ class ReferenceBackend:
         return out if weight.bias is None else out.add_(weight.bias)
 
     def linear_rows(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        return self.embedding(token_ids, weight.weight)
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
+        return F.embedding(token_ids, weight.weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

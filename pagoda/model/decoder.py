@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LinearT, PlanT, TokenBatch
-from pagoda.backend.weights import DenseWeight
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.weights import WeightSource
@@ -52,16 +51,13 @@ class Decoder(Generic[LinearT, PlanT]):
         self._backend = backend
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.tensor("model.norm.weight", config.hidden_size)
-        table = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        head = (
-            table
-            if tied
-            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embedding = loader.linear({"model.embed_tokens": vocab}, hidden, bias=False)
+        self._head = (
+            self._embedding
+            if config.tie_word_embeddings
+            else loader.linear({"lm_head": vocab}, hidden, bias=False)
         )
-        self._head = backend.prepare_linear([DenseWeight(head)], None, dtype)
-        self._embedding = None if tied else table
-        """None where the head's weight serves."""
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
 
@@ -103,9 +99,7 @@ class Decoder(Generic[LinearT, PlanT]):
         return ops.linear(attended.flatten(1), layer.attention_out)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        if self._embedding is None:
-            return self._backend.linear_rows(token_ids, self._head)
-        return self._backend.embedding(token_ids, self._embedding)
+        return self._backend.linear_rows(token_ids, self._embedding)
 
 
 class _Loader(Generic[LinearT]):
@@ -165,8 +159,7 @@ class _Loader(Generic[LinearT]):
     def linear(self, parts: dict[str, int], in_size: int, *, bias: bool) -> LinearT:
         """Linear maps of the same input, as one; `parts` holds their names and output sizes."""
         weights = [
-            DenseWeight(self.tensor(f"{name}.weight", size, in_size))
-            for name, size in parts.items()
+            self._source.linear(name, size, in_size, self._dtype) for name, size in parts.items()
         ]
         biases = {f"{name}.bias": size for name, size in parts.items()}
         return self._prepare_linear(weights, self._joined(biases) if bias else None, self._dtype)
