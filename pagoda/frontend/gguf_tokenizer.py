@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, built from its metadata.
 
-Two kinds are known: byte-level BPE, which the metadata calls `gpt2`, and SentencePiece BPE, which it calls `llama`.
-Ids are those that the tokenizer in the model's Hugging Face directory gives.
+Two kinds are known: byte-level BPE, which the metadata calls `gpt2`, and SentencePiece BPE, which it calls
+`llama`. Ids are those that the tokenizer in the model's Hugging Face directory gives.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _q5_k(blocks: Tensor, num_rows: int) -> GroupedWeight:
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:
     """Low halves of each `run` bytes, then their high halves; [blocks, 2 bytes] uint8."""
-    runs = packed.unflatten(1, (-1, run))
+    runs = packed.view(packed.shape[0], -1, run)
     codes = torch.empty((packed.shape[0], runs.shape[1], 2, run), dtype=torch.uint8)
     torch.bitwise_and(runs, 15, out=codes[:, :, 0])
     torch.bitwise_right_shift(runs, 4, out=codes[:, :, 1])
@@ -127,9 +127,9 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 def _scales_and_lowest(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Of the eight groups of a block: two times [blocks, 8] float32.
 
-    Two float16 numbers are multiplied by eight six-bit numbers each. Twelve bytes hold these: the first four of both
-    kinds in the low six bits, the low four bits of the others in the last four bytes, and their high two bits where
-    the first ones leave room.
+    Two float16 numbers are multiplied by eight six-bit numbers each. Twelve bytes hold these: the first four of
+    both kinds in the low six bits, the low four bits of the others in the last four bytes, and their high two bits
+    where the first ones leave room.
     """
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, (last & 15) | ((first >> 6) << 4)], dim=1)
@@ -169,9 +169,10 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 def _two_bits(packed: Tensor) -> Tensor:
     """Of each 32 bytes the lowest two bits, then the next two and so on; [blocks, 4 bytes] uint8."""
-    runs = packed.unflatten(1, (-1, 1, 32))
+    runs = packed.view(packed.shape[0], -1, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    return ((runs >> shifts) & 3).flatten(1)
+    codes: Tensor = (runs >> shifts) & 3
+    return codes.flatten(1)
 
 
 def _rounded(rows: Tensor, block: BlockType) -> GroupedWeight:
@@ -183,7 +184,7 @@ def _rounded(rows: Tensor, block: BlockType) -> GroupedWeight:
     step = max(1, _CHUNK_WEIGHTS // num_inputs)
     for start in range(0, num_rows, step):
         part = slice(start, start + step)
-        groups = floats(rows[part], block).unflatten(1, (-1, GROUP))
+        groups = floats(rows[part], block).view(-1, num_inputs // GROUP, GROUP)
         lowest, highest = groups.aminmax(dim=2)
         scales[part] = torch.maximum(highest, -lowest) / 127
         used = scales[part].float()

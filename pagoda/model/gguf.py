@@ -125,8 +125,8 @@ class GgufWeights:
         """
         if self._config.architecture not in _NEIGHBOURS or not _ROTATED.fullmatch(name):
             return rows
-        pairs = rows.unflatten(0, (-1, self._config.head_dim // 2, 2))
-        return pairs.transpose(1, 2).flatten(0, 2)
+        pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 class _Mapped:

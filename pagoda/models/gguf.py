@@ -1,7 +1,7 @@
 """What a GGUF file says of itself: metadata, and which tensor lies where. The tensors' bytes are not touched.
 
 The format is ggml's (docs/gguf.md in its repository): a header of keys with typed values, a table of tensors, and
-aligned data. Nothing in a file is believed: every number is checked against what the file can hold before it is used.
+aligned data. Nothing in a file is believed: a number is checked against what the file can hold before it is used.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ class ModelFiles:
 def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
     """Finds the files of the model `name`.
 
-    With `load_format` `auto`, `name` is a Hugging Face model directory, a GGUF file, the id of a model on the hub, or
-    None or `pagoda-tiny` for the embedded model. With `dummy` it is a shape preset or a directory with a config.json.
+    With `load_format` `auto`, `name` is a Hugging Face model directory, a GGUF file, the id of a model on the hub,
+    or None or `pagoda-tiny` for the embedded model. With `dummy` it is a shape preset or a directory with a
+    config.json.
 
     Raises:
         ConfigError: there is no such model, or its directory is not a model directory.
