@@ -107,6 +107,7 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
     """
     metadata = read_gguf(path).metadata
     vocabulary = Vocabulary(metadata)
+    special_tokens = vocabulary.special_tokens()
     source = metadata.text(_GGUF_TEMPLATE, "")
     if chat_template is not None:
         source = read_template(chat_template)
@@ -115,9 +116,7 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
     }
     return ModelText(
         tokenizer=build_tokenizer(vocabulary),
-        chat_template=(
-            ChatTemplate(source, special_tokens=vocabulary.special_tokens()) if source else None
-        ),
+        chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
         eos_token_ids=vocabulary.end_token_ids(),
         default_sampling=_sampling_defaults(path, preferred),
     )

@@ -14,12 +14,11 @@ import torch
 from driver import Driver, load
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
-from gguf_models import HALVES, finish, quantized, save_gguf
+from gguf_models import finish, quantized, save_gguf
 from tiny_models import FAMILIES, continuation, make_model, save_model
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
 from pagoda.engine.messages import WorkerConfig
-from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
 from pagoda.model.gguf import GgufWeights, gguf_model_config
 from pagoda.models.gguf import read_gguf
@@ -44,6 +43,24 @@ TYPES = {
 EXACT = (Kind.Q4_0, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
 ROUNDED = (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K)
 
+
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "qk_norm",
+    "qkv_bias",
+    "output_bias",
+    "mlp_bias",
+    "sliding_windows",
+    "num_parameters",
+)
 
 # ---- weights
 
@@ -170,11 +187,7 @@ def test_the_config_is_that_of_the_directory(family: str, tmp_path: Path) -> Non
         gguf_model_config(read_gguf(tmp_path / "m.gguf")),
         read_model_config(tmp_path),
     )
-    for field in (
-        "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
-        "max_position_embeddings tie_word_embeddings qk_norm qkv_bias output_bias mlp_bias "
-        "sliding_windows num_parameters"
-    ).split():
+    for field in SHAPE:
         assert getattr(config, field) == getattr(expected, field), field
     assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
     if family != "llama3-rope":
@@ -206,7 +219,7 @@ def _mixed(name: str) -> Kind:
 def test_quantized_models_answer_as_their_weights_say(
     family: str, kind: str, backend: str, tmp_path: Path
 ) -> None:
-    """The oracle is transformers with the dequantized weights; activations are rounded, so logits are only close."""
+    """The oracle has the dequantized weights; activations are rounded too, so logits are only close."""
     model = make_model(family)
     stored = save_gguf(
         model, tmp_path / "m.gguf", _mixed if kind == "mixed" else lambda _: Kind[kind]
