@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
-from pagoda.backend.weights import LinearWeight, dequantize
+from pagoda.backend.quantized import PackedGroups, quantized_product, weight_rows
+from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
 
 ROWS = 16
@@ -30,9 +31,10 @@ TILES_PER_PASS = 8
 
 @dataclass(frozen=True)
 class Linear:
-    weight: Tensor
-    """[out, in]."""
+    parts: tuple[Tensor | Int8Weight | PackedGroups, ...]
+    """Weights whose outputs follow one another; dense ones are [out, in] in `dtype`."""
     bias: Tensor | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class ReferenceBackend:
             max_batch_tokens=65536,
             max_batch_seqs=4096,
             max_model_len=2**20,
-            weight_formats=("float32", "bfloat16", "float16"),
+            weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
         )
 
     @property
@@ -93,24 +95,24 @@ class ReferenceBackend:
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> Linear:
-        return Linear(torch.cat([dequantize(part).to(dtype) for part in parts]), bias)
+        if all(isinstance(part, DenseWeight) for part in parts):
+            joined = torch.cat([part.values.to(dtype) for part in parts])  # type: ignore[union-attr]
+            return Linear((joined,), bias, dtype)
+        return Linear(tuple(_prepared(part, dtype) for part in parts), bias, dtype)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        matrix = weight.weight
-        if matrix.dtype == torch.float16:
-            # Half-precision products are slow on CPUs, and would be summed in half precision.
-            matrix, x = matrix.float(), x.float()
-        num_tokens = x.shape[0]
-        x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
-        out = x.new_empty(x.shape[0], matrix.shape[0])
-        for start in range(0, x.shape[0], ROWS):
-            rows = slice(start, start + ROWS)
-            torch.mm(x[rows], matrix.t(), out=out[rows])
-        out = out[:num_tokens].to(weight.weight.dtype)
+        products = [
+            _dense_product(x, part) if isinstance(part, Tensor) else quantized_product(x, part)
+            for part in weight.parts
+        ]
+        out = torch.cat([product.to(weight.dtype) for product in products], dim=1)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def linear_rows(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        return F.embedding(token_ids, weight.weight)
+        (table,) = weight.parts
+        if isinstance(table, Tensor):
+            return F.embedding(token_ids, table)
+        return weight_rows(token_ids, table).to(weight.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -233,6 +235,25 @@ class ReferenceBackend:
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
         return out.view_as(queries).to(queries.dtype)
+
+
+def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:
+    if isinstance(part, DenseWeight):
+        return part.values.to(dtype, copy=True)
+    return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
+
+
+def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:
+    if matrix.dtype == torch.float16:
+        # Half-precision products are slow on CPUs, and would be summed in half precision.
+        matrix, x = matrix.float(), x.float()
+    num_tokens = x.shape[0]
+    x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
+    out = x.new_empty(x.shape[0], matrix.shape[0])
+    for start in range(0, x.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        torch.mm(x[rows], matrix.t(), out=out[rows])
+    return out[:num_tokens]
 
 
 def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:

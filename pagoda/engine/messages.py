@@ -351,6 +351,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`auto` reads safetensors; `dummy` makes random weights."""
     dtype: str = "auto"
     """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
+    quantization: str = "none"
+    """Of dense weights as they are loaded: `none`, `int8` or `int4`."""
+    quantization_group_size: int = 32
+    """Inputs that share a scale in `int4`: 32, 64 or 128."""
     seed: int = 0
     """Of dummy weights."""
     backend: str = "auto"

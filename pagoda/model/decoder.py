@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Backend, HeadNorms, KVCache, LinearT, PlanT, TokenBatch
+from pagoda.backend.weights import GroupedWeight, LinearWeight
+from pagoda.errors import ConfigError
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.weights import WeightSource
@@ -161,6 +163,7 @@ class _Loader(Generic[LinearT]):
         weights = [
             self._source.linear(name, size, in_size, self._dtype) for name, size in parts.items()
         ]
+        _check_input_orders(list(parts), weights)
         biases = {f"{name}.bias": size for name, size in parts.items()}
         return self._prepare_linear(weights, self._joined(biases) if bias else None, self._dtype)
 
@@ -176,3 +179,22 @@ class _Loader(Generic[LinearT]):
         for name, out in zip(parts, torch.split(joined, list(parts.values())), strict=True):
             self._source.read_into(name, out)
         return joined
+
+
+def _check_input_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
+    """Maps of the same input are computed together, so they must take its elements in one order."""
+    orders = [
+        (name, weight.input_order)
+        for name, weight in zip(names, weights, strict=True)
+        if isinstance(weight, GroupedWeight)
+    ]
+    for name, order in orders[1:]:
+        first_name, first = orders[0]
+        same = order is first or (
+            order is not None and first is not None and torch.equal(order, first)
+        )
+        if not same:
+            raise ConfigError(
+                f"{first_name} and {name} have the same inputs but group them in different orders (act-order); "
+                "quantize them with one order."
+            )

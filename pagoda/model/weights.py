@@ -101,6 +101,41 @@ class CheckpointWeights:
         Raises:
             ConfigError: there is no such tensor.
         """
+        path = self.path_of(name)
+        with _readable(path):
+            view = self._view(name)
+            stored_shape, stored_dtype = tuple(view.get_shape()), view.get_dtype()
+            if stored_dtype not in stored_as:
+                raise ConfigError(
+                    f"{path}: tensor {name} is stored as {stored_dtype}; "
+                    f"Pagoda reads {', '.join(stored_as.values())}."
+                )
+            if stored_shape != shape:
+                raise ConfigError(
+                    f"{path}: tensor {name} has shape {list(stored_shape)}, "
+                    f"config.json calls for {list(shape)}."
+                )
+            stored: Tensor = self._handle(path).get_tensor(name)
+            return stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor `name`, as its file says.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        with _readable(self.path_of(name)):
+            return tuple(self._view(name).get_shape())
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds the tensor `name`.
+
+        Raises:
+            ConfigError: none does.
+        """
         path = self._files.get(name)
         if path is None:
             some = next(iter(self._files.values()), None)
@@ -108,24 +143,14 @@ class CheckpointWeights:
             raise ConfigError(
                 f"{where}: no file holds the tensor {name}, which config.json calls for."
             )
-        with _readable(path):
-            handle = self._handle(path)
-            if name not in handle.keys():  # noqa: SIM118 - not a mapping
-                raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
-            view = handle.get_slice(name)
-            stored_shape, stored_dtype = view.get_shape(), view.get_dtype()
-            if stored_dtype not in stored_as:
-                raise ConfigError(
-                    f"{path}: tensor {name} is stored as {stored_dtype}; "
-                    f"Pagoda reads {', '.join(stored_as.values())}."
-                )
-            if tuple(stored_shape) != shape:
-                raise ConfigError(
-                    f"{path}: tensor {name} has shape {list(stored_shape)}, "
-                    f"config.json calls for {list(shape)}."
-                )
-            stored: Tensor = handle.get_tensor(name)
-            return stored
+        return path
+
+    def _view(self, name: str) -> Any:
+        path = self.path_of(name)
+        handle = self._handle(path)
+        if name not in handle.keys():  # noqa: SIM118 - not a mapping
+            raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
+        return handle.get_slice(name)
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:

@@ -14,6 +14,15 @@ from pagoda.ipc.machine import available_cores, available_memory_bytes
 from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_model_config
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf import GgufWeights, gguf_model_config
+from pagoda.model.quantization import (
+    QUANTIZATIONS,
+    QuantizationOnLoad,
+    QuantizingSource,
+    quantization_on_load,
+)
+from pagoda.model.quantization_config import CheckpointQuantization
+from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
+from pagoda.model.weight_formats import Quantization
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.models.gguf import is_gguf, read_gguf
 from pagoda.models.presets import PRESETS
@@ -39,7 +48,8 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
     max_model_len = _max_model_len(config.max_model_len, shape, backend.capabilities)
     _check_max_num_seqs(config.max_num_seqs, backend.capabilities)
 
-    weight_bytes = shape.num_parameters * dtype.itemsize
+    quantization = _quantization(config, shape, backend.capabilities)
+    weight_bytes = shape.weight_bytes(quantization, dtype.itemsize)
     bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     num_blocks = choose_num_blocks(
         config,
@@ -54,7 +64,7 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
             available_bytes=available_memory_bytes(),
         ),
     )
-    with _weights(config) as source:
+    with _weights(config, quantization) as source:
         model = Decoder(shape, backend, source, dtype)
     caches = [
         backend.allocate_kv_cache(num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype)
@@ -68,7 +78,9 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         max_model_len=max_model_len,
         vocab_size=shape.vocab_size,
         summary=(
-            f"{backend_summary}, {dtype_name}, {format_bytes(weight_bytes)} weights, "
+            f"{backend_summary}, {dtype_name}, "
+            f"{'' if quantization is None else f'{quantization.summary}, '}"
+            f"{format_bytes(weight_bytes)} weights, "
             f"{format_bytes(num_cached * bytes_per_token)} KV cache for {num_cached} tokens"
         ),
     )
@@ -103,9 +115,34 @@ def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
         raise ConfigError(f"--dtype must be one of auto, {', '.join(DTYPES)}, got {wanted!r}.")
     dtype = stored if wanted == "auto" else wanted
     if dtype not in capabilities.weight_formats:
-        known = ", ".join(capabilities.weight_formats)
+        known = ", ".join(known for known in DTYPES if known in capabilities.weight_formats)
         raise ConfigError(f"this backend does not compute in {dtype}; --dtype may be {known}.")
     return dtype
+
+
+def _quantization(
+    config: WorkerConfig, shape: ModelConfig, capabilities: Capabilities
+) -> Quantization | None:
+    """The checkpoint's own, or the one that is asked for."""
+    wanted = config.quantization
+    if wanted not in QUANTIZATIONS:
+        raise ConfigError(
+            f"--quantization must be one of {', '.join(QUANTIZATIONS)}, got {wanted!r}."
+        )
+    if shape.quantization is None:
+        if wanted != "none" and wanted not in capabilities.weight_formats:
+            raise ConfigError(f"this backend does not compute with {wanted} weights.")
+        return quantization_on_load(wanted, config.quantization_group_size)
+    if wanted != "none":
+        raise ConfigError(
+            f"{config.model} is quantized already ({shape.quantization.summary}); leave out --quantization."
+        )
+    if config.load_format == "dummy":
+        raise ConfigError(
+            f"{config.model}/config.json: there are no dummy weights for its quantization_config; "
+            "take that out and add --quantization int8 or int4."
+        )
+    return shape.quantization
 
 
 def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabilities) -> int:
@@ -127,7 +164,18 @@ def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
 
 
 @contextlib.contextmanager
-def _weights(config: WorkerConfig) -> Iterator[WeightSource]:
+def _weights(config: WorkerConfig, quantization: Quantization | None) -> Iterator[WeightSource]:
+    with _stored_weights(config, quantization) as source:
+        if isinstance(quantization, QuantizationOnLoad):
+            yield QuantizingSource(source, quantization)
+        else:
+            yield source
+
+
+@contextlib.contextmanager
+def _stored_weights(
+    config: WorkerConfig, quantization: Quantization | None
+) -> Iterator[WeightSource]:
     if config.load_format == "dummy":
         yield DummyWeights(config.seed)
     elif config.load_format == "auto" and is_gguf(Path(config.model)):
@@ -135,6 +183,9 @@ def _weights(config: WorkerConfig) -> Iterator[WeightSource]:
         yield GgufWeights(file, gguf_model_config(file))
     elif config.load_format == "auto":
         with open_checkpoint(Path(config.model)) as checkpoint:
-            yield checkpoint
+            if isinstance(quantization, CheckpointQuantization):
+                yield QuantizedCheckpoint(checkpoint, quantization)
+            else:
+                yield checkpoint
     else:
         raise ConfigError(f"--load-format must be auto or dummy, got {config.load_format!r}.")
