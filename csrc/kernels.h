@@ -1,5 +1,5 @@
 // What each instruction set provides: operations on one tile, one row or one panel. Who works on which is
-// decided in linear.cpp, rows.cpp and attention.cpp, alike for all instruction sets.
+// decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, alike for all instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +46,52 @@ struct Partial {
     float* out;      // [rows, padded_dim]
 };
 
+// How a quantized weight lies in a panel, group by group of inputs: for every four inputs the codes of 32 outputs,
+// four bytes each, or in 4 bits for every eight inputs (the first four in the low halves of bytes); then 32 scales
+// and, where there are some, 32 offsets. Scales are float16, or float where all inputs are one group.
+struct QuantizedFormat {
+    int bits;
+    bool grouped, offsets;
+    int64_t groups;
+    int64_t group_inputs;  // a multiple of four; codes of inputs that are not there count for nothing
+
+    int zero() const { return 1 << (bits - 1); }
+    int64_t code_bytes() const { return group_inputs * kPanel * bits / 8; }
+    int64_t group_bytes() const { return code_bytes() + kPanel * (grouped ? offsets ? 4 : 2 : 4); }
+    int64_t panel_bytes() const { return groups * group_bytes(); }
+
+    // Of input `i` of the group.
+    int code(const uint8_t* group, int output, int64_t i) const {
+        const int64_t inputs = 32 / bits;
+        const int byte = group[i / inputs * 4 * kPanel + output * 4 + i % 4];
+        return bits == 8 ? byte : i % inputs < 4 ? byte & 15 : byte >> 4;
+    }
+};
+
+// A row of activations as the products of integers take it: codes, and for each group the integer that its sum
+// starts at so that the codes' zero counts for nothing, the scale, and the scale times the sum of codes.
+struct QuantizedRow {
+    void* codes;
+    int32_t* starts;
+    float* scales;
+    float* totals;
+
+    QuantizedRow(const QuantizedFormat& format, int64_t code_size, void* memory) : codes(memory) {
+        starts = reinterpret_cast<int32_t*>(static_cast<char*>(memory) + codes_bytes(format, code_size));
+        scales = reinterpret_cast<float*>(starts + format.groups);
+        totals = scales + format.groups;
+    }
+
+    // Whole vectors.
+    static int64_t codes_bytes(const QuantizedFormat& format, int64_t code_size) {
+        return (format.groups * format.group_inputs + 15) / 16 * 16 * code_size;
+    }
+    // An odd number of cache lines, so that rows do not displace each other.
+    static int64_t bytes(const QuantizedFormat& format, int64_t code_size) {
+        return ((codes_bytes(format, code_size) + 12 * format.groups + 63) / 64 | 1) * 64;
+    }
+};
+
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
@@ -54,6 +100,15 @@ struct KernelTable {
     // Outputs [rows, cols] of one panel; bias [kPanel] or null.
     void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k,
                          const float* bias, void* out, int64_t out_stride, int cols);
+    // Bytes of a code of an activation.
+    int64_t code_size;
+    void (*quantize_row)(Dtype, const QuantizedFormat&, const void* x, int64_t inputs, void* packed);
+    // Outputs [n, cols] of one panel for quantized rows that lie row_bytes apart; bias [kPanel] or null.
+    void (*quantized_panel)(Dtype, const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes,
+                            int64_t n, const float* bias, void* out, int64_t out_stride, int cols);
+    // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
+    void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
+                           int64_t inputs, void* out);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
     void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
                      void* sum, void* out);
@@ -75,6 +130,7 @@ inline int64_t attend_scratch(int rows, int padded_dim) {
 
 extern const KernelTable kAvx2;
 extern const KernelTable kAvx512;
+extern const KernelTable kAvx512Vnni;
 extern const KernelTable kAvx512Bf16;
 
 }  // namespace pagoda

@@ -5,13 +5,15 @@
 
 #include "impl/attention.h"
 #include "impl/linear.h"
+#include "impl/quantized.h"
 #include "impl/rows.h"
 
 namespace {
 
 constexpr pagoda::KernelTable kTable = {
-    packed_size,     pack_rows, linear_panel, rms_norm, silu_and_mul,
-    norm_and_rotate, to_float,  attend,       merge,    finish,
+    packed_size,    pack_rows, linear_panel, sizeof(Code),    quantize_row, quantized_panel,
+    dequantize_row, rms_norm,  silu_and_mul, norm_and_rotate, to_float,     attend,
+    merge,          finish,
 };
 
 }  // namespace

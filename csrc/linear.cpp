@@ -1,30 +1,11 @@
-#include <omp.h>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
-#include <algorithm>
 #include <cstring>
 
 #include "ops.h"
+#include "panels.h"
 
 namespace pagoda {
 
 namespace {
-
-const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
-char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
-
-// Large pages where the system gives them: a panel is read from one end to the other.
-void advise_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    constexpr uintptr_t page = 1 << 21;
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + page - 1) / page * page;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)) / page * page;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
 
 // How far apart the weights of one output lie in a panel: one input, or one pair of inputs.
 struct Column {
@@ -99,12 +80,6 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
     const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
     const int64_t item = size_of(shape.dtype);
-    const int64_t threads = omp_get_num_threads();
-    const int64_t panels = shape.panels();
-    // A panel stays in the cache while all rows go by; only when there are few panels are the rows shared out.
-    const int64_t parts = panels >= 4 * threads ? 1 : std::min(tiles, 4 * threads);
-    const int64_t tasks = panels * parts;
-    const int64_t chunk = std::max<int64_t>(1, tasks / (8 * threads));
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = tile * tile_rows;
@@ -112,12 +87,10 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
                         static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
                         at(scratch, first * packed_row));
     }
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < tasks; ++task) {
-        const int64_t panel = task / parts, part = task % parts;
+    share_panels(shape.panels(), tiles, [&](int64_t panel, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
-        for (int64_t tile = tiles * part / parts; tile < tiles * (part + 1) / parts; ++tile) {
+        for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t first = tile * tile_rows;
             table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
                                at(scratch, first * packed_row),
@@ -125,7 +98,7 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
                                bias ? bias + column : nullptr,
                                at(out, (first * out_stride + column) * item), out_stride, columns);
         }
-    }
+    });
 }
 
 }  // namespace pagoda

@@ -38,9 +38,11 @@ std::vector<InstructionSet> instruction_sets() {
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
     return {{"avx2", &kAvx2, avx2},
             {"avx512", &kAvx512, avx512},
+            {"avx512_vnni", &kAvx512Vnni, avx512_vnni},
             {"avx512_bf16", &kAvx512Bf16, avx512_bf16}};
 }
 
@@ -74,12 +76,28 @@ class Kernels {
     }
 
     void linear(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                int64_t row_stride, int64_t n, Address out) {
+                int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
         void* scratch = buffer_.take(linear_scratch(*table_, shape, n));
         in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
-            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, to(out), outputs,
-                           scratch);
+            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, to(out),
+                           out_stride, scratch);
+        });
+    }
+
+    void quantized_rows(const QuantizedShape& shape, Address packed, Address order, Address ids, int64_t n,
+                        Address out) const {
+        in_team(n * shape.inputs > kWorthThreads, [&] {
+            pagoda::quantized_rows(*table_, shape, to(packed), to<int64_t>(order), to<int64_t>(ids), n, to(out));
+        });
+    }
+
+    void quantized_linear(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
+                          int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
+        void* scratch = buffer_.take(quantized_scratch(*table_, shape, to<int64_t>(order), n));
+        in_team(n * shape.inputs * shape.outputs > 4 * kWorthThreads, [&] {
+            pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias), to(x),
+                                     row_stride, n, to(out), out_stride, scratch);
         });
     }
 
@@ -127,6 +145,20 @@ NB_MODULE(_native, m) {
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
     });
+    m.def("pack_quantized", [](const QuantizedShape& shape, Address codes, Address scales, Address offsets,
+                               Address packed) {
+        pack_quantized(shape, to(codes), to(scales), to(offsets), to(packed));
+    });
+    nb::class_<QuantizedShape>(m, "QuantizedShape")
+        .def_static("int8",
+                    [](int dtype, int64_t outputs, int64_t inputs) {
+                        return QuantizedShape::int8(Dtype(dtype), outputs, inputs);
+                    })
+        .def_static("grouped",
+                    [](int dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size, bool offsets) {
+                        return QuantizedShape::grouped(Dtype(dtype), outputs, inputs, bits, group_size, offsets);
+                    })
+        .def_prop_ro("bytes", &QuantizedShape::bytes);
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
@@ -142,6 +174,8 @@ NB_MODULE(_native, m) {
         .def("pack_weight", &Kernels::pack_weight)
         .def("weight_rows", &Kernels::weight_rows)
         .def("linear", &Kernels::linear)
+        .def("quantized_rows", &Kernels::quantized_rows)
+        .def("quantized_linear", &Kernels::quantized_linear)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)

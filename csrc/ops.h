@@ -23,6 +23,26 @@ struct PanelShape {
     int64_t bytes() const { return panels() * panel_bytes(); }
 };
 
+// A quantized weight [outputs, inputs] in panels, for activations of the dtype.
+struct QuantizedShape {
+    Dtype dtype;
+    int64_t inputs, outputs;
+    QuantizedFormat format;
+
+    int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+    int64_t bytes() const { return panels() * format.panel_bytes(); }
+
+    // Codes from -127 to 127, a float scale for each output.
+    static QuantizedShape int8(Dtype dtype, int64_t outputs, int64_t inputs) {
+        return {dtype, inputs, outputs, {8, false, false, 1, (inputs + 3) / 4 * 4}};
+    }
+    // Codes below 2^bits, a float16 scale, and maybe offset, for each output and group of inputs.
+    static QuantizedShape grouped(Dtype dtype, int64_t outputs, int64_t inputs, int bits, int64_t group_size,
+                                  bool offsets) {
+        return {dtype, inputs, outputs, {bits, true, offsets, inputs / group_size, group_size}};
+    }
+};
+
 // Calls `body` in all threads, or in this one alone if the work is not worth waking others.
 template <class Body>
 void in_team(bool worth_it, Body body) {
@@ -38,6 +58,19 @@ void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
             const void* x, int64_t row_stride, int64_t n, void* out, int64_t out_stride, void* scratch);
+
+// Codes [outputs, inputs], scales and offsets [outputs, groups]; offsets null if the format has none.
+void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
+                    void* packed);
+
+// Rows `ids` of the weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
+void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
+                    const int64_t* order, const int64_t* ids, int64_t n, void* out);
+
+size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
+void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
+                      const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
+                      void* out, int64_t out_stride, void* scratch);
 
 // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
 void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,

@@ -7,6 +7,22 @@ def instruction_sets() -> list[str]:
 
 def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
 
+def pack_quantized(
+    shape: QuantizedShape, codes: int, scales: int, offsets: int, packed: int
+) -> None: ...
+
+class QuantizedShape:
+    """A quantized weight in panels, for activations of the dtype."""
+
+    @staticmethod
+    def int8(dtype: int, outputs: int, inputs: int) -> QuantizedShape: ...
+    @staticmethod
+    def grouped(
+        dtype: int, outputs: int, inputs: int, bits: int, group_size: int, offsets: bool
+    ) -> QuantizedShape: ...
+    @property
+    def bytes(self) -> int: ...
+
 class AttentionPlan:
     def __init__(
         self,
@@ -42,6 +58,22 @@ class Kernels:
         row_stride: int,
         n: int,
         out: int,
+        out_stride: int,
+    ) -> None: ...
+    def quantized_rows(
+        self, shape: QuantizedShape, packed: int, order: int, ids: int, n: int, out: int
+    ) -> None: ...
+    def quantized_linear(
+        self,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        bias: int,
+        x: int,
+        row_stride: int,
+        n: int,
+        out: int,
+        out_stride: int,
     ) -> None: ...
     def add_rms_norm(
         self,

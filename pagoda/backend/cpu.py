@@ -19,7 +19,14 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.reference import ReferenceBackend
-from pagoda.backend.weights import LinearWeight, dequantize
+from pagoda.backend.weights import (
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    total_outputs,
+    weight_shape,
+)
 from pagoda.engine.messages import Capabilities
 from pagoda.errors import ConfigError
 
@@ -27,7 +34,9 @@ if TYPE_CHECKING:
     from pagoda.backend import _native
 
 INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
-"""Environment variable that forces a lower instruction set: `avx2`, `avx512` or `avx512_bf16`."""
+"""Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
+MAX_INT8_INPUTS = 65536
+"""A sum of this many products of 8-bit codes still fits 32 bits."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNLIMITED = 2**62
@@ -39,11 +48,34 @@ class BackendUnavailableError(Exception):
 
 
 @dataclass(frozen=True)
-class PackedLinear:
+class DenseSegment:
+    """Outputs of a linear map whose weights are numbers."""
+
     panels: Tensor
     """Bytes of the weight [out, in] in panels of 32 outputs; see csrc/kernels.h."""
     bias: Tensor | None
     """[out rounded up to whole panels] float32."""
+    outputs: int
+
+
+@dataclass(frozen=True)
+class QuantizedSegment:
+    """Outputs of a linear map whose weights are codes of one format."""
+
+    panels: Tensor
+    """Bytes of codes and scales in panels of 32 outputs; see csrc/kernels.h."""
+    bias: Tensor | None
+    """[out rounded up to whole panels] float32."""
+    outputs: int
+    shape: _native.QuantizedShape
+    input_order: Tensor | None
+    """See `GroupedWeight`."""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    segments: tuple[DenseSegment | QuantizedSegment, ...]
+    """Their outputs follow one another."""
     dtype: torch.dtype
     outputs: int
     inputs: int
@@ -131,38 +163,104 @@ class CpuBackend:
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:
-        return self._pack(torch.cat([dequantize(part).to(dtype) for part in parts]), bias)
+        """Parts of one format, one after the other, become one map.
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        Raises:
+            ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs.
+        """
+        segments: list[DenseSegment | QuantizedSegment] = []
+        first = 0
+        for alike in _runs_of_one_format(parts):
+            outputs = total_outputs(alike)
+            own_bias = None if bias is None else bias[first : first + outputs]
+            segments.append(self._pack(alike, own_bias, dtype))
+            first += outputs
+        return PackedLinear(tuple(segments), dtype, first, weight_shape(parts[0])[1])
+
+    def _pack(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> DenseSegment | QuantizedSegment:
+        """Parts of one format."""
+        if bias is not None:
+            bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
+        if isinstance(parts[0], DenseWeight):
+            return self._pack_dense(_join(parts, "values").to(dtype), bias)
+        if isinstance(parts[0], Int8Weight):
+            return self._pack_int8(_join(parts, "values"), _join(parts, "scales"), bias, dtype)
+        return self._pack_grouped(parts[0], parts, bias, dtype)
+
+    def _pack_dense(self, weight: Tensor, bias: Tensor | None) -> DenseSegment:
         outputs, inputs = weight.shape
-        weight, dtype = weight.contiguous(), _DTYPES[weight.dtype]
+        dtype = _DTYPES[weight.dtype]
         size = self._native.packed_bytes(dtype, outputs, inputs)
         panels = torch.empty(size, dtype=torch.uint8)
         self._kernels.pack_weight(dtype, outputs, inputs, weight.data_ptr(), panels.data_ptr())
-        if bias is not None:
-            bias = torch.nn.functional.pad(bias.float(), (0, -outputs % 32))
-        return PackedLinear(panels, bias, weight.dtype, outputs, inputs)
+        return DenseSegment(panels, bias, outputs)
+
+    def _pack_int8(
+        self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> QuantizedSegment:
+        outputs, inputs = values.shape
+        if inputs > MAX_INT8_INPUTS:
+            raise ValueError(
+                f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
+            )
+        shape = self._native.QuantizedShape.int8(_DTYPES[dtype], outputs, inputs)
+        panels = self._pack_codes(shape, values, scales, None)
+        return QuantizedSegment(panels, bias, outputs, shape, None)
+
+    def _pack_grouped(
+        self,
+        first: GroupedWeight,
+        parts: Sequence[LinearWeight],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> QuantizedSegment:
+        codes, scales = _join(parts, "codes"), _join(parts, "scales")
+        offsets = None if first.offsets is None else _join(parts, "offsets")
+        outputs, inputs = codes.shape
+        shape = self._native.QuantizedShape.grouped(
+            _DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
+        )
+        panels = self._pack_codes(shape, codes, scales, offsets)
+        order = None if first.input_order is None else first.input_order.contiguous()
+        return QuantizedSegment(panels, bias, outputs, shape, order)
+
+    def _pack_codes(
+        self, shape: _native.QuantizedShape, codes: Tensor, scales: Tensor, offsets: Tensor | None
+    ) -> Tensor:
+        panels = torch.empty(shape.bytes, dtype=torch.uint8)
+        self._native.pack_quantized(
+            shape, codes.data_ptr(), scales.data_ptr(), _address(offsets), panels.data_ptr()
+        )
+        return panels
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        dtype = self._checked(x, weight.dtype)
+        self._checked(x, weight.dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_tokens, inputs = x.shape
-        if inputs != weight.inputs:
-            raise ValueError(f"Rows of {inputs} do not fit a weight of {weight.inputs} inputs.")
-        out = x.new_empty((num_tokens, weight.outputs))
-        self._kernels.linear(
-            dtype,
-            weight.outputs,
-            inputs,
-            weight.panels.data_ptr(),
-            0 if weight.bias is None else weight.bias.data_ptr(),
-            x.data_ptr(),
-            x.stride(0),
-            num_tokens,
-            out.data_ptr(),
-        )
+        if x.shape[1] != weight.inputs:
+            raise ValueError(
+                f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs."
+            )
+        out = x.new_empty((x.shape[0], weight.outputs))
+        first = 0
+        for segment in weight.segments:
+            self._multiply(x, segment, out[:, first:])
+            first += segment.outputs
         return out
+
+    def _multiply(self, x: Tensor, segment: DenseSegment | QuantizedSegment, out: Tensor) -> None:
+        """To the first columns of `out`."""
+        num_tokens, inputs = x.shape
+        panels, bias = segment.panels.data_ptr(), _address(segment.bias)
+        rows = (x.data_ptr(), x.stride(0), num_tokens, out.data_ptr(), out.stride(0))
+        if isinstance(segment, DenseSegment):
+            dtype = _DTYPES[x.dtype]
+            self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
+        else:
+            order = _address(segment.input_order)
+            self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
     def linear_rows(self, token_ids: Tensor, weight: PackedLinear) -> Tensor:
         if (
@@ -170,17 +268,29 @@ class CpuBackend:
             and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < weight.outputs
         ):
             raise IndexError(f"A token id is not from 0 to {weight.outputs - 1}.")
+        if len(weight.segments) == 1:
+            return self._rows(token_ids, weight.segments[0], weight)
+        out = torch.empty((len(token_ids), weight.inputs), dtype=weight.dtype)
+        first = 0
+        for segment in weight.segments:
+            own = (token_ids >= first) & (token_ids < first + segment.outputs)
+            out[own] = self._rows(token_ids[own] - first, segment, weight)
+            first += segment.outputs
+        return out
+
+    def _rows(
+        self, token_ids: Tensor, segment: DenseSegment | QuantizedSegment, weight: PackedLinear
+    ) -> Tensor:
+        """Of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
-        self._kernels.weight_rows(
-            _DTYPES[weight.dtype],
-            weight.outputs,
-            weight.inputs,
-            weight.panels.data_ptr(),
-            ids.data_ptr(),
-            len(ids),
-            out.data_ptr(),
-        )
+        panels, rows = segment.panels.data_ptr(), (ids.data_ptr(), len(ids), out.data_ptr())
+        if isinstance(segment, DenseSegment):
+            dtype = _DTYPES[weight.dtype]
+            self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
+        else:
+            order = _address(segment.input_order)
+            self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -312,6 +422,41 @@ class CpuBackend:
     def _check_tokens(self, x: Tensor, plan: AttentionPlan) -> None:
         if len(x) != plan.native.num_tokens:
             raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _runs_of_one_format(parts: Sequence[LinearWeight]) -> list[list[LinearWeight]]:
+    runs: list[list[LinearWeight]] = []
+    for part in parts:
+        if runs and _same_format(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _same_format(one: LinearWeight, other: LinearWeight) -> bool:
+    if not (isinstance(one, GroupedWeight) and isinstance(other, GroupedWeight)):
+        return type(one) is type(other)
+    return (
+        (one.bits, one.group_size) == (other.bits, other.group_size)
+        and (one.offsets is None) == (other.offsets is None)
+        and _same_order(one.input_order, other.input_order)
+    )
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _join(parts: Sequence[LinearWeight], field: str) -> Tensor:
+    tensors = [getattr(part, field) for part in parts]
+    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _load() -> ModuleType:

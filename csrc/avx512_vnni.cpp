@@ -1,0 +1,5 @@
+#include "kernels_impl.h"
+
+namespace pagoda {
+extern const KernelTable kAvx512Vnni = kTable;
+}  // namespace pagoda

@@ -1,0 +1,329 @@
+// Rows times one panel of a quantized weight. Sums of products are of integers and exact; only scales round.
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+using pagoda::QuantizedFormat;
+using pagoda::QuantizedRow;
+
+#ifdef __AVX512F__
+
+using ints = __m512i;
+
+PAGODA_INLINE ints load_ints(const uint8_t* p) { return _mm512_loadu_si512(p); }
+PAGODA_INLINE ints broadcast_ints(int32_t x) { return _mm512_set1_epi32(x); }
+PAGODA_INLINE ints add_ints(ints a, ints b) { return _mm512_add_epi32(a, b); }
+PAGODA_INLINE ints low_nibbles(ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+PAGODA_INLINE vec to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
+PAGODA_INLINE ints to_ints(vec x) { return _mm512_cvtps_epi32(x); }
+PAGODA_INLINE int32_t sum(ints x) { return _mm512_reduce_add_epi32(x); }
+PAGODA_INLINE vec magnitude(vec x) { return _mm512_abs_ps(x); }
+
+#else
+
+using ints = __m256i;
+
+PAGODA_INLINE ints load_ints(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+PAGODA_INLINE ints broadcast_ints(int32_t x) { return _mm256_set1_epi32(x); }
+PAGODA_INLINE ints add_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
+PAGODA_INLINE ints low_nibbles(ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+PAGODA_INLINE vec to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
+PAGODA_INLINE ints to_ints(vec x) { return _mm256_cvtps_epi32(x); }
+PAGODA_INLINE int32_t sum(ints x) {
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
+PAGODA_INLINE vec magnitude(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+
+#endif
+
+// Bytes of a vector: four codes of each of kWidth outputs.
+constexpr int kVectorBytes = 4 * kWidth;
+
+PAGODA_INLINE int32_t load_word(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return word;
+}
+
+#ifdef __AVX512VNNI__
+
+using Code = int8_t;  // of an activation
+
+using WeightQuads = ints;
+using RowQuad = ints;
+
+PAGODA_INLINE WeightQuads weight_quads(ints codes) { return codes; }
+PAGODA_INLINE RowQuad row_quad(const Code* x) { return broadcast_ints(load_word(x)); }
+PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
+    return _mm512_dpbusd_epi32(sums, weights, x);
+}
+PAGODA_INLINE void store_codes(Code* p, ints x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+
+#else
+
+// Products of pairs of 16 bits: of the first and third code of four, and of the second and fourth.
+using Code = int16_t;
+
+struct WeightQuads {
+    ints even, odd;
+};
+struct RowQuad {
+    ints even, odd;
+};
+
+PAGODA_INLINE RowQuad row_quad(const Code* x) {
+    return {broadcast_ints(load_word(x)), broadcast_ints(load_word(x + 2))};
+}
+
+#ifdef __AVX512F__
+
+PAGODA_INLINE WeightQuads weight_quads(ints codes) {
+    return {_mm512_and_si512(codes, _mm512_set1_epi16(255)), _mm512_srli_epi16(codes, 8)};
+}
+PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
+    sums = add_ints(sums, _mm512_madd_epi16(weights.even, x.even));
+    return add_ints(sums, _mm512_madd_epi16(weights.odd, x.odd));
+}
+PAGODA_INLINE void store_codes(Code* p, ints x) {
+    const __m256i codes = _mm512_cvtepi32_epi16(x);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(codes, 0xd8), 0xd8));
+}
+
+#else
+
+PAGODA_INLINE WeightQuads weight_quads(ints codes) {
+    return {_mm256_and_si256(codes, _mm256_set1_epi16(255)), _mm256_srli_epi16(codes, 8)};
+}
+PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
+    sums = add_ints(sums, _mm256_madd_epi16(weights.even, x.even));
+    return add_ints(sums, _mm256_madd_epi16(weights.odd, x.odd));
+}
+PAGODA_INLINE void store_codes(Code* p, ints x) {
+    const __m128i codes = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_shufflehi_epi16(_mm_shufflelo_epi16(codes, 0xd8), 0xd8));
+}
+
+#endif
+#endif
+
+// ---- activations
+
+template <class T>
+PAGODA_INLINE vec load_up_to(const T* p, int64_t n) {
+    return n >= kWidth ? load(p) : load_first(p, n);
+}
+
+// What the codes of some inputs stand for.
+struct CodeScale {
+    float scale;
+    int32_t sum;
+};
+
+// Inputs that are not finite make the scale NaN, and with it every output.
+template <class T>
+PAGODA_INLINE CodeScale quantize(const T* x, int64_t n, Code* codes) {
+    vec highest_seen = zero(), poison = zero();
+    for (int64_t i = 0; i < n; i += kWidth) {
+        const vec v = load_up_to(x + i, n - i);
+        highest_seen = max(magnitude(v), highest_seen);
+        poison = fma(v, zero(), poison);
+    }
+    const float range = highest(highest_seen);
+    float inverse = 127.0f / range;
+    // So small that the inverse is infinite, it is as good as zero.
+    const bool vanishes = !(inverse <= std::numeric_limits<float>::max());
+    if (vanishes) inverse = 0.0f;
+    ints total = broadcast_ints(0);
+    for (int64_t i = 0; i < n; i += kWidth) {
+        const ints rounded = to_ints(mul(load_up_to(x + i, n - i), broadcast(inverse)));
+        store_codes(codes + i, rounded);
+        total = add_ints(total, rounded);
+    }
+    return {(vanishes ? 0.0f : range / 127.0f) + sum(poison), sum(total)};
+}
+
+void quantize_row(Dtype dtype, const QuantizedFormat& format, const void* x_, int64_t inputs, void* packed) {
+    const QuantizedRow row(format, sizeof(Code), packed);
+    with_type(dtype, [&](auto* type) {
+        const auto* x = static_cast<decltype(type)>(const_cast<void*>(x_));
+        for (int64_t g = 0; g < format.groups; ++g) {
+            const int64_t first = g * format.group_inputs;
+            const int64_t n = inputs - first < format.group_inputs ? inputs - first : format.group_inputs;
+            const CodeScale result = quantize(x + first, n, static_cast<Code*>(row.codes) + first);
+            row.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(format.zero()) *
+                                                 static_cast<uint32_t>(result.sum));
+            row.scales[g] = result.scale;
+            row.totals[g] = result.scale * static_cast<float>(result.sum);
+        }
+    });
+}
+
+// ---- products
+
+// sums += codes of a panel, from `codes` on, times those of rows that lie `stride` codes apart.
+template <int Rows, int Cols>
+PAGODA_INLINE void add_quads(const ints (&codes)[Cols], const Code* x, int64_t stride,
+                             ints (&sums)[Rows][Cols]) {
+    WeightQuads weights[Cols];
+#pragma GCC unroll 2
+    for (int j = 0; j < Cols; ++j) weights[j] = weight_quads(codes[j]);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+        const RowQuad quad = row_quad(x + r * stride);
+#pragma GCC unroll 2
+        for (int j = 0; j < Cols; ++j) sums[r][j] = add_products(sums[r][j], weights[j], quad);
+    }
+}
+
+template <int Bits, int Rows, int Cols>
+PAGODA_INLINE void add_group(const uint8_t* codes, const Code* x, int64_t stride, int64_t inputs,
+                             ints (&sums)[Rows][Cols]) {
+    // One code of 8 bits, or two of 4 bits, in a byte.
+    constexpr int step = 4 * (8 / Bits);
+    for (int64_t i = 0; i < inputs; i += step, codes += 4 * kPanel) {
+        ints bytes[Cols], nibbles[Cols];
+#pragma GCC unroll 2
+        for (int j = 0; j < Cols; ++j) bytes[j] = load_ints(codes + j * kVectorBytes);
+        if constexpr (Bits == 8) {
+            add_quads<Rows, Cols>(bytes, x + i, stride, sums);
+        } else {
+#pragma GCC unroll 2
+            for (int j = 0; j < Cols; ++j) nibbles[j] = low_nibbles(bytes[j]);
+            add_quads<Rows, Cols>(nibbles, x + i, stride, sums);
+#pragma GCC unroll 2
+            for (int j = 0; j < Cols; ++j) nibbles[j] = high_nibbles(bytes[j]);
+            add_quads<Rows, Cols>(nibbles, x + i + 4, stride, sums);
+        }
+    }
+}
+
+// c [Rows, Cols vectors] of a panel from its column on; Scale is the type of a weight's scale.
+template <int Rows, int Cols, int Bits, class Scale>
+PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* panel, int column,
+                                  const QuantizedRow& row, int64_t row_bytes, float* c) {
+    const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
+    const Code* x = static_cast<const Code*>(row.codes);
+    vec results[Rows][Cols];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+        for (int j = 0; j < Cols; ++j) results[r][j] = zero();
+    }
+    for (int64_t g = 0; g < format.groups; ++g, panel += format.group_bytes()) {
+        ints sums[Rows][Cols];
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+            for (int j = 0; j < Cols; ++j) sums[r][j] = broadcast_ints(row.starts[r * meta + g]);
+        }
+        add_group<Bits, Rows, Cols>(panel + 4 * column, x + g * format.group_inputs, stride,
+                                    format.group_inputs, sums);
+        const auto* scales = reinterpret_cast<const Scale*>(panel + format.code_bytes()) + column;
+#pragma GCC unroll 2
+        for (int j = 0; j < Cols; ++j) {
+            const vec scale = load(scales + j * kWidth);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) {
+                const vec both = mul(scale, broadcast(row.scales[r * meta + g]));
+                results[r][j] = fma(to_floats(sums[r][j]), both, results[r][j]);
+            }
+        }
+        if (!format.offsets) continue;
+#pragma GCC unroll 2
+        for (int j = 0; j < Cols; ++j) {
+            const vec offset = load(scales + kPanel + j * kWidth);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) {
+                results[r][j] = fma(offset, broadcast(row.totals[r * meta + g]), results[r][j]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+        for (int j = 0; j < Cols; ++j) store(c + r * kPanel + j * kWidth, results[r][j]);
+    }
+}
+
+// Rows of a register tile: accumulators of integers, and with groups as many of floats, have to fit.
+#if defined(__AVX512VNNI__)
+constexpr int kInt8Rows = 8, kGroupedRows = 6;
+#elif defined(__AVX512F__)
+constexpr int kInt8Rows = 8, kGroupedRows = 4;
+#else
+constexpr int kInt8Rows = 4, kGroupedRows = 2;
+#endif
+
+template <int MaxRows, int Bits, class Scale>
+void quantized_panel(Dtype dtype, const QuantizedFormat& format, const uint8_t* panel, char* rows,
+                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols) {
+    alignas(64) float c[MaxRows * kPanel];
+    const int64_t tiles = (n + MaxRows - 1) / MaxRows;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = n * tile / tiles;
+        const int count = static_cast<int>(n * (tile + 1) / tiles - first);
+        const QuantizedRow row(format, sizeof(Code), rows + first * row_bytes);
+        for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
+            with_count<MaxRows>(count, [&](auto known) {
+                quantized_tile<decltype(known)::value, kRegisterCols, Bits, Scale>(format, panel, column, row,
+                                                                                   row_bytes, c + column);
+            });
+        }
+        with_type(dtype, [&](auto* type) {
+            store_outputs(c, count, bias, static_cast<decltype(type)>(out) + first * out_stride, out_stride, cols);
+        });
+    }
+}
+
+void quantized_panel(Dtype dtype, const QuantizedFormat& format, const void* panel_, void* rows_,
+                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols) {
+    const auto* panel = static_cast<const uint8_t*>(panel_);
+    auto* rows = static_cast<char*>(rows_);
+    if (!format.grouped) {
+        quantized_panel<kInt8Rows, 8, float>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride, cols);
+    } else if (format.bits == 8) {
+        quantized_panel<kGroupedRows, 8, f16>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
+                                              cols);
+    } else {
+        quantized_panel<kGroupedRows, 4, f16>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
+                                              cols);
+    }
+}
+
+// ---- weights
+
+PAGODA_INLINE float as_float(const void* p, int64_t i, bool half) {
+    return half ? as_float(static_cast<const f16*>(p)[i]) : static_cast<const float*>(p)[i];
+}
+
+void store_value(float* p, float x) { *p = x; }
+void store_value(bf16* p, float x) { store_first(p, 1, broadcast(x)); }
+void store_value(f16* p, float x) { store_first(p, 1, broadcast(x)); }
+
+void dequantize_row(Dtype dtype, const QuantizedFormat& format, const void* panel_, int lane,
+                    const int64_t* order, int64_t inputs, void* out_) {
+    const auto* panel = static_cast<const uint8_t*>(panel_);
+    with_type(dtype, [&](auto* type) {
+        auto* out = static_cast<decltype(type)>(out_);
+        for (int64_t i = 0; i < inputs; ++i) {
+            const int64_t g = i / format.group_inputs, within = i % format.group_inputs;
+            const uint8_t* group = panel + g * format.group_bytes();
+            const uint8_t* scales = group + format.code_bytes();
+            const float scale = as_float(scales, lane, format.grouped);
+            const float code = static_cast<float>(format.code(group, lane, within) - format.zero());
+            const float offset = format.offsets ? as_float(scales, kPanel + lane, true) : 0.0f;
+            store_value(out + (order ? order[i] : i), code * scale + offset);
+        }
+    });
+}
+
+}  // namespace

@@ -1,0 +1,123 @@
+#include <cstring>
+
+#include "ops.h"
+#include "panels.h"
+
+namespace pagoda {
+
+namespace {
+
+// Rows that are shared out together where there are few panels.
+constexpr int64_t kRows = 24;
+
+// Four codes of an output.
+uint32_t load_codes(const uint8_t* codes, int64_t n) {
+    uint32_t word = 0;
+    std::memcpy(&word, codes, static_cast<size_t>(std::min<int64_t>(n, 4)));
+    return word;
+}
+
+// Codes of one output, of the group's inputs that are there, to a panel.
+void pack_codes(const QuantizedFormat& format, const uint8_t* codes, int64_t n, uint8_t* to) {
+    const int64_t step = 32 / format.bits;
+    // Signed codes become unsigned ones.
+    const uint32_t flip = format.grouped ? 0 : 0x80808080;
+    for (int64_t i = 0; i < n; i += step, to += 4 * kPanel) {
+        uint32_t word = load_codes(codes + i, n - i) ^ flip;
+        if (format.bits == 4) word |= load_codes(codes + i + 4, n - i - 4) << 4;
+        std::memcpy(to, &word, 4);
+    }
+}
+
+void pack_panel(const QuantizedShape& shape, const uint8_t* codes, const char* scales, const char* offsets,
+                int64_t outputs, uint8_t* to) {
+    const QuantizedFormat& format = shape.format;
+    const auto item = static_cast<size_t>(format.grouped ? 2 : 4);
+    for (int64_t g = 0; g < format.groups; ++g, to += format.group_bytes()) {
+        const int64_t first = g * format.group_inputs;
+        for (int64_t j = 0; j < outputs; ++j) {
+            const int64_t n = std::min(format.group_inputs, shape.inputs - first);
+            pack_codes(format, codes + j * shape.inputs + first, n, to + 4 * j);
+            const int64_t from = (j * format.groups + g) * static_cast<int64_t>(item);
+            uint8_t* scale = to + format.code_bytes() + j * static_cast<int64_t>(item);
+            std::memcpy(scale, scales + from, item);
+            if (format.offsets) std::memcpy(scale + 2 * kPanel, offsets + from, item);
+        }
+    }
+}
+
+void reorder(const void* x, int64_t row_stride, const int64_t* order, int64_t inputs, int64_t n, int64_t item,
+             char* to) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; ++row) {
+        for (int64_t i = 0; i < inputs; ++i) {
+            std::memcpy(to + (row * inputs + i) * item, at(x, (row * row_stride + order[i]) * item),
+                        static_cast<size_t>(item));
+        }
+    }
+}
+
+int64_t packed_rows_bytes(const KernelTable& table, const QuantizedShape& shape, int64_t n) {
+    return n * QuantizedRow::bytes(shape.format, table.code_size);
+}
+
+}  // namespace
+
+void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
+                    void* packed) {
+    const QuantizedFormat& format = shape.format;
+    const int64_t scale_row = format.groups * (format.grouped ? 2 : 4);
+    advise_large_pages(packed, shape.bytes());
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < shape.panels(); ++panel) {
+        const int64_t first = panel * kPanel;
+        const int64_t outputs = std::min<int64_t>(kPanel, shape.outputs - first);
+        char* to = at(packed, panel * format.panel_bytes());
+        if (outputs < kPanel) std::memset(to, 0, static_cast<size_t>(format.panel_bytes()));
+        pack_panel(shape, static_cast<const uint8_t*>(codes) + first * shape.inputs, at(scales, first * scale_row),
+                   offsets ? at(offsets, first * scale_row) : nullptr, outputs, reinterpret_cast<uint8_t*>(to));
+    }
+}
+
+void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
+                    const int64_t* order, const int64_t* ids, int64_t n, void* out) {
+    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < n; ++i) {
+        table.dequantize_row(shape.dtype, shape.format, at(packed, ids[i] / kPanel * shape.format.panel_bytes()),
+                             static_cast<int>(ids[i] % kPanel), order, shape.inputs, at(out, i * row_bytes));
+    }
+}
+
+size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n) {
+    const int64_t reordered = order ? n * shape.inputs * size_of(shape.dtype) : 0;
+    return static_cast<size_t>(packed_rows_bytes(table, shape, n) + reordered);
+}
+
+void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
+                      const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
+                      void* out, int64_t out_stride, void* scratch) {
+    const QuantizedFormat& format = shape.format;
+    const int64_t row_bytes = QuantizedRow::bytes(format, table.code_size);
+    const int64_t item = size_of(shape.dtype);
+    if (order) {
+        char* reordered = at(scratch, packed_rows_bytes(table, shape, n));
+        reorder(x, row_stride, order, shape.inputs, n, item, reordered);
+        x = reordered;
+        row_stride = shape.inputs;
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; ++row) {
+        table.quantize_row(shape.dtype, format, at(x, row * row_stride * item), shape.inputs,
+                           at(scratch, row * row_bytes));
+    }
+    share_panels(shape.panels(), (n + kRows - 1) / kRows, [&](int64_t panel, int64_t begin, int64_t end) {
+        const int64_t column = panel * kPanel, first = begin * kRows;
+        table.quantized_panel(shape.dtype, format, at(packed, panel * format.panel_bytes()),
+                              at(scratch, first * row_bytes), row_bytes, std::min(end * kRows, n) - first,
+                              bias ? bias + column : nullptr, at(out, (first * out_stride + column) * item),
+                              out_stride, static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)));
+    });
+}
+
+}  // namespace pagoda
