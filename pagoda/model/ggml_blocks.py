@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
+from pagoda.model.weight_formats import DenseFormat, GroupedFormat, WeightFormat
 from pagoda.models.gguf import BlockType
 
 GROUP = 32
@@ -30,6 +31,15 @@ def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearW
     if block.name in _GROUPED:
         return _GROUPED[block.name](_blocks(rows, block), rows.shape[0])
     return _rounded(rows, block)
+
+
+def held_as(block: BlockType) -> WeightFormat:
+    """What `linear_weight` makes of a type."""
+    if block.name in DENSE:
+        return DenseFormat()
+    bits = 4 if block.name in ("Q4_0", "Q4_1", "Q4_K") else 8
+    offsets = block.name in ("Q4_1", "Q4_K", "Q5_1", "Q5_K")
+    return GroupedFormat(bits, GROUP, offsets, input_order=False)
 
 
 def floats(rows: Tensor, block: BlockType) -> Tensor:

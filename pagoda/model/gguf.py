@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from pagoda.backend.weights import GroupedWeight, LinearWeight
 from pagoda.errors import ConfigError
 from pagoda.model.config import FrequencyFactors, ModelConfig, parse_model_config
-from pagoda.model.ggml_blocks import floats, linear_weight
+from pagoda.model.ggml_blocks import DENSE, floats, held_as, linear_weight
+from pagoda.model.weight_formats import WeightFormat
 from pagoda.models.gguf import GgufFile, GgufTensor
 from pagoda.models.gguf_config import FREQUENCY_FACTORS, config_values
 
@@ -65,6 +67,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     return replace(
         config,
         rope_scaling=scaling,
+        quantization=None if all(map(_is_dense, _matrices(file))) else GgufQuantization(file),
         qkv_bias=_has_bias(file, "attn_q", "attn_k", "attn_v"),
         output_bias=_has_bias(file, "attn_output"),
         mlp_bias=_has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
@@ -82,6 +85,33 @@ def _frequency_factors(file: GgufFile, count: int) -> FrequencyFactors:
     if not (torch.isfinite(factors) & (factors > 0)).all():
         raise ConfigError(f"{file.path}: tensor {FREQUENCY_FACTORS} must hold positive numbers.")
     return FrequencyFactors(tuple(factors.tolist()))
+
+
+@dataclass(frozen=True)
+class GgufQuantization:
+    """How the matrices of a file will lie in memory."""
+
+    file: GgufFile
+
+    @property
+    def summary(self) -> str:
+        used = {tensor.type.name for tensor in _matrices(self.file) if not _is_dense(tensor)}
+        return f"GGUF {', '.join(sorted(used))} weights"
+
+    def format_of(self, name: str, inputs: int) -> WeightFormat:  # noqa: ARG002 - rows are whole blocks
+        """
+        Raises:
+            ConfigError: there is no such linear map.
+        """
+        return held_as(self.file.tensor(f"{_ggml_name(name)}.weight").type)
+
+
+def _matrices(file: GgufFile) -> Iterator[GgufTensor]:
+    return (tensor for tensor in file.tensors.values() if len(tensor.shape) > 1)
+
+
+def _is_dense(tensor: GgufTensor) -> bool:
+    return tensor.type.name in DENSE
 
 
 class GgufWeights:

@@ -59,7 +59,6 @@ SHAPE = (
     "output_bias",
     "mlp_bias",
     "sliding_windows",
-    "num_parameters",
 )
 
 # ---- weights
