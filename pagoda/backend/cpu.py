@@ -293,9 +293,6 @@ class CpuBackend:
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return self._reference.embedding(token_ids, weight)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, x = self._checked(x, weight.dtype), x.contiguous()
         out = torch.empty_like(x)

@@ -15,8 +15,7 @@ from torch import Tensor
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
 from pagoda.model.weight_formats import DenseFormat, GroupedFormat, WeightFormat
 from pagoda.models.gguf import BlockType
-
-GROUP = 32
+from pagoda.models.gguf_config import GROUP_SIZE, HELD_AS
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -37,9 +36,8 @@ def held_as(block: BlockType) -> WeightFormat:
     """What `linear_weight` makes of a type."""
     if block.name in DENSE:
         return DenseFormat()
-    bits = 4 if block.name in ("Q4_0", "Q4_1", "Q4_K") else 8
-    offsets = block.name in ("Q4_1", "Q4_K", "Q5_1", "Q5_K")
-    return GroupedFormat(bits, GROUP, offsets, input_order=False)
+    codes = HELD_AS[block.name]
+    return GroupedFormat(codes.bits, GROUP_SIZE, codes.offsets, input_order=False)
 
 
 def floats(rows: Tensor, block: BlockType) -> Tensor:
@@ -66,7 +64,7 @@ def _grouped(
         scales=scales.half().view(num_rows, -1),
         offsets=None if offsets is None else offsets.half().view(num_rows, -1),
         bits=bits,
-        group_size=GROUP,
+        group_size=GROUP_SIZE,
     )
 
 
@@ -104,16 +102,16 @@ def _q5_1(blocks: Tensor, num_rows: int) -> GroupedWeight:
 def _q4_k(blocks: Tensor, num_rows: int) -> GroupedWeight:
     """Scales and lowest values of eight groups, 256 halves of bytes."""
     scales, lowest = _scales_and_lowest(blocks)
-    return _grouped(_nibbles(blocks[:, 16:], GROUP), scales, 8 * scales - lowest, 4, num_rows)
+    return _grouped(_nibbles(blocks[:, 16:], GROUP_SIZE), scales, 8 * scales - lowest, 4, num_rows)
 
 
 def _q5_k(blocks: Tensor, num_rows: int) -> GroupedWeight:
     """Scales and lowest values of eight groups, 256 fifth bits, 256 halves of bytes."""
     scales, lowest = _scales_and_lowest(blocks)
-    codes = _nibbles(blocks[:, 48:], GROUP)
+    codes = _nibbles(blocks[:, 48:], GROUP_SIZE)
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = ((blocks[:, None, 16:48] >> shifts) & 1) << 4
-    codes.view(-1, 8, GROUP).bitwise_or_(fifth)
+    codes.view(-1, 8, GROUP_SIZE).bitwise_or_(fifth)
     # Sixteen below the middle, so that the rounding of scales is half as far from exact.
     codes += 128 - 16
     return _grouped(codes, scales, 16 * scales - lowest, 8, num_rows)
@@ -190,11 +188,11 @@ def _rounded(rows: Tensor, block: BlockType) -> GroupedWeight:
     num_rows = rows.shape[0]
     num_inputs = rows.shape[1] // block.num_bytes * block.weights
     codes = torch.empty((num_rows, num_inputs), dtype=torch.uint8)
-    scales = torch.empty((num_rows, num_inputs // GROUP), dtype=torch.float16)
+    scales = torch.empty((num_rows, num_inputs // GROUP_SIZE), dtype=torch.float16)
     step = max(1, _CHUNK_WEIGHTS // num_inputs)
     for start in range(0, num_rows, step):
         part = slice(start, start + step)
-        groups = floats(rows[part], block).view(-1, num_inputs // GROUP, GROUP)
+        groups = floats(rows[part], block).view(-1, num_inputs // GROUP_SIZE, GROUP_SIZE)
         lowest, highest = groups.aminmax(dim=2)
         scales[part] = torch.maximum(highest, -lowest) / 127
         used = scales[part].float()
@@ -202,7 +200,7 @@ def _rounded(rows: Tensor, block: BlockType) -> GroupedWeight:
         # A scale that float16 can hardly hold is rounded down by much.
         whole = groups.mul_(inverse[:, :, None]).round_().clamp_(-127, 127).add_(128)
         codes[part] = whole.flatten(1)
-    return GroupedWeight(codes, scales, None, 8, GROUP)
+    return GroupedWeight(codes, scales, None, 8, GROUP_SIZE)
 
 
 _GROUPED: dict[str, Callable[[Tensor, int], GroupedWeight]] = {

@@ -47,7 +47,8 @@ _ROTATED = re.compile(r".*\.self_attn\.[qk]_proj")
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """
+    """What the metadata and the names of the tensors say.
+
     Raises:
         ConfigError: the file is not of a model that Pagoda runs.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pagoda.errors import ConfigError
 from pagoda.models.gguf import GgufFile, Metadata
 
@@ -12,6 +14,34 @@ ARCHITECTURES = {
 }
 DTYPE = "bfloat16"
 """Of activations, unless the operator says otherwise: a GGUF file does not say what its model was trained in."""
+
+
+@dataclass(frozen=True)
+class GroupedCodes:
+    """Codes of so many bits, with a float16 scale for each group of inputs, and perhaps a float16 offset."""
+
+    bits: int
+    offsets: bool
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.bits + (32 if self.offsets else 16) / GROUP_SIZE
+
+
+GROUP_SIZE = 32
+HELD_AS = {
+    "Q4_0": GroupedCodes(4, offsets=False),
+    "Q4_1": GroupedCodes(4, offsets=True),
+    "Q4_K": GroupedCodes(4, offsets=True),
+    "Q5_0": GroupedCodes(8, offsets=False),
+    "Q5_1": GroupedCodes(8, offsets=True),
+    "Q5_K": GroupedCodes(8, offsets=True),
+    "Q8_0": GroupedCodes(8, offsets=False),
+    "Q2_K": GroupedCodes(8, offsets=False),
+    "Q3_K": GroupedCodes(8, offsets=False),
+    "Q6_K": GroupedCodes(8, offsets=False),
+}
+"""What the types of quantized matrices become in memory; the others become the dtype of activations."""
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 FREQUENCY_FACTORS = "rope_freqs.weight"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,10 +18,13 @@ from driver import Driver, load
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 from gguf_models import finish, quantized, save_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import FAMILIES, continuation, make_model, save_model
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
 from pagoda.engine.messages import WorkerConfig
+from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
 from pagoda.model.gguf import GgufWeights, gguf_model_config
 from pagoda.models.gguf import read_gguf
@@ -276,3 +282,126 @@ def test_activations_are_bfloat16_unless_the_operator_says_otherwise(tmp_path: P
     save_gguf(make_model("llama"), tmp_path / "m.gguf")
     config = WorkerConfig(model=str(tmp_path / "m.gguf"), num_blocks=64, num_threads=1)
     assert ", bfloat16, " in load_runner(config)[1].summary
+
+
+def test_memory_is_what_the_types_take(tmp_path: Path) -> None:
+    sizes = {"Q4_0": 4.5, "Q4_K": 5, "Q8_0": 8.5, "Q5_1": 9, "Q6_K": 8.5, "F16": 16}
+    for name, bits in sizes.items():
+        path = tmp_path / f"{name}.gguf"
+        stored = _save_layers(path, Kind[name])
+        config = gguf_model_config(read_gguf(path))
+        weights = sum(values.size for values in stored.values())
+        expected = weights * bits / 8 + 3 * 256 * 2
+        assert config.weight_bytes(config.quantization, 2) == expected
+    _, ready = load_runner(
+        WorkerConfig(model=str(tmp_path / "Q4_0.gguf"), num_blocks=64, num_threads=1)
+    )
+    assert "bfloat16, GGUF Q4_0 weights, " in ready.summary
+
+
+def test_dense_files_may_be_quantized_and_others_not(tmp_path: Path) -> None:
+    save_gguf(make_model("llama"), tmp_path / "dense.gguf", lambda _: Kind.F16)
+    config = WorkerConfig(
+        model=str(tmp_path / "dense.gguf"), num_blocks=64, num_threads=1, quantization="int8"
+    )
+    assert "int8 weights" in load_runner(config)[1].summary
+    save_gguf(make_model("llama"), tmp_path / "packed.gguf", lambda _: Kind.Q4_0)
+    config = msgspec.structs.replace(config, model=str(tmp_path / "packed.gguf"))
+    with pytest.raises(ConfigError, match=r"packed\.gguf is quantized already \(GGUF Q4_0 weights"):
+        load_runner(config)
+
+
+# ---- files that are wrong
+
+
+def _rewritten(path: Path, change: Callable[[str, np.ndarray], np.ndarray | None]) -> Path:
+    """The same file with other tensors; None takes one away."""
+    reader = gguf.GGUFReader(path)
+    writer = GGUFWriter(path.with_suffix(".new"), "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        data = change(tensor.name, tensor.data)
+        if data is not None:
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    path.with_suffix(".new").rename(path)
+    return path
+
+
+def _refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, dtype="float32")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("blk.1.ffn_up.weight", lambda _: None, "lacks the tensor blk.1.ffn_up.weight."),
+        ("output_norm.weight", lambda _: None, "lacks the tensor output_norm.weight."),
+        ("blk.0.attn_k.bias", lambda _: None, "lacks the tensor blk.0.attn_k.bias."),
+        (
+            "blk.0.ffn_gate.weight",
+            lambda data: data[:32],
+            "tensor blk.0.ffn_gate.weight has shape [32, 64], the metadata calls for [96, 64].",
+        ),
+        (
+            "blk.0.attn_q.weight",
+            lambda data: np.full_like(data, 255),
+            "blk.0.attn_q.weight has scales that are no numbers or beyond float16.",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_sentence(
+    name: str,
+    change: Callable[[np.ndarray], np.ndarray | None],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "m.gguf"
+    save_gguf(make_model("llama"), path, lambda _: Kind.Q8_0)
+    _rewritten(path, lambda found, data: change(data) if found == name else data)
+    text = _refusal(path)
+    assert text.startswith(str(path))
+    assert text.endswith(message)
+
+
+def test_tensors_that_no_model_has(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    add_shape(writer, 64, 64, 2, 32)
+    writer.add_tensor("token_embd.weight", np.zeros((9, 64), dtype=np.float32))
+    writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(9, dtype=np.float32))
+    finish(writer)
+    assert "has a tensor 'blk.0.attn_sinks.weight', which is in no model" in _refusal(path)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_factors_of_frequencies_that_are_no_numbers(factor: float, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    save_gguf(make_model("llama3-rope"), path)
+    _rewritten(
+        path,
+        lambda name, data: np.full_like(data, factor) if name == "rope_freqs.weight" else data,
+    )
+    assert _refusal(path).endswith("tensor rope_freqs.weight must hold positive numbers.")
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_flipped_bytes_are_refused_or_loaded(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "whole.gguf"
+    if not path.exists():
+        save_gguf(make_model("llama3-rope"), path, lambda _: Kind.Q8_0)
+    rng, data = random.Random(seed), bytearray(path.read_bytes())
+    header = min(tensor.start for tensor in read_gguf(path).tensors.values())
+    for _ in range(rng.randint(1, 3)):
+        data[rng.randrange(8, header)] = rng.choice((0, 1, 0xFF, rng.randrange(256)))
+    flipped = path.with_name("flipped.gguf")
+    flipped.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        load(flipped, dtype="float32", max_model_len=1, num_blocks=8)
