@@ -12,7 +12,8 @@ from pagoda.cli import machine_facts, output
 from pagoda.cli.bandwidth import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.sizes import format_bytes
-from pagoda.cli.weight_traffic import WeightTraffic, read_config, weight_traffic
+from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, read_config, weight_traffic
+from pagoda.models.gguf import read_gguf
 from pagoda.models.presets import PRESETS
 from pagoda.models.resolve import resolve_model
 from pagoda.version import __version__
@@ -30,7 +31,7 @@ def doctor(
     """Say what this machine has, what will be used, and the decode limit that follows.
 
     Args:
-        model: A model directory or a preset; by default the embedded model and all presets.
+        model: A model directory, a GGUF file or a preset; by default the embedded model and all presets.
         dtype: Number format of the weights; auto takes the model's own.
         threads: Threads that measure memory bandwidth; by default the cores that may be used.
     """
@@ -90,6 +91,9 @@ def _models(model: str | None, dtype: str) -> Iterable[tuple[str, WeightTraffic]
         yield model, weight_traffic(PRESETS[model], dtype, f"preset {model}")
         return
     files = resolve_model(model)
+    if files.gguf is not None:
+        yield files.served_name, gguf_traffic(read_gguf(files.gguf), dtype)
+        return
     directory = files.directory or Path(files.model)
     source = str(directory / "config.json")
     yield files.served_name, weight_traffic(read_config(directory), dtype, source)

@@ -1,4 +1,4 @@
-"""How many bytes of weights a decode step reads, from a Hugging Face config alone.
+"""How many bytes of weights a decode step reads, from a Hugging Face config or the header of a GGUF file alone.
 
 A step multiplies by every weight once, whatever the batch. Of the input embedding it reads one row a
 token, so only the output projection counts, be it tied or not.
@@ -7,6 +7,7 @@ token, so only the output projection counts, be it tied or not.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.models.gguf import GgufFile
+from pagoda.models.gguf_config import DTYPE, EMBEDDING, HEAD, HELD_AS, config_values
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -36,10 +39,7 @@ class WeightTraffic:
 
     weights: int
     dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weights * BYTES_PER_WEIGHT[self.dtype]
+    num_bytes: int
 
 
 def weight_traffic(config: Mapping[str, object], dtype: str, source: str) -> WeightTraffic:
@@ -64,7 +64,31 @@ def weight_traffic(config: Mapping[str, object], dtype: str, source: str) -> Wei
     attention = shape.hidden_size * head_dim * 2 * (shape.num_attention_heads + kv_heads)
     mlp = 3 * shape.hidden_size * shape.intermediate_size
     output = shape.vocab_size * shape.hidden_size
-    return WeightTraffic(shape.num_hidden_layers * (attention + mlp) + output, chosen)
+    weights = shape.num_hidden_layers * (attention + mlp) + output
+    return WeightTraffic(weights, chosen, weights * BYTES_PER_WEIGHT[chosen])
+
+
+def gguf_traffic(file: GgufFile, dtype: str) -> WeightTraffic:
+    """Of a GGUF file, whose quantized matrices stay so.
+
+    Raises:
+        ConfigError: the file is not of a model that Pagoda runs.
+    """
+    config_values(file)
+    dense = DTYPE if dtype == "auto" else dtype
+    matrices = [
+        tensor
+        for tensor in file.tensors.values()
+        if len(tensor.shape) > 1 and not (tensor.name == EMBEDDING and HEAD in file.tensors)
+    ]
+    bits: dict[str, float] = {name: codes.bits_per_weight for name, codes in HELD_AS.items()}
+    sizes = [
+        math.prod(tensor.shape) * bits.get(tensor.type.name, 8 * BYTES_PER_WEIGHT[dense]) / 8
+        for tensor in matrices
+    ]
+    kinds = sorted({tensor.type.name for tensor in matrices} & bits.keys())
+    weights = sum(math.prod(tensor.shape) for tensor in matrices)
+    return WeightTraffic(weights, ", ".join(kinds) or dense, int(sum(sizes)))
 
 
 def read_config(directory: Path) -> dict[str, object]:

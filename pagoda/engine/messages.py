@@ -348,7 +348,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process is told at its start."""
 
     model: str
-    """A model directory, or the name of a shape preset when `load_format` is `dummy`."""
+    """A model directory or GGUF file, or the name of a shape preset when `load_format` is `dummy`."""
     load_format: str = "auto"
     """`auto` reads safetensors; `dummy` makes random weights."""
     dtype: str = "auto"

@@ -33,7 +33,7 @@ class EngineOptions:
     """How a model is loaded and scheduled."""
 
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto reads safetensors; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
+    """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
     quantization: Literal["none", "int8", "int4"] | None = "none"

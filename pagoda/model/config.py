@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.model.fields import Fields
-from pagoda.model.quantization_config import CheckpointQuantization, parse_quantization
+from pagoda.model.quantization_config import parse_quantization
 from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,7 +46,15 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class FrequencyFactors:
+    """Each frequency is divided by a number of its own (how GGUF files write `Llama3Scaling`)."""
+
+    factors: tuple[float, ...]
+    """One for each pair of dimensions."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class ModelConfig:
     """Per layer: a token sees itself and this many less one before it; None sees all."""
     dtype: str
     """Of the checkpoint; of a quantized one, that of activations."""
-    quantization: CheckpointQuantization | None
+    quantization: Quantization | None
     """How the checkpoint holds its linear maps; None where all are dense."""
 
     @property

@@ -13,6 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes
 from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_model_config
 from pagoda.model.decoder import Decoder
+from pagoda.model.gguf import GgufWeights, gguf_model_config
 from pagoda.model.quantization import (
     QUANTIZATIONS,
     QuantizationOnLoad,
@@ -23,6 +24,7 @@ from pagoda.model.quantization_config import CheckpointQuantization
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weight_formats import Quantization
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
+from pagoda.models.gguf import is_gguf, read_gguf
 from pagoda.models.presets import PRESETS
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
@@ -105,6 +107,8 @@ def _model_config(config: WorkerConfig) -> ModelConfig:
     if config.load_format == "dummy" and config.model in PRESETS:
         return parse_model_config(PRESETS[config.model], source=f"preset {config.model}")
     directory = Path(config.model)
+    if is_gguf(directory):
+        return gguf_model_config(read_gguf(directory))
     if not directory.is_dir():
         hint = f" or a preset ({', '.join(PRESETS)})" if config.load_format == "dummy" else ""
         raise ConfigError(f"there is no model directory {config.model}{hint}.")
@@ -200,6 +204,9 @@ def _stored_weights(
 ) -> Iterator[WeightSource]:
     if config.load_format == "dummy":
         yield DummyWeights(config.seed)
+    elif config.load_format == "auto" and is_gguf(Path(config.model)):
+        file = read_gguf(Path(config.model))
+        yield GgufWeights(file, gguf_model_config(file))
     elif config.load_format == "auto":
         with open_checkpoint(Path(config.model)) as checkpoint:
             if isinstance(quantization, CheckpointQuantization):
