@@ -102,8 +102,7 @@ def quantize_int8(values: Tensor) -> Int8Weight:
     scales = torch.empty(len(values))
     for rows in _pieces(values):
         block = values[rows].float()
-        low, high = torch.aminmax(block, dim=1)
-        scales[rows] = torch.maximum(high, -low) / 127
+        scales[rows] = block.abs().amax(dim=1) / 127
         codes[rows] = (block / _divisors(scales[rows])[:, None]).round_().clamp_(-127, 127)
     return Int8Weight(codes, scales)
 
@@ -114,19 +113,20 @@ def quantize_int4(values: Tensor, group_size: int) -> GroupedWeight:
     The scale is that weight over -8, rounded to float16; the codes are those of the rounded scale.
     """
     outputs, inputs = values.shape
-    codes = torch.empty((outputs, inputs), dtype=torch.uint8)
+    # From floats to signed bytes is the quicker conversion, and codes are the same in both.
+    codes = torch.empty((outputs, inputs), dtype=torch.int8)
     scales = torch.empty((outputs, inputs // group_size), dtype=torch.float16)
     for rows in _pieces(values):
         groups = values[rows].float().view(-1, inputs // group_size, group_size)
         scales[rows] = _signed_peaks(groups) / -8
         steps = groups / _divisors(scales[rows].float())[..., None]
         codes[rows] = steps.round_().add_(8).clamp_(0, 15).flatten(1)
-    return GroupedWeight(codes, scales, None, bits=4, group_size=group_size)
+    return GroupedWeight(codes.view(torch.uint8), scales, None, bits=4, group_size=group_size)
 
 
 def _signed_peaks(groups: Tensor) -> Tensor:
     """The first of the values of highest magnitude along the last dimension."""
-    low, high = torch.aminmax(groups, dim=-1)
+    low, high = groups.amin(-1), groups.amax(-1)  # aminmax takes twice the time of both
     peaks = torch.where(high > -low, high, low)
     tied = (high == -low).nonzero(as_tuple=True)
     first = groups[tied].abs().argmax(dim=-1, keepdim=True)

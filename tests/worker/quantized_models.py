@@ -60,7 +60,7 @@ def pack_words(codes: np.ndarray, bits: int, places: tuple[int, ...] | None = No
 def grouped(
     weight: np.ndarray, bits: int, groups: np.ndarray, *, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [out, in], zero points [out, groups] and scales [out, groups]; `groups` says where each input belongs."""
+    """Codes [out, in], zero points and scales [out, groups]; `groups` says where each input belongs."""
     num_groups = int(groups.max()) + 1
     lows = np.stack([weight[:, groups == g].min(1) for g in range(num_groups)], 1)
     highs = np.stack([weight[:, groups == g].max(1) for g in range(num_groups)], 1)

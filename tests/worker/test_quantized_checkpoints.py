@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,17 @@ from quantized_models import (
     packed_format,
     save_quantized,
 )
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from pagoda.backend.weights import GroupedWeight, LinearWeight, dequantize
-from pagoda.engine.messages import SamplingParams
+from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.engine.messages import SamplingParams, WorkerConfig
+from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.weights import open_checkpoint
+from pagoda.worker.loading import load_runner
+from pagoda.worker.memory import format_bytes
 
 FORMATS: dict[str, Format] = {
     "int8": int8_format(),
@@ -31,7 +38,8 @@ FORMATS: dict[str, Format] = {
     "packed-int4-g128": packed_format(4, 128),
     "packed-int4-g32": packed_format(4, 32, scale_dtype=torch.float16),
     "packed-int4-g64-zeros": packed_format(4, 64, symmetric=False),
-    "packed-int4-channel": packed_format(4, -1, scale_dtype=torch.float32),
+    "packed-int4-channel": packed_format(4, -1),
+    "packed-int4-float32-scales": packed_format(4, 128, scale_dtype=torch.float32),
     "packed-int8-channel": packed_format(8, -1),
     "packed-int8-g128-zeros": packed_format(8, 128, symmetric=False, scale_dtype=torch.float16),
     "packed-int4-g256": packed_format(4, 256),
@@ -62,8 +70,182 @@ def test_weights_and_answers(name: str, tmp_path: Path) -> None:
             rounded = weight.offsets.abs().max().item() * 2**-11
             np.testing.assert_allclose(actual, expected, rtol=0, atol=rounded * 1.01)
         else:
-            np.testing.assert_allclose(actual, expected, rtol=1e-7, atol=0)
+            rounded = 2**-11 if name == "packed-int4-float32-scales" else 1e-7
+            np.testing.assert_allclose(actual, expected, rtol=rounded, atol=0)
     _assert_answers_alike(tmp_path, model)
+
+
+def test_int8_weights_of_magnitude_128_become_127(tmp_path: Path) -> None:
+    _, meant = save_quantized(tmp_path, int8_format())
+    name, shape = next((name, weight.shape) for name, weight in meant.items())
+    _change(tmp_path, {f"{name}.weight": torch.full(shape, -128, dtype=torch.int8)})
+    weight = _linear(tmp_path, name, *shape)
+    assert isinstance(weight, Int8Weight)
+    assert bool((weight.values == -127).all())
+
+
+def test_some_maps_may_be_dense(tmp_path: Path) -> None:
+    ignore = ("lm_head", r"re:.*\.mlp\..*", "model.layers.1.self_attn.v_proj")
+    how = packed_format(4, 128, ignore=ignore)
+    model, meant = save_quantized(tmp_path, how)
+    dense = {
+        f"{name}.weight": torch.from_numpy(weight).float()
+        for name, weight in meant.items()
+        if ".mlp." in name or name == "model.layers.1.self_attn.v_proj"
+    }
+    assert len(dense) == 7
+    _change(tmp_path, dense)
+    _assert_answers_alike(tmp_path, model)
+
+
+def _change(directory: Path, tensors: Mapping[str, Tensor | None]) -> None:
+    path = directory / "model.safetensors"
+    kept = load_file(path) | tensors
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, path)
+
+
+def test_memory_is_what_the_formats_take(tmp_path: Path) -> None:
+    save_quantized(tmp_path, gptq_format(4, 64, act_order=True, symmetric=False))
+    linear = 2 * (256 * 256 * 2 + 128 * 256 * 2 + 3 * 256 * 512)
+    inputs = 2 * (6 * 256 + 512)
+    tables, vectors = 2 * 320 * 256, 2 * (2 * 256 + 256 + 2 * 128) + 256
+    expected = linear // 2 + linear // 64 * 4 + inputs * 8 + (tables + vectors) * 4
+    config = read_model_config(tmp_path)
+    assert config.weight_bytes(config.quantization, 4) == expected
+    _, ready = load_runner(WorkerConfig(model=str(tmp_path), num_blocks=64, num_threads=1))
+    assert f"gptq int4 weights (groups of 64), {format_bytes(expected)} weights" in ready.summary
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("how", "changes", "message"),
+    [
+        (
+            packed_format(4, 128),
+            {"weight_packed": torch.zeros(256, 31, dtype=torch.int32)},
+            f"FILE: tensor {Q_PROJ}.weight_packed has shape [256, 31], "
+            "config.json calls for [256, 32].",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_packed": torch.zeros(256, 128, dtype=torch.uint8)},
+            f"FILE: tensor {Q_PROJ}.weight_packed is stored as U8; Pagoda reads int32.",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_scale": None},
+            f"DIRECTORY: no file holds the tensor {Q_PROJ}.weight_scale, which config.json calls for.",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_scale": torch.ones(256, 3)},
+            f"FILE: tensor {Q_PROJ}.weight_scale has shape [256, 3], config.json calls for [256, 2].",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_scale": torch.full((256, 2), 1e5)},
+            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float16.",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_shape": torch.tensor([256, 2**60])},
+            f"FILE: {Q_PROJ}.weight_shape says [256, {2**60}], config.json calls for [256, 256].",
+        ),
+        (
+            int8_format(),
+            {"weight_scale": torch.full((256, 1), torch.nan)},
+            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float32.",
+        ),
+        (
+            int8_format(),
+            {"weight": torch.zeros(256, 256)},
+            f"FILE: tensor {Q_PROJ}.weight is stored as F32; Pagoda reads int8.",
+        ),
+        (
+            awq_format(128),
+            {"qzeros": torch.zeros(1, 32, dtype=torch.int32)},
+            f"FILE: tensor {Q_PROJ}.qzeros has shape [1, 32], config.json calls for [2, 32].",
+        ),
+        (
+            awq_format(128),
+            {"scales": torch.full((2, 256), 60000.0)},
+            f"FILE: tensor {Q_PROJ}.qzeros holds scales that are not finite in float16.",
+        ),
+        (
+            gptq_format(4, 128, act_order=True),
+            {"g_idx": torch.zeros(256, dtype=torch.int32)},
+            f"FILE: {Q_PROJ}.g_idx must put 128 inputs into each of 2 groups.",
+        ),
+        (
+            gptq_format(4, 128, act_order=True),
+            {"g_idx": (torch.arange(256) % 2).int()},
+            f"{Q_PROJ} and model.layers.0.self_attn.k_proj have the same inputs but group them in "
+            "different orders (act-order); quantize them with one order.",
+        ),
+        (
+            gptq_format(4, 128, act_order=True),
+            {"g_idx": None},
+            f"DIRECTORY: no file holds the tensor {Q_PROJ}.g_idx, which config.json calls for.",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_sentence(
+    how: Format, changes: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    save_quantized(tmp_path, how)
+    _change(tmp_path, {f"{Q_PROJ}.{kind}": tensor for kind, tensor in changes.items()})
+    expected = message.replace("FILE", str(tmp_path / "model.safetensors"))
+    assert _refusal(tmp_path) == expected.replace("DIRECTORY", str(tmp_path))
+
+
+def _refusal(directory: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, backend="reference", **options)
+    return str(caught.value)
+
+
+def test_truncated_files(tmp_path: Path) -> None:
+    save_quantized(tmp_path, awq_format(128))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert _refusal(tmp_path).startswith(f"{path} is not a complete safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("group_size", "message"),
+    [
+        (
+            96,
+            "model.layers.0.self_attn.q_proj.weight has 256 inputs, which groups of 96 do not divide; "
+            "the number of inputs must be a multiple of the group size.",
+        ),
+        (
+            16,
+            "model.layers.0.self_attn.q_proj.weight has groups of 16 inputs; "
+            "Pagoda computes with groups of 32, 64, 128 or multiples of them.",
+        ),
+    ],
+)
+def test_group_sizes_that_do_not_fit(group_size: int, message: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, awq_format(128))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["group_size"] = group_size
+    path.write_text(json.dumps(config))
+    assert _refusal(tmp_path) == message
+
+
+def test_nothing_is_quantized_twice_or_made_up(tmp_path: Path) -> None:
+    save_quantized(tmp_path, awq_format(128))
+    assert _refusal(tmp_path, quantization="int8") == (
+        f"{tmp_path} is quantized already (awq int4 weights (groups of 128)); leave out --quantization."
+    )
+    assert _refusal(tmp_path, load_format="dummy") == (
+        f"{tmp_path}/config.json: there are no dummy weights for its quantization_config; "
+        "take that out and add --quantization int8 or int4."
+    )
 
 
 def _linear(directory: Path, name: str, outputs: int, inputs: int) -> LinearWeight:
@@ -87,10 +269,5 @@ def _assert_answers_alike(directory: Path, model: Any) -> None:
     tops = [result.logprobs[0] for result in driver.results if 0 in result.logprobs]
     ours = torch.tensor([top.top_logprobs for top in tops])
     theirs = expected[:-1].gather(1, torch.tensor([top.top_token_ids for top in tops]))
-    print(
-        "DIFF",
-        float((ours - theirs).abs().mean()),
-        float((ours - theirs).abs().max()),
-        float(theirs.std()),
-    )
-    assert (ours - theirs).abs().max() < 0.15
+    assert (ours - theirs).abs().mean() < 0.04
+    assert (ours - theirs).abs().max() < 0.2
