@@ -12,9 +12,8 @@ import statistics
 import time
 
 # Read when torch is loaded: threads wait as they do in a worker.
-from pagoda.worker.threads import set_thread_waiting
-
-set_thread_waiting(os.environ)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 from cyclopts import App
@@ -31,7 +30,13 @@ _app = App()
 
 
 @_app.default
-def main(*, model: str = "qwen3-0.6b", dtype: str = "bfloat16", quantization: str = "none", threads: int | None = None) -> None:
+def main(
+    *,
+    model: str = "qwen3-0.6b",
+    dtype: str = "bfloat16",
+    quantization: str = "none",
+    threads: int | None = None,
+) -> None:
     """Measures.
 
     Args:

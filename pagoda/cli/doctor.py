@@ -12,18 +12,15 @@ from pagoda.cli import machine_facts, output
 from pagoda.cli.bandwidth import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.sizes import format_bytes
-<<<<<<< HEAD
-from pagoda.cli.weight_traffic import WeightTraffic, gguf_traffic, read_config, weight_traffic
-from pagoda.models.gguf import read_gguf
-=======
 from pagoda.cli.weight_traffic import (
     WeightTraffic,
+    gguf_traffic,
     is_quantized,
     read_config,
     stored_traffic,
     weight_traffic,
 )
->>>>>>> wt-f
+from pagoda.models.gguf import read_gguf
 from pagoda.models.presets import PRESETS
 from pagoda.models.resolve import resolve_model
 from pagoda.version import __version__

@@ -42,11 +42,7 @@ class WeightTraffic:
 
     num_bytes: int
     dtype: str
-<<<<<<< HEAD
-    num_bytes: int
-=======
 
->>>>>>> wt-f
 
 def weight_traffic(
     config: Mapping[str, object], dtype: str, source: str, quantization: str = "none"
@@ -65,10 +61,10 @@ def weight_traffic(
     kv_heads = shape.num_key_value_heads or shape.num_attention_heads
     attention = shape.hidden_size * head_dim * 2 * (shape.num_attention_heads + kv_heads)
     mlp = 3 * shape.hidden_size * shape.intermediate_size
-<<<<<<< HEAD
-    output = shape.vocab_size * shape.hidden_size
-    weights = shape.num_hidden_layers * (attention + mlp) + output
-    return WeightTraffic(weights, chosen, weights * BYTES_PER_WEIGHT[chosen])
+    layers, head = shape.num_hidden_layers * (attention + mlp), shape.vocab_size * shape.hidden_size
+    if quantization == "none":
+        return WeightTraffic((layers + head) * BYTES_PER_WEIGHT[chosen], chosen)
+    return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + head, quantization)
 
 
 def gguf_traffic(file: GgufFile, dtype: str) -> WeightTraffic:
@@ -90,13 +86,7 @@ def gguf_traffic(file: GgufFile, dtype: str) -> WeightTraffic:
         for tensor in matrices
     ]
     kinds = sorted({tensor.type.name for tensor in matrices} & bits.keys())
-    weights = sum(math.prod(tensor.shape) for tensor in matrices)
-    return WeightTraffic(weights, ", ".join(kinds) or dense, int(sum(sizes)))
-=======
-    layers, head = shape.num_hidden_layers * (attention + mlp), shape.vocab_size * shape.hidden_size
-    if quantization == "none":
-        return WeightTraffic((layers + head) * BYTES_PER_WEIGHT[chosen], chosen)
-    return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + head, quantization)
+    return WeightTraffic(int(sum(sizes)), ", ".join(kinds) or dense)
 
 
 def is_quantized(config: Mapping[str, object]) -> bool:
@@ -131,7 +121,6 @@ def _dtype(shape: _Shape, wanted: str, source: str) -> str:
     if chosen not in BYTES_PER_WEIGHT:
         raise ConfigError(f"{source} has dtype {chosen}; known are {', '.join(BYTES_PER_WEIGHT)}.")
     return chosen
->>>>>>> wt-f
 
 
 def read_config(directory: Path) -> dict[str, object]:
