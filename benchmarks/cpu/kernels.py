@@ -194,9 +194,7 @@ def _attention_seconds(ops: CpuBackend, step: Step) -> float:
 
     def attend() -> list[Tensor]:
         scale = _HEAD_DIM**-0.5
-        return [
-            ops.attention(queries, cache, plan, scale=scale, window=None) for cache in caches
-        ]
+        return [ops.attention(queries, cache, plan, scale=scale, window=None) for cache in caches]
 
     (seconds,) = _median_seconds(attend)
     return seconds / num_layers

@@ -6,7 +6,6 @@ def instruction_sets() -> list[str]:
     """Those that this CPU has and kernels exist for, from the lowest to the highest."""
 
 def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
-
 def advise_large_pages(memory: int, size: int) -> None: ...
 
 class Cache:

@@ -118,7 +118,7 @@ class CpuBackend:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> KVCache:
-        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: a vector holds an element of many keys.
+        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: vectors hold an element of many keys.
 
         Values are [num_blocks, num_kv_heads, block_size / q, head_dim, q]. p and q are 2 where one instruction
         multiplies pairs, else 1.
@@ -276,12 +276,13 @@ class CpuBackend:
 
     def _native_cache(self, cache: KVCache) -> _native.Cache:
         scales = (cache.key_scales, cache.value_scales)
-        return self._native.Cache(
+        native: _native.Cache = self._native.Cache(
             _KV_DTYPES[cache.keys.dtype],
             cache.keys.data_ptr(),
             cache.values.data_ptr(),
             *(0 if part is None else part.data_ptr() for part in scales),
         )
+        return native
 
     def rotate_and_cache(
         self,

@@ -23,6 +23,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
     values: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float16",
+        "kv_cache_dtype": "int8",
         "backend": "reference",
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
