@@ -12,8 +12,8 @@ namespace {
 
 // Query rows that share one gathering of keys and values.
 constexpr int kQueryRows = 48;
-// An item that is more than this share of a thread's work is shared out among threads.
-constexpr int64_t kItemsPerThread = 4;
+// A larger part of a thread's work than one in so many is shared out among threads: they may not all be equally fast.
+constexpr int64_t kItemsPerThread = 16;
 constexpr float kLog2E = 1.44269504f;
 
 const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
@@ -234,8 +234,8 @@ void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype,
         }
         const AttendTile attended{
             math, cache, packed, factors, rows, group, tile.first_position, window,
-            plan.blocks.data() + tile.sequence * plan.width, item.begin, tile.first_position + tile.num_tokens,
-            item.kv_head, shape.num_kv_heads, shape.block_size, shape.head_dim, padded};
+            plan.blocks.data() + tile.sequence * plan.width, item.begin, item.end, item.kv_head,
+            shape.num_kv_heads, shape.block_size, shape.head_dim, padded};
         if (item.slot >= 0) {
             const Partial slot = partial_at(slots + item.slot * partial, plan.max_rows, padded);
             table.attend(attended, item.begin, item.end, rest, slot);

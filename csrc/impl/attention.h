@@ -103,21 +103,29 @@ float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int 
     return scale;
 }
 
-// The block of a token of the tile's sequence for the tile's head, counted in [blocks, kv_heads].
-PAGODA_INLINE int64_t block_of(const AttendTile& tile, int64_t position) {
-    return int64_t{tile.blocks[position / tile.block_size]} * tile.num_kv_heads + tile.kv_head;
+// Of a token of the tile's sequence for the tile's head.
+struct Place {
+    int64_t block;  // counted in [blocks, kv_heads]
+    int64_t offset;
+};
+PAGODA_INLINE Place place_of(const AttendTile& tile, int64_t position) {
+    // Division of 32 bits is much the quicker.
+    const auto p = static_cast<uint32_t>(position), size = static_cast<uint32_t>(tile.block_size);
+    return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head, p % size};
 }
 
 // Where the words of a key begin, which are block_size apart.
 template <class M, class Cell>
 PAGODA_INLINE const Cell* key_at(const AttendTile& tile, int64_t position) {
+    const Place place = place_of(tile, position);
     return static_cast<const Cell*>(tile.cache.keys) +
-           block_of(tile, position) * tile.block_size * (tile.head_dim / M::pair) + position % tile.block_size;
+           place.block * tile.block_size * (tile.head_dim / M::pair) + place.offset;
 }
 // The words of a value, of which those of the next token or pair follow.
 template <class M, class Cell>
 PAGODA_INLINE const Cell* value_at(const AttendTile& tile, int64_t position) {
-    const int64_t row = (block_of(tile, position) * tile.block_size + position % tile.block_size) / M::pair;
+    const Place place = place_of(tile, position);
+    const int64_t row = (place.block * tile.block_size + place.offset) / M::pair;
     return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
 }
 
@@ -177,8 +185,8 @@ void gather_values(const AttendTile& tile, int64_t first, int count, typename M:
             if (tile.block_size == 1) {
                 using Element = decltype(Cell::first);
                 const auto* values = static_cast<const Element*>(tile.cache.values);
-                const Element* one = values + block_of(tile, first + j) * d;
-                const Element* other = j + 1 < count ? values + block_of(tile, first + j + 1) * d : nullptr;
+                const Element* one = values + place_of(tile, first + j).block * d;
+                const Element* other = j + 1 < count ? values + place_of(tile, first + j + 1).block * d : nullptr;
                 for (int64_t i = 0; i < d; ++i) out[i] = M::word(one[i], other ? other[i] : Element{});
                 continue;
             }
@@ -191,9 +199,11 @@ void gather_values(const AttendTile& tile, int64_t first, int count, typename M:
 // Scales of tokens from `first` on, and `beyond` behind the last of `count`.
 void gather_scales(const AttendTile& tile, const float* scales, int64_t first, int count, float beyond,
                    float* out) {
-    for (int j = 0; j < count; ++j) {
-        const int64_t position = first + j;
-        out[j] = scales[block_of(tile, position) * tile.block_size + position % tile.block_size];
+    const int run = tile.block_size < kKeyTile ? tile.block_size : kKeyTile;
+    for (int j = 0; j < count; j += run) {
+        const Place place = place_of(tile, first + j);
+        const int here = count - j < run ? count - j : run;
+        std::memcpy(out + j, scales + place.block * tile.block_size + place.offset, sizeof(float) * here);
     }
     for (int j = count; j < kKeyTile; ++j) out[j] = beyond;
 }
@@ -222,7 +232,10 @@ PAGODA_INLINE void score_columns(const typename M::Word* queries, int64_t words,
         decltype(M::columns(now[0])) columns[Cols];
 #pragma GCC unroll 8
         for (int j = 0; j < Cols; ++j) {
-            if (j * kWidth % kGroup == 0) _mm_prefetch(soon[j] + i * keys.stride, _MM_HINT_T1);
+            // Of two groups or two words in one cache line, one sees to it.
+            if (j * kWidth % kGroup == 0 && (sizeof(Cell) == 4 || (i + j * kWidth / kGroup) % 2 == 0)) {
+                _mm_prefetch(soon[j] + i * keys.stride, _MM_HINT_T1);
+            }
             columns[j] = M::columns(now[j] + i * keys.stride);
         }
 #pragma GCC unroll 12
@@ -263,7 +276,7 @@ PAGODA_INLINE void add_columns(const float* weights, const Groups<Cell>& values,
             decltype(M::columns(now)) columns[Cols];
 #pragma GCC unroll 8
             for (int j = 0; j < Cols; ++j) {
-                if (j * kWidth % kGroup == 0) {
+                if (j * kWidth * sizeof(Cell) % 64 == 0) {
                     _mm_prefetch(soon + i * values.stride + j * kWidth, _MM_HINT_T1);
                 }
                 columns[j] = M::columns(now + i * values.stride + j * kWidth);

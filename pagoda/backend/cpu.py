@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,18 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.cpu_program import CompiledForward
+from pagoda.backend.cpu_types import (
+    DTYPES,
+    KV_DTYPES,
+    UNLIMITED,
+    AttentionPlan,
+    DenseSegment,
+    PackedLinear,
+    QuantizedSegment,
+    Segment,
+    address,
+)
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import (
     DenseWeight,
@@ -38,58 +49,9 @@ INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_KV_DTYPES = {**_DTYPES, torch.int8: 3}
-_UNLIMITED = 2**62
-"""A window that no context is longer than."""
-
 
 class BackendUnavailableError(Exception):
     """This machine or installation has no such backend; the message says why."""
-
-
-@dataclass(frozen=True)
-class DenseSegment:
-    """Outputs of a linear map whose weights are numbers."""
-
-    panels: Tensor
-    """Bytes of the weight [out, in] in panels of 32 outputs; see csrc/kernels.h."""
-    bias: Tensor | None
-    """[out rounded up to whole panels] float32."""
-    outputs: int
-
-
-@dataclass(frozen=True)
-class QuantizedSegment:
-    """Outputs of a linear map whose weights are codes of one format."""
-
-    panels: Tensor
-    """Bytes of codes and scales in panels of 32 outputs; see csrc/kernels.h."""
-    bias: Tensor | None
-    """[out rounded up to whole panels] float32."""
-    outputs: int
-    shape: _native.QuantizedShape
-    input_order: Tensor | None
-    """See `GroupedWeight`."""
-
-
-Segment = DenseSegment | QuantizedSegment
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    segments: tuple[Segment, ...]
-    """Their outputs follow one another."""
-    dtype: torch.dtype
-    outputs: int
-    inputs: int
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    native: _native.AttentionPlan
-    num_heads: int
-    head_dim: int
 
 
 def available_instruction_sets() -> list[str]:
@@ -153,7 +115,7 @@ class CpuBackend:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> KVCache:
-        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: a vector has an element of many keys.
+        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: vectors hold an element of many keys.
 
         Values are [num_blocks, num_kv_heads, block_size / q, head_dim, q]. p and q are 2 where one instruction
         multiplies pairs, else 1.
@@ -167,7 +129,7 @@ class CpuBackend:
                 f"not {head_dim}; --backend reference takes any."
             )
         kv_dtype = kv_dtype or dtype
-        dtypes = _DTYPES[dtype], _KV_DTYPES[kv_dtype]
+        dtypes = DTYPES[dtype], KV_DTYPES[kv_dtype]
         p = self._kernels.key_pair(*dtypes)
         q = self._kernels.value_pair(*dtypes, block_size)
         blocks = (num_blocks, num_kv_heads)
@@ -213,7 +175,7 @@ class CpuBackend:
 
     def _pack_dense(self, weight: Tensor, bias: Tensor | None) -> DenseSegment:
         outputs, inputs = weight.shape
-        dtype = _DTYPES[weight.dtype]
+        dtype = DTYPES[weight.dtype]
         size = self._native.packed_bytes(dtype, outputs, inputs)
         panels = torch.empty(size, dtype=torch.uint8)
         self._kernels.pack_weight(dtype, outputs, inputs, weight.data_ptr(), panels.data_ptr())
@@ -227,7 +189,7 @@ class CpuBackend:
             raise ValueError(
                 f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
             )
-        shape = self._native.QuantizedShape.int8(_DTYPES[dtype], outputs, inputs)
+        shape = self._native.QuantizedShape.int8(DTYPES[dtype], outputs, inputs)
         panels = self._pack_codes(shape, values, scales, None)
         return QuantizedSegment(panels, bias, outputs, shape, None)
 
@@ -242,7 +204,7 @@ class CpuBackend:
         offsets = None if first.offsets is None else _join(parts, "offsets")
         outputs, inputs = codes.shape
         shape = self._native.QuantizedShape.grouped(
-            _DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
+            DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
         )
         panels = self._pack_codes(shape, codes, scales, offsets)
         order = None if first.input_order is None else first.input_order.contiguous()
@@ -253,7 +215,7 @@ class CpuBackend:
     ) -> Tensor:
         panels = torch.empty(shape.bytes, dtype=torch.uint8)
         self._native.pack_quantized(
-            shape, codes.data_ptr(), scales.data_ptr(), _address(offsets), panels.data_ptr()
+            shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
         )
         return panels
 
@@ -274,13 +236,13 @@ class CpuBackend:
     def _multiply(self, x: Tensor, segment: Segment, out: Tensor) -> None:
         """To the first columns of `out`."""
         num_tokens, inputs = x.shape
-        panels, bias = segment.panels.data_ptr(), _address(segment.bias)
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
         rows = (x.data_ptr(), x.stride(0), num_tokens, out.data_ptr(), out.stride(0))
         if isinstance(segment, DenseSegment):
-            dtype = _DTYPES[x.dtype]
+            dtype = DTYPES[x.dtype]
             self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
         else:
-            order = _address(segment.input_order)
+            order = address(segment.input_order)
             self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
     def linear_rows(self, token_ids: Tensor, weight: PackedLinear) -> Tensor:
@@ -305,10 +267,10 @@ class CpuBackend:
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
         panels, rows = segment.panels.data_ptr(), (ids.data_ptr(), len(ids), out.data_ptr())
         if isinstance(segment, DenseSegment):
-            dtype = _DTYPES[weight.dtype]
+            dtype = DTYPES[weight.dtype]
             self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
         else:
-            order = _address(segment.input_order)
+            order = address(segment.input_order)
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
@@ -388,7 +350,7 @@ class CpuBackend:
     def _native_cache(self, cache: KVCache) -> _native.Cache:
         scales = (cache.key_scales, cache.value_scales)
         native: _native.Cache = self._native.Cache(
-            _KV_DTYPES[cache.keys.dtype],
+            KV_DTYPES[cache.keys.dtype],
             cache.keys.data_ptr(),
             cache.values.data_ptr(),
             *(0 if part is None else part.data_ptr() for part in scales),
@@ -439,7 +401,7 @@ class CpuBackend:
             self._native_cache(cache),
             queries.data_ptr(),
             scale,
-            _UNLIMITED if window is None else window,
+            UNLIMITED if window is None else window,
             out.data_ptr(),
         )
         return out
@@ -449,31 +411,25 @@ class CpuBackend:
     def compile(
         self, forward: ForwardPass[PackedLinear, AttentionPlan]
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
-        from pagoda.backend.cpu_program import CompiledForward
-
         return CompiledForward(self._native.Program(self._kernels), self._native_cache, forward)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""
         if x.dtype != expected:
             raise ValueError(f"Values are {x.dtype}, but {expected} is needed.")
-        return _DTYPES[expected]
+        return DTYPES[expected]
 
     def _checked_for(self, cache: KVCache, x: Tensor) -> int:
         """The number of activations' dtype, for which the cache was laid out."""
-        dtype = _DTYPES[x.dtype]
+        dtype = DTYPES[x.dtype]
         pair = cache.keys.shape[4]
-        if self._kernels.key_pair(dtype, _KV_DTYPES[cache.keys.dtype]) != pair:
+        if self._kernels.key_pair(dtype, KV_DTYPES[cache.keys.dtype]) != pair:
             raise ValueError(f"This cache of {cache.keys.dtype} is not for values of {x.dtype}.")
         return dtype
 
     def _check_tokens(self, x: Tensor, plan: AttentionPlan) -> None:
         if len(x) != plan.native.num_tokens:
             raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _runs_of_one_format(parts: Sequence[LinearWeight]) -> list[list[LinearWeight]]:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu import (
-    _DTYPES,
-    _UNLIMITED,
+from pagoda.backend.cpu_types import (
+    DTYPES,
+    UNLIMITED,
     AttentionPlan,
     DenseSegment,
     PackedLinear,
     Segment,
-    _address,
+    address,
 )
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ class _Recorder:
     def _multiply(self, x: Value, segment: Segment, out: Value, column: int) -> None:
         """To the columns of `out` from `column` on."""
         where = (x.index, out.index, column)
-        panels, bias = segment.panels.data_ptr(), _address(segment.bias)
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
         if isinstance(segment, DenseSegment):
-            dtype = _DTYPES[x.dtype]
+            dtype = DTYPES[x.dtype]
             self._program.linear(*where, dtype, segment.outputs, x.width, panels, bias)
         else:
-            order = _address(segment.input_order)
+            order = address(segment.input_order)
             self._program.quantized_linear(*where, segment.shape, panels, order, bias)
 
     def linear_rows(self, token_ids: Value, weight: PackedLinear) -> Value:
@@ -78,10 +78,10 @@ class _Recorder:
         out = self._value(weight.dtype, weight.inputs)
         panels = segment.panels.data_ptr()
         if isinstance(segment, DenseSegment):
-            dtype = _DTYPES[weight.dtype]
+            dtype = DTYPES[weight.dtype]
             self._program.weight_rows(out.index, dtype, segment.outputs, weight.inputs, panels)
         else:
-            order = _address(segment.input_order)
+            order = address(segment.input_order)
             self._program.quantized_rows(out.index, segment.shape, panels, order)
         return out
 
@@ -136,12 +136,12 @@ class _Recorder:
             queries.index,
             self._native_cache(cache),
             scale,
-            _UNLIMITED if window is None else window,
+            UNLIMITED if window is None else window,
         )
         return Value(index, queries.dtype, queries.width)
 
     def _value(self, dtype: torch.dtype, width: int) -> Value:
-        return Value(self._program.value(_DTYPES[dtype], width), dtype, width)
+        return Value(self._program.value(DTYPES[dtype], width), dtype, width)
 
     def _native_cache(self, cache: KVCache) -> _native.Cache:
         self.kept.append(cache)

@@ -25,6 +25,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "dtype": "float16",
         "quantization": "int8",
         "quantization_group_size": 64,
+        "kv_cache_dtype": "int8",
         "backend": "reference",
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
