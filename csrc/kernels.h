@@ -128,6 +128,10 @@ struct KernelTable {
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
     void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
                            int64_t inputs, void* out);
+    // A weight's row of inputs to codes and scales: one scale for all, or for each group.
+    void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
+    void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
+                          void* scales);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
     void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
                      void* sum, void* out);

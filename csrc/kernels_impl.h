@@ -6,14 +6,15 @@
 #include "impl/attention.h"
 #include "impl/linear.h"
 #include "impl/quantized.h"
+#include "impl/rounding.h"
 #include "impl/rows.h"
 
 namespace {
 
 constexpr pagoda::KernelTable kTable = {
-    packed_size,    pack_rows, linear_panel, sizeof(Code),    quantize_row, quantized_panel,
-    dequantize_row, rms_norm,  silu_and_mul, norm_and_rotate, math_of,      to_cache,
-    pack_query,     attend,    merge,        finish,
+    packed_size,    pack_rows,     linear_panel,  sizeof(Code), quantize_row, quantized_panel,
+    dequantize_row, round_to_int8, round_to_int4, rms_norm,     silu_and_mul, norm_and_rotate,
+    math_of,        to_cache,      pack_query,    attend,       merge,        finish,
 };
 
 }  // namespace

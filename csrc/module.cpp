@@ -88,6 +88,18 @@ class Kernels {
         });
     }
 
+    void quantize_int8(int dtype, int64_t outputs, int64_t inputs, Address weight, Address codes,
+                       Address scales) const {
+        pagoda::quantize_int8(*table_, {Dtype(dtype), inputs, outputs}, to(weight), to(codes),
+                              to<float>(scales));
+    }
+
+    void quantize_int4(int dtype, int64_t outputs, int64_t inputs, int64_t group_size, Address weight,
+                       Address codes, Address scales) const {
+        pagoda::quantize_int4(*table_, {Dtype(dtype), inputs, outputs}, group_size, to(weight),
+                              to<uint8_t>(codes), to(scales));
+    }
+
     void quantized_rows(const QuantizedShape& shape, Address packed, Address order, Address ids, int64_t n,
                         Address out) const {
         in_team(n * shape.inputs > kWorthThreads, [&] {
@@ -197,6 +209,8 @@ NB_MODULE(_native, m) {
         .def("pack_weight", &Kernels::pack_weight)
         .def("weight_rows", &Kernels::weight_rows)
         .def("linear", &Kernels::linear)
+        .def("quantize_int8", &Kernels::quantize_int8)
+        .def("quantize_int4", &Kernels::quantize_int4)
         .def("quantized_rows", &Kernels::quantized_rows)
         .def("quantized_linear", &Kernels::quantized_linear)
         .def("add_rms_norm", &Kernels::add_rms_norm)

@@ -59,6 +59,13 @@ size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
             const void* x, int64_t row_stride, int64_t n, void* out, int64_t out_stride, void* scratch);
 
+// Of a dense weight, codes [outputs, inputs] with a scale for each output, or 4-bit ones with one for each group
+// (float16). Called by one thread.
+void quantize_int8(const KernelTable& table, const PanelShape& shape, const void* weight, void* codes,
+                   float* scales);
+void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t group_size, const void* weight,
+                   uint8_t* codes, void* scales);
+
 // Codes [outputs, inputs], scales and offsets [outputs, groups]; offsets null if the format has none.
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed);

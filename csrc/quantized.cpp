@@ -80,6 +80,26 @@ void pack_quantized(const QuantizedShape& shape, const void* codes, const void* 
     }
 }
 
+void quantize_int8(const KernelTable& table, const PanelShape& shape, const void* weight, void* codes,
+                   float* scales) {
+    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < shape.outputs; ++i) {
+        table.round_to_int8(shape.dtype, at(weight, i * row_bytes), shape.inputs, at(codes, i * shape.inputs),
+                            scales + i);
+    }
+}
+
+void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t group_size, const void* weight,
+                   uint8_t* codes, void* scales) {
+    const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < shape.outputs; ++i) {
+        table.round_to_int4(shape.dtype, at(weight, i * row_bytes), shape.inputs, group_size,
+                            codes + i * shape.inputs, at(scales, i * (shape.inputs / group_size) * 2));
+    }
+}
+
 void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                     const int64_t* order, const int64_t* ids, int64_t n, void* out) {
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);

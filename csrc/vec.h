@@ -210,6 +210,15 @@ PAGODA_INLINE vec load_first(const T* p, int64_t n) {
     return load(whole);
 }
 
+// The same with `filler` behind them.
+template <class T>
+PAGODA_INLINE vec load_last(const T* p, int64_t n, T filler) {
+    T whole[kWidth];
+    for (T& element : whole) element = filler;
+    std::memcpy(whole, p, static_cast<size_t>(n) * sizeof(T));
+    return load(whole);
+}
+
 template <class T>
 PAGODA_INLINE void store_first(T* p, int64_t n, vec x) {
     T whole[kWidth];

@@ -81,6 +81,19 @@ class Kernels:
         out: int,
         out_stride: int,
     ) -> None: ...
+    def quantize_int8(
+        self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
+    ) -> None: ...
+    def quantize_int4(
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        group_size: int,
+        weight: int,
+        codes: int,
+        scales: int,
+    ) -> None: ...
     def add_rms_norm(
         self,
         dtype: int,

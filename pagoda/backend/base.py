@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, device, dtype
 
-from pagoda.backend.weights import LinearWeight
+from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
 
 
@@ -184,6 +184,14 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
 
         With int8, a token's K and its V have one scale per head, symmetric about 0.
         """
+        ...
+
+    def quantize_int8(self, values: Tensor) -> Int8Weight:
+        """Of a weight [out, in], as `rounding` says; scales are not finite where weights are not."""
+        ...
+
+    def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
+        """The same in groups that divide the inputs."""
         ...
 
     def prepare_linear(

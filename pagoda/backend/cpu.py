@@ -144,6 +144,32 @@ class CpuBackend:
 
     # ---- token by token
 
+    def quantize_int8(self, values: Tensor) -> Int8Weight:
+        dtype, values = DTYPES[values.dtype], values.contiguous()
+        outputs, inputs = values.shape
+        codes = torch.empty((outputs, inputs), dtype=torch.int8)
+        scales = torch.empty(outputs)
+        self._kernels.quantize_int8(
+            dtype, outputs, inputs, values.data_ptr(), codes.data_ptr(), scales.data_ptr()
+        )
+        return Int8Weight(codes, scales)
+
+    def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
+        dtype, values = DTYPES[values.dtype], values.contiguous()
+        outputs, inputs = values.shape
+        codes = torch.empty((outputs, inputs), dtype=torch.uint8)
+        scales = torch.empty((outputs, inputs // group_size), dtype=torch.float16)
+        self._kernels.quantize_int4(
+            dtype,
+            outputs,
+            inputs,
+            group_size,
+            values.data_ptr(),
+            codes.data_ptr(),
+            scales.data_ptr(),
+        )
+        return GroupedWeight(codes, scales, None, bits=4, group_size=group_size)
+
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> PackedLinear:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
 from pagoda.backend.quantized import PackedGroups, quantized_product, weight_rows
-from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight
+from pagoda.backend.rounding import quantize_int4, quantize_int8
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
 
 ROWS = 16
@@ -103,6 +104,12 @@ class ReferenceBackend:
         return KVCache(keys, values, torch.empty(shape[:3]), torch.empty(shape[:3]))
 
     # ---- token by token
+
+    def quantize_int8(self, values: Tensor) -> Int8Weight:
+        return quantize_int8(values)
+
+    def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
+        return quantize_int4(values, group_size)
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype

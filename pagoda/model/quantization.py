@@ -6,8 +6,8 @@ row by row and suffer most from rounding, are int8 all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from pagoda.model.weight_formats import GroupedFormat, Int8Format, WeightFormat
 from pagoda.model.weights import WeightSource
 
 QUANTIZATIONS = ("none", "int8", "int4")
-
-_WEIGHTS_AT_ONCE = 2**18
-"""Weights that are rounded together; their float32 values stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,22 @@ def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | N
     return Int8OnLoad() if wanted == "int8" else Int4OnLoad(group_size)
 
 
+class Quantizer(Protocol):
+    """What a backend offers; see `pagoda.backend.rounding`."""
+
+    def quantize_int8(self, values: Tensor) -> Int8Weight: ...
+
+    def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight: ...
+
+
 class QuantizingSource:
     """Quantizes what another source gives."""
 
-    def __init__(self, dense: WeightSource, quantization: QuantizationOnLoad) -> None:
+    def __init__(
+        self, dense: WeightSource, quantization: QuantizationOnLoad, quantizer: Quantizer
+    ) -> None:
         self._dense = dense
+        self._quantizer = quantizer
         self._quantization = quantization
 
     def read_into(self, name: str, out: Tensor) -> None:
@@ -85,62 +93,12 @@ class QuantizingSource:
         held_as = self._quantization.format_of(name, inputs)
         quantized: Int8Weight | GroupedWeight
         if isinstance(held_as, GroupedFormat):
-            quantized = quantize_int4(weight.values, held_as.group_size)
+            quantized = self._quantizer.quantize_int4(weight.values, held_as.group_size)
         else:
-            quantized = quantize_int8(weight.values)
+            quantized = self._quantizer.quantize_int8(weight.values)
         if not bool(quantized.scales.isfinite().all()):
             raise ConfigError(
                 f"{name}.weight holds numbers that are infinite, NaN or too large to quantize; "
                 "serve it without --quantization."
             )
         return quantized
-
-
-def quantize_int8(values: Tensor) -> Int8Weight:
-    """Of [out, in]; the weight of highest magnitude of each output becomes 127 or -127, ties go to even."""
-    codes = torch.empty(values.shape, dtype=torch.int8)
-    scales = torch.empty(len(values))
-    for rows in _pieces(values):
-        block = values[rows].float()
-        scales[rows] = block.abs().amax(dim=1) / 127
-        codes[rows] = (block / _divisors(scales[rows])[:, None]).round_().clamp_(-127, 127)
-    return Int8Weight(codes, scales)
-
-
-def quantize_int4(values: Tensor, group_size: int) -> GroupedWeight:
-    """Of [out, in], as llama.cpp's Q4_0: of each group, the weight of highest magnitude becomes code 0.
-
-    The scale is that weight over -8, rounded to float16; the codes are those of the rounded scale.
-    """
-    outputs, inputs = values.shape
-    # From floats to signed bytes is the quicker conversion, and codes are the same in both.
-    codes = torch.empty((outputs, inputs), dtype=torch.int8)
-    scales = torch.empty((outputs, inputs // group_size), dtype=torch.float16)
-    for rows in _pieces(values):
-        groups = values[rows].float().view(-1, inputs // group_size, group_size)
-        scales[rows] = _signed_peaks(groups) / -8
-        steps = groups / _divisors(scales[rows].float())[..., None]
-        codes[rows] = steps.round_().add_(8).clamp_(0, 15).flatten(1)
-    return GroupedWeight(codes.view(torch.uint8), scales, None, bits=4, group_size=group_size)
-
-
-def _signed_peaks(groups: Tensor) -> Tensor:
-    """The first of the values of highest magnitude along the last dimension."""
-    low, high = groups.amin(-1), groups.amax(-1)  # aminmax takes twice the time of both
-    peaks = torch.where(high > -low, high, low)
-    tied = (high == -low).nonzero(as_tuple=True)
-    first = groups[tied].abs().argmax(dim=-1, keepdim=True)
-    peaks[tied] = groups[tied].gather(-1, first).squeeze(-1)
-    return peaks
-
-
-def _divisors(scales: Tensor) -> Tensor:
-    """Where the scale is zero all codes shall be that of zero."""
-    return scales.masked_fill(scales == 0, torch.inf)
-
-
-def _pieces(values: Tensor) -> Iterator[slice]:
-    outputs, inputs = values.shape
-    step = max(1, _WEIGHTS_AT_ONCE // inputs)
-    for start in range(0, outputs, step):
-        yield slice(start, start + step)

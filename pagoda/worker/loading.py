@@ -17,6 +17,7 @@ from pagoda.model.gguf import GgufWeights, gguf_model_config
 from pagoda.model.quantization import (
     QUANTIZATIONS,
     QuantizationOnLoad,
+    Quantizer,
     QuantizingSource,
     quantization_on_load,
 )
@@ -72,7 +73,7 @@ def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
         )
         for _ in range(shape.num_layers)
     ]
-    with _weights(config, quantization) as source:
+    with _weights(config, quantization, backend) as source:
         model = Decoder(shape, backend, source, dtype, caches)
     num_cached = num_blocks * block_size
     ready = WorkerReady(
@@ -190,10 +191,12 @@ def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
 
 
 @contextlib.contextmanager
-def _weights(config: WorkerConfig, quantization: Quantization | None) -> Iterator[WeightSource]:
+def _weights(
+    config: WorkerConfig, quantization: Quantization | None, quantizer: Quantizer
+) -> Iterator[WeightSource]:
     with _stored_weights(config, quantization) as source:
         if isinstance(quantization, QuantizationOnLoad):
-            yield QuantizingSource(source, quantization)
+            yield QuantizingSource(source, quantization, quantizer)
         else:
             yield source
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagoda.backend import cpu
 from pagoda.backend.cpu import BackendUnavailableError, CpuBackend
+from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     GROUP_SIZES,
     DenseWeight,
@@ -287,3 +288,73 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         ops.linear(torch.zeros(2, 3), weight)
     with pytest.raises(IndexError, match="not from 0 to 15"):
         ops.linear_rows(torch.tensor([16]), weight)
+
+
+kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])
+
+
+def _dense(kind: str, outputs: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
+    values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+    if kind == "ties":
+        values = values.round()
+    elif kind == "zeros":
+        values[:, : inputs // 2] = 0
+    elif kind == "tiny":
+        values *= 1e-7
+    elif kind == "large":
+        values *= 1e4
+    return values.to(dtype)
+
+
+@given(
+    name=sets,
+    dtype=dtypes,
+    kind=kinds,
+    outputs=st.integers(1, 40),
+    inputs=st.integers(1, 150),
+    seed=seeds,
+)
+@examples
+def test_rounding_to_int8_is_that_of_the_specification(
+    name: str, dtype: torch.dtype, kind: str, outputs: int, inputs: int, seed: int
+) -> None:
+    values = _dense(kind, outputs, inputs, seed, dtype)
+    actual, expected = CpuBackend(name).quantize_int8(values), quantize_int8(values)
+    assert torch.equal(actual.scales, expected.scales)
+    assert torch.equal(actual.values, expected.values)
+
+
+@given(
+    name=sets,
+    dtype=dtypes,
+    kind=kinds,
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 4),
+    group_size=st.sampled_from([32, 64, 128]),
+    seed=seeds,
+)
+@examples
+def test_rounding_to_int4_is_that_of_the_specification(
+    name: str,
+    dtype: torch.dtype,
+    kind: str,
+    outputs: int,
+    groups: int,
+    group_size: int,
+    seed: int,
+) -> None:
+    values = _dense(kind, outputs, groups * group_size, seed, dtype)
+    actual = CpuBackend(name).quantize_int4(values, group_size)
+    expected = quantize_int4(values, group_size)
+    assert torch.equal(actual.scales, expected.scales)
+    assert torch.equal(actual.codes, expected.codes)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> None:
+    values = torch.ones(2, 64)
+    values[1, 40] = bad
+    ops = CpuBackend(name)
+    assert ops.quantize_int8(values).scales.isfinite().tolist() == [True, False]
+    assert ops.quantize_int4(values, 32).scales.isfinite().tolist() == [[True, True], [True, False]]

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     GROUP_SIZES,
     DenseWeight,
@@ -26,8 +28,6 @@ from pagoda.model.quantization import (
     Int8OnLoad,
     QuantizingSource,
     quantization_on_load,
-    quantize_int4,
-    quantize_int8,
 )
 from pagoda.model.weight_formats import format_bytes
 from pagoda.model.weights import DummyWeights
@@ -113,13 +113,13 @@ class _Source:
 def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
     values = torch.ones(2, 64)
     values[1, 3] = bad
-    source = QuantizingSource(_Source(values), Int4OnLoad(32))
+    source = QuantizingSource(_Source(values), Int4OnLoad(32), ReferenceBackend())
     with pytest.raises(ConfigError, match=r"^a.weight holds numbers that are infinite, NaN or too"):
         source.linear("a", 2, 64, torch.float32)
 
 
 def test_heads_and_tables_are_int8() -> None:
-    source = QuantizingSource(DummyWeights(0), Int4OnLoad(64))
+    source = QuantizingSource(DummyWeights(0), Int4OnLoad(64), ReferenceBackend())
     for name, kind in (
         ("model.layers.0.mlp.up_proj", GroupedWeight),
         ("lm_head", Int8Weight),
@@ -159,7 +159,7 @@ def test_memory_is_reckoned_without_loading() -> None:
 @pytest.mark.parametrize("quantization", [Int8OnLoad(), Int4OnLoad(128), Int4OnLoad(32)])
 def test_reckoned_bytes_are_those_of_the_tensors(quantization: Int8OnLoad | Int4OnLoad) -> None:
     name, outputs, inputs = "model.layers.0.mlp.up_proj", 24, 256
-    weight = QuantizingSource(DummyWeights(0), quantization).linear(
+    weight = QuantizingSource(DummyWeights(0), quantization, ReferenceBackend()).linear(
         name, outputs, inputs, torch.bfloat16
     )
     assert not isinstance(weight, DenseWeight)

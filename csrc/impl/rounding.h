@@ -1,0 +1,91 @@
+// Weights to codes and scales, as pagoda/backend/rounding.py says.
+#pragma once
+
+#include "quantized.h"
+
+namespace {
+
+#ifdef __AVX512F__
+PAGODA_INLINE void store_bytes(uint8_t* p, ints x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+#else
+PAGODA_INLINE void store_bytes(uint8_t* p, ints x) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+#endif
+
+// Codes round(x / scale) + zero, within [lowest, highest]; those of a scale of zero are all `zero`.
+template <class T>
+PAGODA_INLINE void put_codes(const T* x, int64_t n, float scale, float zero_code, float lowest, float highest_code,
+                             uint8_t* codes) {
+    const vec divisor = broadcast(scale == 0.0f ? INFINITY : scale);
+    const auto code = [&](vec v) {
+        const vec step = add(round_to_int(div(v, divisor)), broadcast(zero_code));
+        return to_ints(max(broadcast(lowest), min(broadcast(highest_code), step)));
+    };
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) store_bytes(codes + i, code(load(x + i)));
+    if (i < n) {
+        uint8_t last[kWidth];
+        store_bytes(last, code(load_first(x + i, n - i)));
+        std::memcpy(codes + i, last, static_cast<size_t>(n - i));
+    }
+}
+
+// The lowest and the highest, and something that is NaN if one of them is not finite, else zero.
+struct Range {
+    float low, high, poison;
+};
+
+template <class T>
+PAGODA_INLINE Range range_of(const T* x, int64_t n) {
+    vec low = broadcast(INFINITY), high = broadcast(-INFINITY), poison = zero();
+    for (int64_t i = 0; i < n; i += kWidth) {
+        // What is behind the last counts as the first.
+        const vec v = n - i >= kWidth ? load(x + i) : load_last(x + i, n - i, x[0]);
+        low = min(low, v);
+        high = max(high, v);
+        poison = fma(v, zero(), poison);
+    }
+    return {-highest(sub(zero(), low)), highest(high), sum(poison)};
+}
+
+void round_to_int8(Dtype dtype, const void* weight, int64_t inputs, void* codes, float* scale) {
+    with_type(dtype, [&](auto* type) {
+        const auto* row = static_cast<decltype(type)>(const_cast<void*>(weight));
+        const Range range = range_of(row, inputs);
+        const float peak = range.high > -range.low ? range.high : -range.low;
+        *scale = peak / 127.0f + range.poison;
+        put_codes(row, inputs, *scale, 0.0f, -127.0f, 127.0f, static_cast<uint8_t*>(codes));
+    });
+}
+
+template <class T>
+PAGODA_INLINE float signed_peak(const T* x, int64_t n, const Range& range) {
+    if (range.high != -range.low) return range.high > -range.low ? range.high : range.low;
+    for (int64_t i = 0; i < n; ++i) {
+        const float v = as_float(x[i]);
+        if (v == range.high || v == range.low) return v;
+    }
+    return range.poison;
+}
+
+void round_to_int4(Dtype dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
+                   void* scales_) {
+    auto* scales = static_cast<uint16_t*>(scales_);
+    with_type(dtype, [&](auto* type) {
+        const auto* row = static_cast<decltype(type)>(const_cast<void*>(weight));
+        for (int64_t g = 0; g < inputs / group_size; ++g) {
+            const auto* group = row + g * group_size;
+            const Range range = range_of(group, group_size);
+            const float exact = signed_peak(group, group_size, range) / -8.0f + range.poison;
+            const f16 scale{_cvtss_sh(exact, _MM_FROUND_TO_NEAREST_INT)};
+            scales[g] = scale.bits;
+            put_codes(group, group_size, as_float(scale), 8.0f, 0.0f, 15.0f, codes + g * group_size);
+        }
+    });
+}
+
+}  // namespace
