@@ -2,6 +2,7 @@
 # make serve   set up, start a server and leave it running (Ctrl-C stops it)
 # make setup   create .venv and install Pagoda into it
 # make test    set up with the test tools, then linters, types, import contracts and all tests
+# make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
 # make clean   remove .venv and everything that the tools leave behind
 #
 # PYTHON=python3.12 chooses another interpreter.
@@ -12,7 +13,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: setup demo serve test clean
+SANITIZED := build/sanitized
+SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
+
+.PHONY: setup demo serve test test-native clean
 
 setup: $(VENV)/.installed
 
@@ -29,13 +33,29 @@ test: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
+# The sanitizers' libraries must be there before the interpreter allocates anything.
+test-native: $(VENV)/.installed-test $(SANITIZED)/.built
+	@preload=$$(ldd $(SANITIZED_KERNELS)/_native*.so | awk '/libasan|libubsan/ { print $$3 }' | paste -sd :) && \
+		ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		LD_PRELOAD=$$preload $(BIN)/python -m pytest --capture=sys --kernels $(SANITIZED_KERNELS) tests/backend/test_cpu*.py
+
+# A package of its own beside the installed one, which stays as it is.
+$(SANITIZED)/.built: CMakeLists.txt $(wildcard csrc/* csrc/impl/*) | $(VENV)/.installed
+	@echo "building the kernels with sanitizers"
+	@rm -rf $(SANITIZED)
+	@$(PIP) install --no-deps --target $(SANITIZED) --config-settings cmake.build-type=Debug \
+		--config-settings cmake.define.PAGODA_SANITIZE=ON .
+	@ls $(SANITIZED_KERNELS)/_native*.so >/dev/null 2>&1 || \
+		{ echo "The kernels cannot be built here; pip install --verbose . says why." >&2; exit 2; }
+	@touch $@
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that nothing later in the resolution can choose another version.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "Pagoda needs Python 3.11 or newer as '$(PYTHON)'; name another with make PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }

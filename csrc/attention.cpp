@@ -12,8 +12,10 @@ namespace {
 
 // Query rows that share one gathering of keys and values.
 constexpr int kQueryRows = 48;
-// With fewer items than this for each thread, long contexts are shared out among threads.
-constexpr int64_t kItemsPerThread = 4;
+// A larger part of a thread's work than one in so many is shared out among threads: they may not all be equally fast.
+constexpr int64_t kItemsPerThread = 16;
+constexpr float kLog2E = 1.44269504f;
+
 const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
@@ -28,13 +30,79 @@ Partial partial_at(float* memory, int rows, int padded_dim) {
 // What a thread works in, in floats.
 struct Memory {
     int padded;       // head_dim rounded up
+    int64_t queries;  // packed
     int64_t partial;  // for an unfinished softmax
     int64_t own;      // in all
 
     explicit Memory(const AttentionPlan& plan)
         : padded(round_up_to_16(plan.shape.head_dim)),
+          queries(packed_queries(plan.max_rows, padded)),
           partial(partial_size(plan.max_rows, padded)),
-          own(int64_t{plan.max_rows} * padded + attend_scratch(plan.max_rows, padded) + 2 * partial) {}
+          own(queries + plan.max_rows + attend_scratch(plan.max_rows, padded) + 2 * partial) {}
+};
+
+// Puts the cells of a row, `step` cells apart.
+template <class Cell>
+void scatter(const char* row, int64_t cells, char* to, int64_t step) {
+    const auto size = static_cast<int64_t>(sizeof(Cell));
+    for (int64_t i = 0; i < cells; ++i) {
+        std::memcpy(to + i * step * size, row + i * size, sizeof(Cell));
+    }
+}
+
+void scatter(int64_t cell_size, const char* row, int64_t cells, char* to, int64_t step) {
+    switch (cell_size) {
+        case 1: return scatter<uint8_t>(row, cells, to, step);
+        case 2: return scatter<uint16_t>(row, cells, to, step);
+        default: return scatter<uint32_t>(row, cells, to, step);
+    }
+}
+
+// Writes keys and values of tokens to the blocks of their sequences.
+struct CacheWriter {
+    const KernelTable& table;
+    const AttentionPlan& plan;
+    Dtype dtype;
+    const Cache& cache;
+    Math math = table.math(dtype, cache.dtype);
+    int64_t item = size_of(cache.dtype);
+
+    int64_t row_of(int64_t token, int64_t kv_head) const {
+        const int64_t place = plan.token_rows[static_cast<size_t>(token)], size = plan.shape.block_size;
+        return (place / size * plan.shape.num_kv_heads + kv_head) * size + place % size;
+    }
+
+    void put_key(int64_t token, int64_t kv_head, const void* key) const {
+        const int64_t d = plan.shape.head_dim, size = plan.shape.block_size;
+        const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(math);
+        alignas(64) char encoded[kMaxHeadDim * 4];
+        float scale = 0;
+        table.to_cache(dtype, cache.dtype, key, d, encoded, &scale);
+        if (cache.key_scales) cache.key_scales[row] = scale;
+        scatter(pair * item, encoded, d / pair, at(cache.keys, ((row - offset) * d + offset * pair) * item), size);
+    }
+
+    void put_value(int64_t token, int64_t kv_head, const void* value) const {
+        const int64_t d = plan.shape.head_dim, pair = value_pair(math, plan.shape.block_size);
+        const int64_t row = row_of(token, kv_head), offset = row % pair;
+        alignas(64) char encoded[kMaxHeadDim * 4];
+        float scale = 0;
+        table.to_cache(dtype, cache.dtype, value, d, encoded, &scale);
+        if (cache.value_scales) cache.value_scales[row] = scale;
+        char* to = at(cache.values, (row - offset) * d * item);
+        scatter(item, encoded, d, to + offset * item, pair);
+        if (offset + 1 < pair && !writes_next(token)) {
+            // It is multiplied by 0, which has to be 0: no NaN may be left there.
+            std::memset(encoded, 0, static_cast<size_t>(d * item));
+            scatter(item, encoded, d, to + item, pair);
+        }
+    }
+
+    // Whether the other half of a token's pair is written in the same step.
+    bool writes_next(int64_t token) const {
+        const auto i = static_cast<size_t>(token);
+        return i + 1 < plan.token_rows.size() && plan.token_rows[i + 1] == plan.token_rows[i] + 1;
+    }
 };
 
 void clear(Partial partial, int rows, int padded_dim) {
@@ -63,13 +131,12 @@ AttentionPlan::AttentionPlan(const HeadShape& shape_, int64_t n, const int64_t* 
         }
         num_tokens += query_lens[i];
     }
-    const int64_t whole_items = static_cast<int64_t>(tiles.size()) * shape.num_kv_heads;
-    const bool share_contexts = whole_items < kItemsPerThread * omp_get_max_threads();
+    const int64_t longest = longest_item();
     for (size_t i = 0; i < tiles.size(); ++i) {
         const auto tile = static_cast<int64_t>(i);
         const int64_t end = tiles[i].first_position + tiles[i].num_tokens;
         for (int head = 0; head < shape.num_kv_heads; ++head) {
-            if (!share_contexts || end <= kSplit) {
+            if (end <= longest) {
                 items.push_back({tile, head, 0, end, -1});
                 continue;
             }
@@ -84,11 +151,19 @@ AttentionPlan::AttentionPlan(const HeadShape& shape_, int64_t n, const int64_t* 
                      [](const Item& a, const Item& b) { return a.end - a.begin > b.end - b.begin; });
 }
 
-void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const Cache& cache,
+// Cached tokens from which on an item is shared out, lest one thread is at it when all others are done.
+int64_t AttentionPlan::longest_item() const {
+    int64_t total = 0;
+    for (const auto& tile : tiles) total += (tile.first_position + tile.num_tokens) * shape.num_kv_heads;
+    return std::max<int64_t>(kSplit, total / (kItemsPerThread * omp_get_max_threads()));
+}
+
+void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
                       const void* qkv, const void* q_norm, const void* k_norm, float eps,
                       const float* cosines, const float* sines, void* queries) {
     const HeadShape& shape = plan.shape;
-    const int64_t item = size_of(cache.dtype), d = shape.head_dim, head = d * item, size = shape.block_size;
+    const CacheWriter writer{table, plan, dtype, cache};
+    const int64_t d = shape.head_dim, head = d * size_of(dtype);
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < plan.num_tokens; ++token) {
@@ -98,20 +173,14 @@ void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const
         const float* cosine = cosines + token * (d / 2);
         const float* sine = sines + token * (d / 2);
         for (int64_t h = 0; h < heads; ++h) {
-            table.norm_and_rotate(cache.dtype, q + h * head, q_norm, eps, cosine, sine, d,
+            table.norm_and_rotate(dtype, q + h * head, q_norm, eps, cosine, sine, d,
                                   at(queries, (token * heads + h) * head));
         }
-        const int64_t place = plan.token_rows[static_cast<size_t>(token)];
-        const int64_t block = place / size, offset = place % size;
         for (int64_t h = 0; h < kv_heads; ++h) {
             alignas(64) char key[kMaxHeadDim * 4];
-            table.norm_and_rotate(cache.dtype, k + h * head, k_norm, eps, cosine, sine, d, key);
-            char* keys = at(cache.keys, ((block * kv_heads + h) * d * size + offset) * item);
-            for (int64_t i = 0; i < d; ++i) {
-                std::memcpy(keys + i * size * item, key + i * item, static_cast<size_t>(item));
-            }
-            std::memcpy(at(cache.values, ((block * kv_heads + h) * size + offset) * head), v + h * head,
-                        static_cast<size_t>(head));
+            table.norm_and_rotate(dtype, k + h * head, k_norm, eps, cosine, sine, d, key);
+            writer.put_key(token, h, key);
+            writer.put_value(token, h, v + h * head);
         }
     }
 }
@@ -122,11 +191,12 @@ size_t attention_scratch(const AttentionPlan& plan) {
                                                plan.num_slots * memory.partial);
 }
 
-void attention(const KernelTable& table, const AttentionPlan& plan, const Cache& cache, const void* queries,
-               float scale, int64_t window, void* out, void* scratch) {
+void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
+               const void* queries, float scale, int64_t window, void* out, void* scratch) {
     const HeadShape& shape = plan.shape;
     const int group = shape.num_heads / shape.num_kv_heads;
-    const int64_t head = shape.head_dim * size_of(cache.dtype);
+    const int64_t head = shape.head_dim * size_of(dtype);
+    const Math math = table.math(dtype, cache.dtype);
     const Memory memory(plan);
     const int padded = memory.padded;
     const int64_t partial = memory.partial;
@@ -134,8 +204,9 @@ void attention(const KernelTable& table, const AttentionPlan& plan, const Cache&
     float* slots = static_cast<float*>(scratch) + omp_get_max_threads() * memory.own;
     const Partial whole = partial_at(own, plan.max_rows, padded);
     const Partial part = partial_at(own + partial, plan.max_rows, padded);
-    float* scaled = own + 2 * partial;
-    float* rest = scaled + int64_t{plan.max_rows} * padded;
+    float* packed = own + 2 * partial;
+    float* factors = packed + memory.queries;
+    float* rest = factors + plan.max_rows;
     const auto rows_of = [&](const AttentionPlan::Tile& tile) {
         return static_cast<int>(tile.num_tokens) * group;
     };
@@ -146,7 +217,7 @@ void attention(const KernelTable& table, const AttentionPlan& plan, const Cache&
     };
     const auto finish = [&](const AttentionPlan::Item& item, int rows, Partial result) {
         for (int row = 0; row < rows; ++row) {
-            table.finish(cache.dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
+            table.finish(dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
                          at(out, place(item, row)));
         }
     };
@@ -158,13 +229,13 @@ void attention(const KernelTable& table, const AttentionPlan& plan, const Cache&
         const auto& tile = plan.tiles[static_cast<size_t>(item.tile)];
         const int rows = rows_of(tile);
         for (int row = 0; row < rows; ++row) {
-            table.to_float(cache.dtype, at(queries, place(item, row)), scale, shape.head_dim,
-                           scaled + int64_t{row} * shape.head_dim);
+            factors[row] = scale * kLog2E * table.pack_query(math, dtype, at(queries, place(item, row)),
+                                                             shape.head_dim, row, rows, packed);
         }
         const AttendTile attended{
-            cache.dtype, scaled, rows, group, tile.first_position, window, cache.keys, cache.values,
-            plan.blocks.data() + tile.sequence * plan.width, item.kv_head, shape.num_kv_heads,
-            shape.block_size, shape.head_dim, padded};
+            math, cache, packed, factors, rows, group, tile.first_position, window,
+            plan.blocks.data() + tile.sequence * plan.width, item.begin, item.end, item.kv_head,
+            shape.num_kv_heads, shape.block_size, shape.head_dim, padded};
         if (item.slot >= 0) {
             const Partial slot = partial_at(slots + item.slot * partial, plan.max_rows, padded);
             table.attend(attended, item.begin, item.end, rest, slot);

@@ -20,6 +20,8 @@ class Buffer {
         return memory_.get();
     }
 
+    void* get() const { return memory_.get(); }
+
    private:
     struct Free {
         void operator()(void* p) const { std::free(p); }

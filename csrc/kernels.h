@@ -6,9 +6,10 @@
 
 namespace pagoda {
 
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+// Activations have one of the first three; i8 is of caches only.
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
 
 // Columns of a weight panel. In memory a panel holds, for every input, the weights of its 32 outputs; in bf16
 // for every two inputs the 32 pairs.
@@ -21,17 +22,35 @@ constexpr int kKeyTile = 64;
 constexpr int kSplit = 512;
 constexpr int kMaxHeadDim = 1024;
 
+// How attention multiplies. All work on words of 32 bits: a float, or a pair of 16-bit numbers of which one
+// instruction multiplies both, to floats (bf16) or to exact sums of integers (i16).
+enum class Math : int { f32 = 0, bf16 = 1, i16 = 2 };
+
+// Elements of a word, which lie side by side in the cache too: along head_dim in keys, along tokens in values.
+inline int pair_of(Math math) { return math == Math::f32 ? 1 : 2; }
+inline int value_pair(Math math, int block_size) { return block_size == 1 ? 1 : pair_of(math); }
+
+// Keys and values of one layer in blocks, as `math` reads them; p is its pair_of, q its value_pair.
+struct Cache {
+    Dtype dtype;
+    void* keys;           // [blocks, kv_heads, head_dim / p, block_size, p]
+    void* values;         // [blocks, kv_heads, block_size / q, head_dim, q]
+    float* key_scales;    // [blocks, kv_heads, block_size] of i8, else null
+    float* value_scales;  // the same
+};
+
 // The queries of some tokens of one sequence that share a K/V head, and where their keys and values are.
 struct AttendTile {
-    Dtype dtype;
-    const float* queries;  // [rows, head_dim], scaled
+    Math math;
+    Cache cache;
+    const void* queries;   // as pack_query leaves them
+    const float* factors;  // [rows], what brings scores to powers of two
     int rows;
     int group;               // rows of one token, one after the other
     int64_t first_position;  // of the first token
     int64_t window;          // tokens that a token sees, itself included
-    const void* keys;        // [blocks, kv_heads, head_dim, block_size]
-    const void* values;      // [blocks, kv_heads, block_size, head_dim]
     const int32_t* blocks;   // of the sequence
+    int64_t begin, end;      // of the cached tokens that are attended to from here, in one call or in several
     int kv_head;
     int num_kv_heads;
     int block_size;
@@ -41,7 +60,7 @@ struct AttendTile {
 
 // A softmax that is not finished, of each row.
 struct Partial {
-    float* highest;  // [rows]
+    float* highest;  // [rows], as a power of two
     float* total;    // [rows]
     float* out;      // [rows, padded_dim]
 };
@@ -131,7 +150,13 @@ struct KernelTable {
     // RMS norm where weight is not null, then rotation of the pairs (i, i + d / 2).
     void (*norm_and_rotate)(Dtype, const void* x, const void* weight, float eps, const float* cosines,
                             const float* sines, int64_t d, void* out);
-    void (*to_float)(Dtype, const void* x, float scale, int64_t d, float* out);
+    // How queries of the first dtype and a cache of the second are multiplied.
+    Math (*math)(Dtype activations, Dtype cache);
+    // A row of d elements in the dtype of the cache; `scale` is set for i8.
+    void (*to_cache)(Dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale);
+    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries words. Returns what scores are
+    // to be multiplied by.
+    float (*pack_query)(Math, Dtype, const void* x, int64_t d, int row, int rows, void* packed);
     // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
     void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
     // Takes `part`, of the next split, into `whole`.
@@ -139,8 +164,11 @@ struct KernelTable {
     void (*finish)(Dtype, const float* out, float total, int64_t d, void* result);
 };
 
+inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
+
+// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and four numbers.
 inline int64_t attend_scratch(int rows, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * padded_dim + int64_t{rows} * (kKeyTile + 1);
+    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16 + 4);
 }
 
 extern const KernelTable kAvx2;

@@ -12,8 +12,8 @@ namespace {
 
 constexpr pagoda::KernelTable kTable = {
     packed_size,    pack_rows, linear_panel, sizeof(Code),    quantize_row, quantized_panel,
-    dequantize_row, rms_norm,  silu_and_mul, norm_and_rotate, to_float,     attend,
-    merge,          finish,
+    dequantize_row, rms_norm,  silu_and_mul, norm_and_rotate, math_of,      to_cache,
+    pack_query,     attend,    merge,        finish,
 };
 
 }  // namespace

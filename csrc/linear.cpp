@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "ops.h"
+#include "pages.h"
 #include "panels.h"
 
 namespace pagoda {

@@ -1,5 +1,6 @@
 // The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu.py.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,6 +9,8 @@
 
 #include "buffer.h"
 #include "ops.h"
+#include "pages.h"
+#include "program.h"
 
 namespace nb = nanobind;
 
@@ -114,28 +117,42 @@ class Kernels {
                 [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
     }
 
-    void rotate_and_cache(const AttentionPlan& plan, int dtype, Address keys, Address values, Address qkv,
-                          Address q_norm, Address k_norm, float eps, Address cosines, Address sines,
-                          Address queries) const {
+    int key_pair(int dtype, int cache_dtype) const {
+        return pair_of(table_->math(Dtype(dtype), Dtype(cache_dtype)));
+    }
+
+    int value_pair(int dtype, int cache_dtype, int block_size) const {
+        return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
+    }
+
+    void rotate_and_cache(const AttentionPlan& plan, int dtype, const Cache& cache, Address qkv, Address q_norm,
+                          Address k_norm, float eps, Address cosines, Address sines, Address queries) const {
         in_team(plan.num_tokens * plan.shape.num_heads * plan.shape.head_dim > kWorthThreads, [&] {
-            pagoda::rotate_and_cache(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(qkv), to(q_norm),
-                                     to(k_norm), eps, to<float>(cosines), to<float>(sines), to(queries));
+            pagoda::rotate_and_cache(*table_, plan, Dtype(dtype), cache, to(qkv), to(q_norm), to(k_norm), eps,
+                                     to<float>(cosines), to<float>(sines), to(queries));
         });
     }
 
-    void attention(const AttentionPlan& plan, int dtype, Address keys, Address values, Address queries,
-                   float scale, int64_t window, Address out) {
+    void attention(const AttentionPlan& plan, int dtype, const Cache& cache, Address queries, float scale,
+                   int64_t window, Address out) {
         void* scratch = buffer_.take(attention_scratch(plan));
         in_team(plan.work() > 8 * kWorthThreads, [&] {
-            pagoda::attention(*table_, plan, {Dtype(dtype), to(keys), to(values)}, to(queries), scale, window,
-                              to(out), scratch);
+            pagoda::attention(*table_, plan, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
         });
     }
+
+    const KernelTable& table() const { return *table_; }
 
    private:
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
 };
+
+void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address cosines,
+         Address sines, Address out) {
+    nb::gil_scoped_release released;
+    program.run({num_tokens, &plan, to<int64_t>(token_ids), to<float>(cosines), to<float>(sines)}, to(out));
+}
 
 }  // namespace
 
@@ -159,6 +176,12 @@ NB_MODULE(_native, m) {
                         return QuantizedShape::grouped(Dtype(dtype), outputs, inputs, bits, group_size, offsets);
                     })
         .def_prop_ro("bytes", &QuantizedShape::bytes);
+    m.def("advise_large_pages", [](Address memory, int64_t bytes) { advise_large_pages(to(memory), bytes); });
+    nb::class_<Cache>(m, "Cache")
+        .def("__init__", [](Cache* self, int dtype, Address keys, Address values, Address key_scales,
+                            Address value_scales) {
+            new (self) Cache{Dtype(dtype), to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
+        });
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
@@ -178,8 +201,48 @@ NB_MODULE(_native, m) {
         .def("quantized_linear", &Kernels::quantized_linear)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
+        .def("key_pair", &Kernels::key_pair)
+        .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
+    nb::class_<Program>(m, "Program")
+        .def(
+            "__init__",
+            [](Program* self, const Kernels& kernels) { new (self) Program(kernels.table()); })
+        .def("value",
+             [](Program& self, int dtype, int64_t width) { return self.value(Dtype(dtype), width); })
+        .def("weight_rows",
+             [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed) {
+                 self.weight_rows(out, {Dtype(dtype), inputs, outputs}, to(packed));
+             })
+        .def("quantized_rows",
+             [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order) {
+                 self.quantized_rows(out, shape, to(packed), to<int64_t>(order));
+             })
+        .def("linear",
+             [](Program& self, int x, int out, int64_t column, int dtype, int64_t outputs, int64_t inputs,
+                Address packed, Address bias) {
+                 self.linear(x, out, column, {Dtype(dtype), inputs, outputs}, to(packed), to<float>(bias));
+             })
+        .def("quantized_linear",
+             [](Program& self, int x, int out, int64_t column, const QuantizedShape& shape, Address packed,
+                Address order, Address bias) {
+                 self.quantized_linear(x, out, column, shape, to(packed), to<int64_t>(order),
+                                       to<float>(bias));
+             })
+        .def("rms_norm", [](Program& self, int x, Address weight,
+                            float eps) { return self.rms_norm(x, to(weight), eps); })
+        .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
+                                float eps) { return self.add_rms_norm(x, delta, to(weight), eps); })
+        .def("silu_and_mul", &Program::silu_and_mul)
+        .def("rotate_and_cache",
+             [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,
+                Address k_norm, float eps) {
+                 return self.rotate_and_cache(qkv, cache, queries_width, to(q_norm), to(k_norm), eps);
+             })
+        .def("attention", &Program::attention)
+        .def("finish", &Program::finish)
+        .def("run", &run);
 }
 
 }  // namespace pagoda

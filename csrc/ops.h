@@ -115,21 +115,18 @@ class AttentionPlan {
     std::vector<Tile> tiles;
     std::vector<Item> items;
     std::vector<Item> merged;  // one for each tile and head whose splits are items of their own
-};
 
-struct Cache {
-    Dtype dtype;
-    void* keys;    // [blocks, kv_heads, head_dim, block_size]
-    void* values;  // [blocks, kv_heads, block_size, head_dim]
+   private:
+    int64_t longest_item() const;
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
-void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, const Cache& cache,
+void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
                       const void* qkv, const void* q_norm, const void* k_norm, float eps,
                       const float* cosines, const float* sines, void* queries);
 
 size_t attention_scratch(const AttentionPlan& plan);
-void attention(const KernelTable& table, const AttentionPlan& plan, const Cache& cache, const void* queries,
-               float scale, int64_t window, void* out, void* scratch);
+void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
+               const void* queries, float scale, int64_t window, void* out, void* scratch);
 
 }  // namespace pagoda

@@ -3,10 +3,6 @@
 
 #include <omp.h>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -16,16 +12,6 @@ namespace pagoda {
 
 inline const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 inline char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
-
-// Large pages where the system gives them: a panel is read from one end to the other.
-inline void advise_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    constexpr uintptr_t page = 1 << 21;
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(p) + page - 1) / page * page;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes)) / page * page;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
 
 // The first panel that no thread has claimed yet. It lies in front of an operation's scratch memory.
 struct alignas(64) Claims {

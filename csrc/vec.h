@@ -75,6 +75,19 @@ PAGODA_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
 PAGODA_INLINE vec min(vec a, vec b) { return _mm512_min_ps(a, b); }
 PAGODA_INLINE float sum(vec x) { return _mm512_reduce_add_ps(x); }
 PAGODA_INLINE float highest(vec x) { return _mm512_reduce_max_ps(x); }
+// The highest of the bits of numbers, none below zero: NaN if one of them is.
+PAGODA_INLINE vec max_bits(vec a, vec b) {
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+PAGODA_INLINE float highest_bits(vec x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m256i upper = _mm512_maskz_extracti64x4_epi64(0xf, bits, 1);
+    const __m256i four = _mm256_max_epu32(_mm512_castsi512_si256(bits), upper);
+    __m128i half = _mm_max_epu32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1))));
+}
+PAGODA_INLINE vec absolute(vec x) { return _mm512_abs_ps(x); }
 PAGODA_INLINE vec round_to_int(vec x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -83,6 +96,9 @@ PAGODA_INLINE vec power_of_two(vec n) {
     const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
     return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
 }
+// x, about 1, times 2 to the power of n, a whole number of kLowestPower or more; that one makes it 0.
+constexpr float kLowestPower = -160;
+PAGODA_INLINE vec times_power_of_two(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 // x where a >= b or either is NaN, else 0.
 PAGODA_INLINE vec unless_below(vec a, vec b, vec x) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), x);
@@ -157,6 +173,17 @@ PAGODA_INLINE float highest(vec x) {
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
+// The highest of the bits of numbers, none below zero: NaN if one of them is.
+PAGODA_INLINE vec max_bits(vec a, vec b) {
+    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+PAGODA_INLINE float highest_bits(vec x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    __m128i half = _mm_max_epu32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1))));
+}
+PAGODA_INLINE vec absolute(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 PAGODA_INLINE vec round_to_int(vec x) {
     return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -165,6 +192,9 @@ PAGODA_INLINE vec power_of_two(vec n) {
     const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
+// x, about 1, times 2 to the power of n, a whole number of kLowestPower or more; that one makes it 0.
+constexpr float kLowestPower = -127;
+PAGODA_INLINE vec times_power_of_two(vec x, vec n) { return mul(x, power_of_two(n)); }
 // x where a >= b or either is NaN, else 0.
 PAGODA_INLINE vec unless_below(vec a, vec b, vec x) {
     return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), x);
@@ -218,9 +248,24 @@ PAGODA_INLINE vec exp(vec x) {
     return unless_below(x, lowest, mul(p, power_of_two(n)));
 }
 
-PAGODA_INLINE float exp(float x) {
+// 2^x within 2 units in the last place, for x up to 127; exactly 1 at 0, and 0 from kLowestPower down. The polynomial
+// has the least relative error of its degree between -1/2 and 1/2.
+PAGODA_INLINE vec exp2(vec x) {
+    const vec bounded = max(broadcast(kLowestPower), x);
+    const vec n = round_to_int(bounded);
+    const vec r = sub(bounded, n);
+    vec p = broadcast(1.32647273e-3f);
+    p = fma(p, r, broadcast(9.67151299e-3f));
+    p = fma(p, r, broadcast(5.55073358e-2f));
+    p = fma(p, r, broadcast(2.40222424e-1f));
+    p = fma(p, r, broadcast(6.93147004e-1f));
+    p = fma(p, r, broadcast(1.0f));
+    return times_power_of_two(p, n);
+}
+
+PAGODA_INLINE float exp2(float x) {
     float lanes[kWidth];
-    store(lanes, exp(broadcast(x)));
+    store(lanes, exp2(broadcast(x)));
     return lanes[0];
 }
 

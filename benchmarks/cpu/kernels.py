@@ -16,15 +16,17 @@ from typing import TypeVar
 
 # Read when torch is loaded: threads wait as they do in a worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 import torch.nn.functional as F
 from cyclopts import App
 from torch import Tensor
 
-from pagoda.backend.base import TokenBatch
+from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.backend.cpu import CpuBackend, choose_instruction_set
-from pagoda.backend.weights import DenseWeight
+from pagoda.backend.cpu_types import PackedLinear
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output
 from pagoda.cli.bandwidth import measure_read_bandwidth
 from pagoda.ipc.machine import available_cores, available_memory_bytes
@@ -32,9 +34,10 @@ from pagoda.ipc.machine import available_cores, available_memory_bytes
 _ROUNDS = 9
 _STREAMED_BYTES = 2**28
 _SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072))
-_ROWS = (1, 4, 16, 64, 256)
+_ROWS = (1, 4, 8, 16, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 16
 _CONTEXTS = (1024, 4096, 16384, 32768)
+_KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
 
 _T = TypeVar("_T")
 _app = App()
@@ -65,8 +68,10 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         )
         head = ("kernel", "dtype", "rows", "GB/s", "GFLOP/s", "of the limit", "of PyTorch")
         console.print(output.table("Linear", head, _linear_rows(ops, limits)))
-        columns = ("kernel", "context", "GB/s", "GFLOP/s", "of the limit")
-        console.print(output.table("Attention, bf16", columns, _attention_rows(ops, limits)))
+        head = ("kernel", "weights", "rows", "GB/s", "GOP/s", "of the limit", "of own bf16")
+        console.print(output.table("Linear, quantized", head, _quantized_rows(ops, limits)))
+        columns = ("step", "KV cache", "context", "GB/s", "GFLOP/s", "of the limit")
+        console.print(output.table("Attention", columns, _attention_rows(ops, limits)))
 
 
 def _median_seconds(*runs: Callable[[], object]) -> list[float]:
@@ -120,56 +125,162 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
                 )
 
 
-def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
-    per_token = 2 * _KV_HEADS * _HEAD_DIM * 2
-    for what, num_new in (("decode, 1 request", 1), ("prompt chunk of 256", 256)):
+def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
+    for outputs, inputs in _SHAPES:
+        held_as = _random_weights(outputs, inputs)
+        packed = {name: _streamed(ops, weight) for name, weight in held_as.items()}
+        for rows in _ROWS:
+            x = torch.randn(rows, inputs).bfloat16()
+            runs = [
+                partial(_each, partial(ops.linear, x), packed[name][: _passes(rows)])
+                for name in held_as
+            ]
+            seconds = [
+                taken / len(packed[name][: _passes(rows)])
+                for name, taken in zip(held_as, _median_seconds(*runs), strict=True)
+            ]
+            for name, taken in list(zip(held_as, seconds, strict=True))[1:]:
+                moved = sum(part.panels.nbytes for part in packed[name][0].segments) / taken
+                operations = 2 * rows * outputs * inputs / taken
+                yield (
+                    f"{outputs} x {inputs}",
+                    name,
+                    str(rows),
+                    f"{moved / 1e9:.1f}",
+                    f"{operations / 1e9:.0f}",
+                    _share(moved, operations, limits),
+                    f"{seconds[0] / taken:.2f} x",
+                )
+
+
+def _random_weights(outputs: int, inputs: int) -> dict[str, LinearWeight]:
+    """bfloat16 and the quantized formats."""
+    int8 = torch.randint(-127, 128, (outputs, inputs)).to(torch.int8)
+    codes = torch.randint(0, 16, (outputs, inputs)).to(torch.uint8)
+    weights: dict[str, LinearWeight] = {
+        "bfloat16": DenseWeight(torch.randn(outputs, inputs).bfloat16()),
+        "int8": Int8Weight(int8, torch.rand(outputs)),
+    }
+    for size in (128, 32):
+        scales = torch.rand(outputs, inputs // size).half()
+        weights[f"int4, groups of {size}"] = GroupedWeight(codes, scales, None, 4, size)
+    return weights
+
+
+def _streamed(ops: CpuBackend, weight: LinearWeight) -> list[PackedLinear]:
+    """Copies that no cache holds together."""
+    first = ops.prepare_linear([weight], None, torch.bfloat16)
+    count = _STREAMED_BYTES // sum(part.panels.nbytes for part in first.segments)
+    return [first, *(ops.prepare_linear([weight], None, torch.bfloat16) for _ in range(count))]
+
+
+def _passes(rows: int) -> int | None:
+    """How many copies are multiplied in a round; where arithmetic takes the time, a few do."""
+    return None if rows <= 16 else 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """The attention of one layer: `num_new` tokens of each of some requests."""
+
+    name: str
+    num_requests: int
+    num_new: int
+    context: int
+    kv_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch.bfloat16 if self.kv_dtype == torch.int8 else self.kv_dtype
+
+    @property
+    def kv_bytes(self) -> int:
+        scale = 4 if self.kv_dtype == torch.int8 else 0
+        head = _HEAD_DIM * self.kv_dtype.itemsize + scale
+        return self.num_requests * self.context * 2 * _KV_HEADS * head
+
+    @property
+    def flops(self) -> float:
+        pairs = self.num_requests * self.num_new * (self.context - self.num_new / 2)
+        return 4 * pairs * _HEADS * _HEAD_DIM
+
+
+def _steps() -> Iterable[Step]:
+    for kv_dtype in _KV_DTYPES:
         for context in _CONTEXTS:
-            seconds = _attention_seconds(ops, context, num_new)
-            moved = context * per_token / seconds
-            pairs = num_new * (context - num_new / 2)
-            flops = 4 * pairs * _HEADS * _HEAD_DIM / seconds
-            yield (
-                what,
-                str(context),
-                f"{moved / 1e9:.1f}",
-                f"{flops / 1e9:.0f}",
-                _share(moved, flops, limits),
-            )
+            yield Step("decode, 1 request", 1, 1, context, kv_dtype)
+        yield Step("decode, 16 requests", 16, 1, 300, kv_dtype)
+        for context in _CONTEXTS:
+            yield Step("prompt chunk of 256", 1, 256, context, kv_dtype)
 
 
-def _attention_seconds(ops: CpuBackend, context: int, num_new: int) -> float:
+def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
+    for step in _steps():
+        seconds = _attention_seconds(ops, step)
+        moved, flops = step.kv_bytes / seconds, step.flops / seconds
+        yield (
+            step.name,
+            str(step.kv_dtype).removeprefix("torch."),
+            str(step.context),
+            f"{moved / 1e9:.1f}",
+            f"{flops / 1e9:.0f}",
+            _share(moved, flops, limits),
+        )
+
+
+def _attention_seconds(ops: CpuBackend, step: Step) -> float:
     """Of one layer, whose cache was not read lately: layers take turns."""
-    num_layers = max(1, _STREAMED_BYTES // (context * 4096))
-    num_blocks = context // _BLOCK_SIZE
+    num_layers = 2 if step.num_new > 1 else max(1, _STREAMED_BYTES // step.kv_bytes)
+    blocks_each = -(-step.context // _BLOCK_SIZE)
     caches = [
-        ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
+        _filled(
+            ops.allocate_kv_cache(
+                step.num_requests * blocks_each,
+                _BLOCK_SIZE,
+                _KV_HEADS,
+                _HEAD_DIM,
+                step.dtype,
+                step.kv_dtype,
+            )
+        )
         for _ in range(num_layers)
     ]
-    for cache in caches:
-        cache.keys.normal_()
-        cache.values.normal_()
-    plan = ops.plan_attention(_one_sequence(context, num_new, num_blocks), _HEADS, caches[0])
-    queries = torch.randn(num_new, _HEADS, _HEAD_DIM).bfloat16()
+    plan = ops.plan_attention(_batch(step, blocks_each), _HEADS, caches[0])
+    num_tokens = step.num_requests * step.num_new
+    queries = torch.randn(num_tokens, _HEADS, _HEAD_DIM).to(step.dtype)
 
     def attend() -> list[Tensor]:
         scale = _HEAD_DIM**-0.5
-        return [
-            ops.attention(queries, cache, plan, scale=scale, window=None)
-            for cache in caches[: 2 if num_new > 1 else None]
-        ]
+        return [ops.attention(queries, cache, plan, scale=scale, window=None) for cache in caches]
 
     (seconds,) = _median_seconds(attend)
-    return seconds / (min(2, num_layers) if num_new > 1 else num_layers)
+    return seconds / num_layers
 
 
-def _one_sequence(context: int, num_new: int, num_blocks: int) -> TokenBatch:
+def _filled(cache: KVCache) -> KVCache:
+    for part in (cache.keys, cache.values):
+        if part.is_floating_point():
+            part.normal_()
+        else:
+            part.random_(-127, 128)
+    for scales in (cache.key_scales, cache.value_scales):
+        if scales is not None:
+            scales.fill_(1 / 40)
+    return cache
+
+
+def _batch(step: Step, blocks_each: int) -> TokenBatch:
+    lens = torch.full((step.num_requests,), step.num_new)
+    num_tokens = step.num_requests * step.num_new
+    positions = torch.arange(step.context - step.num_new, step.context)
     return TokenBatch(
-        token_ids=torch.zeros(num_new, dtype=torch.int64),
-        positions=torch.arange(context - num_new, context),
-        sequence_ids=torch.zeros(num_new, dtype=torch.int64),
-        query_lens=torch.tensor([num_new]),
-        context_lens=torch.tensor([context]),
-        block_tables=torch.randperm(num_blocks)[None],
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=positions.repeat(step.num_requests),
+        sequence_ids=torch.repeat_interleave(lens),
+        query_lens=lens,
+        context_lens=torch.full_like(lens, step.context),
+        block_tables=torch.randperm(step.num_requests * blocks_each).view(-1, blocks_each),
     )
 
 

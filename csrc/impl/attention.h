@@ -1,279 +1,514 @@
 // Attention of the queries of some tokens over the cached tokens of one split.
+//
+// Keys and values are read where they lie in the cache, in groups of 16 tokens, and become words in registers.
+// Blocks of fewer tokens, and values of heads that do not fill vectors, are gathered first. What is summed up, and
+// in which order, is the same however many rows are computed together.
 #pragma once
 
 #include <cmath>
 #include <cstring>
 
-#include "products.h"
+#include "rows.h"
+#include "words.h"
 
 namespace {
 
 using pagoda::AttendTile;
-using pagoda::kKeyTile;
+using pagoda::Math;
 using pagoda::Partial;
 
-// Where the cache keeps a token of the tile's sequence for the tile's head, counted in [blocks, kv_heads].
-PAGODA_INLINE int64_t block_of(const AttendTile& tile, int64_t position) {
-    return int64_t{tile.blocks[position / tile.block_size]} * tile.num_kv_heads + tile.kv_head;
+constexpr int kGroup = 16;
+constexpr int kGroups = kKeyTile / kGroup;
+
+// Calls f(way, null pointer to its cells) for the tile.
+template <class F>
+PAGODA_INLINE void with_cells(const AttendTile& tile, F f) {
+    switch (tile.math) {
+        case Math::f32: return with_type(tile.cache.dtype, [&](auto* cell) { f(F32Math{}, cell); });
+        case Math::i16: return f(I16Math{}, static_cast<i8_pair*>(nullptr));
+        case Math::bf16:
+#ifdef __AVX512BF16__
+            return f(Bf16Math{}, static_cast<bf16_pair*>(nullptr));
+#else
+            return;
+#endif
+    }
 }
 
-// Where the blocks keep the key and the value of a token. A key's elements are block_size apart.
-template <class T>
-PAGODA_INLINE const T* key_at(const AttendTile& tile, int64_t position) {
-    return static_cast<const T*>(tile.keys) +
-           block_of(tile, position) * tile.block_size * tile.head_dim + position % tile.block_size;
-}
-template <class T>
-PAGODA_INLINE const T* value_at(const AttendTile& tile, int64_t position) {
-    const int64_t row = block_of(tile, position) * tile.block_size + position % tile.block_size;
-    return static_cast<const T*>(tile.values) + row * tile.head_dim;
+Math math_of([[maybe_unused]] Dtype activations, Dtype cache) {
+    if (cache == Dtype::i8) return Math::i16;
+#ifdef __AVX512BF16__
+    if (activations == Dtype::bf16 && cache == Dtype::bf16) return Math::bf16;
+#endif
+    return Math::f32;
 }
 
-// Keys from `begin` on as [head_dim, kKeyTile]; what is behind the last of `count` is of no account.
-template <class T>
-void gather_keys(const AttendTile& tile, int64_t begin, int count, float* out) {
-    const int64_t size = tile.block_size, d = tile.head_dim;
-    if (size % 16 == 0) {
-        for (int j = 0; j < count; j += 16) {
-            const T* first = key_at<T>(tile, begin + j);
-            for (int64_t i = 0; i < d; ++i) {
-#pragma GCC unroll 2
-                for (int lane = 0; lane < 16; lane += kWidth) {
-                    store(out + i * kKeyTile + j + lane, load(first + i * size + lane));
-                }
-            }
-        }
+// Numbers of d elements as whole multiples of the result, at most `largest` of them; NaN if one of them is.
+float whole_multiples(float* x, float largest, int64_t d) {
+    vec top = zero();
+    for_vectors(d, [&](auto get, auto) { top = max_bits(top, absolute(get(x))); });
+    const float scale = highest_bits(top) / largest;
+    const bool finite = scale < INFINITY;
+    const vec divisor = broadcast(finite && scale > 0.0f ? scale : 1.0f);
+    for_vectors(d, [&](auto get, auto put) {
+        put(x, finite ? round_to_int(div(get(x), divisor)) : zero());
+    });
+    return finite ? scale : NAN;
+}
+
+void to_cache(Dtype dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale) {
+    alignas(64) float row[pagoda::kMaxHeadDim];
+    to_float(dtype, x, 1.0f, d, row);
+    if (cache == Dtype::i8) {
+        *scale = whole_multiples(row, 127, d);
+        for (int64_t i = 0; i < d; ++i) static_cast<int8_t*>(out)[i] = static_cast<int8_t>(row[i]);
         return;
     }
+    with_type(cache, [&](auto* type) {
+        auto* typed = static_cast<decltype(type)>(out);
+        for_vectors(d, [&](auto get, auto put) { put(typed, get(row)); });
+    });
+}
+
+// Rows are multiplied some at a time, panels of about as many each.
+PAGODA_INLINE int panel_rows(int rows) {
+    const int panels = (rows + kRegisterRows - 1) / kRegisterRows;
+    return (rows + panels - 1) / panels;
+}
+
+// Queries are [panels, words of a head, kRegisterRows].
+float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int rows, void* packed) {
+    alignas(64) float values[pagoda::kMaxHeadDim];
+    const int in_panel = panel_rows(rows);
+    const int64_t words = d / pagoda::pair_of(math);
+    auto* to = static_cast<char*>(packed) + (row / in_panel * words * kRegisterRows + row % in_panel) * 4;
+    const auto put = [&](int64_t i, const auto& word) {
+        static_assert(sizeof(word) == 4);
+        std::memcpy(to + i * kRegisterRows * 4, &word, 4);
+    };
+    if (math == Math::bf16) {
+        const auto* pairs = static_cast<const bf16_pair*>(x);
+        for (int64_t i = 0; i < words; ++i) put(i, pairs[i]);
+        return 1.0f;
+    }
+    to_float(dtype, x, 1.0f, d, values);
+    if (math == Math::f32) {
+        for (int64_t i = 0; i < words; ++i) put(i, values[i]);
+        return 1.0f;
+    }
+    const float scale = whole_multiples(values, kLargestQuery, d);
+    for (int64_t i = 0; i < words; ++i) {
+        put(i, i16_pair{static_cast<int16_t>(values[2 * i]), static_cast<int16_t>(values[2 * i + 1])});
+    }
+    return scale;
+}
+
+// Of a token of the tile's sequence for the tile's head.
+struct Place {
+    int64_t block;  // counted in [blocks, kv_heads]
+    int64_t offset;
+};
+PAGODA_INLINE Place place_of(const AttendTile& tile, int64_t position) {
+    // Division of 32 bits is much the quicker.
+    const auto p = static_cast<uint32_t>(position), size = static_cast<uint32_t>(tile.block_size);
+    return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head, p % size};
+}
+
+// Where the words of a key begin, which are block_size apart.
+template <class M, class Cell>
+PAGODA_INLINE const Cell* key_at(const AttendTile& tile, int64_t position) {
+    const Place place = place_of(tile, position);
+    return static_cast<const Cell*>(tile.cache.keys) +
+           place.block * tile.block_size * (tile.head_dim / M::pair) + place.offset;
+}
+// The words of a value, of which those of the next token or pair follow.
+template <class M, class Cell>
+PAGODA_INLINE const Cell* value_at(const AttendTile& tile, int64_t position) {
+    const Place place = place_of(tile, position);
+    const int64_t row = (place.block * tile.block_size + place.offset) / M::pair;
+    return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
+}
+
+// Where the groups of a tile of keys or values begin. Blocks lie anywhere, so the processor cannot guess which memory
+// comes next: `soon` says where the groups of the next tile are.
+template <class Cell>
+struct Groups {
+    const Cell* now[kGroups];
+    const Cell* soon[kGroups];
+    int64_t stride;  // from word to word of a key, from value to value
+
+    // `find` says where the group of a position is. Beyond the last of the tokens stands any group.
+    template <class Find>
+    Groups(const AttendTile& tile, int64_t first, int64_t end, int64_t stride_, Find find) : stride(stride_) {
+        for (int g = 0; g < kGroups; ++g) {
+            const int64_t position = first + g * kGroup, later = position + kKeyTile;
+            now[g] = find(position < end ? position : first);
+            soon[g] = later < tile.end ? find(later) : now[g];
+        }
+    }
+    // Of a tile that was gathered.
+    Groups(const Cell* words, int64_t group, int64_t stride_) : stride(stride_) {
+        for (int g = 0; g < kGroups; ++g) soon[g] = now[g] = words + g * group;
+    }
+};
+
+template <class M, class Cell>
+Groups<Cell> key_groups(const AttendTile& tile, int64_t first, int64_t end) {
+    return {tile, first, end, tile.block_size, [&](int64_t position) { return key_at<M, Cell>(tile, position); }};
+}
+template <class M, class Cell>
+Groups<Cell> value_groups(const AttendTile& tile, int64_t first, int64_t end) {
+    return {tile, first, end, tile.head_dim,
+            [&](int64_t position) { return value_at<M, Cell>(tile, position); }};
+}
+
+bool reads_keys(const AttendTile& tile) { return tile.block_size % kGroup == 0; }
+bool reads_values(const AttendTile& tile) { return reads_keys(tile) && tile.head_dim % kGroup == 0; }
+
+// Keys from `first` on as [words, kKeyTile]; what is behind the last of `count` is of no account.
+template <class M, class Cell>
+void gather_keys(const AttendTile& tile, int64_t first, int count, typename M::Word* out) {
+    const int64_t size = tile.block_size, words = tile.head_dim / M::pair;
     for (int j = 0; j < count; ++j) {
-        const T* first = key_at<T>(tile, begin + j);
-        for (int64_t i = 0; i < d; ++i) out[i * kKeyTile + j] = as_float(first[i * size]);
+        const Cell* key = key_at<M, Cell>(tile, first + j);
+        for (int64_t i = 0; i < words; ++i) out[i * kKeyTile + j] = M::word(key[i * size]);
     }
 }
 
-// Values from `begin` on as [count, padded_dim].
-template <class T>
-void gather_values(const AttendTile& tile, int64_t begin, int count, float* out) {
+// Values from `first` on as [tokens or pairs, padded_dim].
+template <class M, class Cell>
+void gather_values(const AttendTile& tile, int64_t first, int count, typename M::Word* out) {
     const int64_t d = tile.head_dim;
-    for (int j = 0; j < count; ++j) {
-        const T* row = value_at<T>(tile, begin + j);
-        float* to = out + int64_t{j} * tile.padded_dim;
-        int64_t i = 0;
-        for (; i + kWidth <= d; i += kWidth) store(to + i, load(row + i));
-        for (; i < tile.padded_dim; i += kWidth) store(to + i, i < d ? load_first(row + i, d - i) : zero());
+    for (int j = 0; j < count; j += M::pair, out += tile.padded_dim) {
+        std::memset(out + d, 0, sizeof(*out) * static_cast<size_t>(tile.padded_dim - d));
+        if constexpr (M::pair == 2) {
+            if (tile.block_size == 1) {
+                using Element = decltype(Cell::first);
+                const auto* values = static_cast<const Element*>(tile.cache.values);
+                const Element* one = values + place_of(tile, first + j).block * d;
+                const Element* other = j + 1 < count ? values + place_of(tile, first + j + 1).block * d : nullptr;
+                for (int64_t i = 0; i < d; ++i) out[i] = M::word(one[i], other ? other[i] : Element{});
+                continue;
+            }
+        }
+        const Cell* value = value_at<M, Cell>(tile, first + j);
+        for (int64_t i = 0; i < d; ++i) out[i] = M::word(value[i]);
     }
 }
 
-// With few rows it is quicker to convert keys and values on the way than to gather them first. The sums are the
-// same: over the same elements, in the same order.
-constexpr int kFewRows = 6;
-
-bool reads_blocks(const AttendTile& tile) {
-    return tile.rows <= kFewRows && tile.block_size % 16 == 0 && tile.head_dim % 16 == 0;
+// Scales of tokens from `first` on, and `beyond` behind the last of `count`.
+void gather_scales(const AttendTile& tile, const float* scales, int64_t first, int count, float beyond,
+                   float* out) {
+    const int run = tile.block_size < kKeyTile ? tile.block_size : kKeyTile;
+    for (int j = 0; j < count; j += run) {
+        const Place place = place_of(tile, first + j);
+        const int here = count - j < run ? count - j : run;
+        std::memcpy(out + j, scales + place.block * tile.block_size + place.offset, sizeof(float) * here);
+    }
+    for (int j = count; j < kKeyTile; ++j) out[j] = beyond;
 }
 
-// Blocks lie anywhere, so the processor cannot guess which memory comes next: `soon` says where the keys and values
-// of later groups of 16 are.
-template <int Rows, int Groups, class T>
-PAGODA_INLINE void score_groups(const AttendTile& tile, const T* const (&keys)[Groups],
-                                const T* const (&soon)[2][Groups], float* scores) {
-    constexpr int vectors = 16 / kWidth;
-    vec sums[Rows][Groups][vectors];
-#pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-        for (int g = 0; g < Groups; ++g) {
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; ++v) sums[r][g][v] = zero();
-        }
+// Vectors of columns that fit the registers beside so many rows.
+constexpr int columns_beside(int rows) {
+    const int sums = kRegisterRows * kRegisterCols;
+    return rows * 8 <= sums ? 8 : rows * 4 <= sums ? 4 : 2;
+}
+
+template <class M, int Rows, int Cols, class Cell>
+PAGODA_INLINE void score_columns(const typename M::Word* queries, int64_t words, const Groups<Cell>& keys,
+                                 int column, float* scores) {
+    typename M::Sum sums[Rows][Cols];
+    const Cell* now[Cols];
+    const Cell* soon[Cols];
+#pragma GCC unroll 8
+    for (int j = 0; j < Cols; ++j) {
+        const int token = column + j * kWidth;
+        now[j] = keys.now[token / kGroup] + token % kGroup;
+        soon[j] = keys.soon[token / kGroup] + token % kGroup;
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) sums[r][j] = M::nothing();
     }
-    const int64_t d = tile.head_dim, size = tile.block_size;
-    for (int64_t i = 0; i < d; ++i) {
-        vec columns[Groups][vectors];
-#pragma GCC unroll 4
-        for (int g = 0; g < Groups; ++g) {
-            _mm_prefetch(soon[0][g] + i * size, _MM_HINT_T1);
-            _mm_prefetch(soon[1][g] + i * 16, _MM_HINT_T1);
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; ++v) columns[g][v] = load(keys[g] + i * size + v * kWidth);
+    for (int64_t i = 0; i < words; ++i) {
+        decltype(M::columns(now[0])) columns[Cols];
+#pragma GCC unroll 8
+        for (int j = 0; j < Cols; ++j) {
+            // Of two groups or two words in one cache line, one sees to it.
+            if (j * kWidth % kGroup == 0 && (sizeof(Cell) == 4 || (i + j * kWidth / kGroup) % 2 == 0)) {
+                _mm_prefetch(soon[j] + i * keys.stride, _MM_HINT_T1);
+            }
+            columns[j] = M::columns(now[j] + i * keys.stride);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) {
-            const vec query = broadcast(tile.queries[r * d + i]);
-#pragma GCC unroll 4
-            for (int g = 0; g < Groups; ++g) {
-#pragma GCC unroll 2
-                for (int v = 0; v < vectors; ++v) {
-                    sums[r][g][v] = fma(query, columns[g][v], sums[r][g][v]);
+#pragma GCC unroll 8
+            for (int j = 0; j < Cols; ++j) {
+                sums[r][j] = M::add_product(sums[r][j], columns[j], queries + i * kRegisterRows + r);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+        for (int j = 0; j < Cols; ++j) {
+            store(scores + r * kKeyTile + column + j * kWidth, M::to_float(sums[r][j]));
+        }
+    }
+}
+
+// out = decay * out + the values of `count` tokens times their weights [Rows, kKeyTile].
+template <class M, int Rows, int Cols, class Cell>
+PAGODA_INLINE void add_columns(const float* weights, const Groups<Cell>& values, int count, const float* decay,
+                               const float* scale, int column, float* out, int64_t out_stride) {
+    typename M::Sum sums[Rows][Cols];
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+        for (int j = 0; j < Cols; ++j) sums[r][j] = M::nothing();
+    }
+    constexpr int in_group = kGroup / M::pair;
+    const int words = (count + M::pair - 1) / M::pair;
+    for (int g = 0; g * in_group < words; ++g) {
+        const Cell* now = values.now[g] + column;
+        const Cell* soon = values.soon[g] + column;
+        const auto* x = reinterpret_cast<const typename M::Word*>(weights) + g * in_group;
+        const int here = words - g * in_group < in_group ? words - g * in_group : in_group;
+        for (int i = 0; i < here; ++i) {
+            decltype(M::columns(now)) columns[Cols];
+#pragma GCC unroll 8
+            for (int j = 0; j < Cols; ++j) {
+                if (j * kWidth * sizeof(Cell) % 64 == 0) {
+                    _mm_prefetch(soon + i * values.stride + j * kWidth, _MM_HINT_T1);
+                }
+                columns[j] = M::columns(now + i * values.stride + j * kWidth);
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+                for (int j = 0; j < Cols; ++j) {
+                    sums[r][j] = M::add_product(sums[r][j], columns[j], x + r * kKeyTile + i);
                 }
             }
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-        for (int g = 0; g < Groups; ++g) {
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; ++v) {
-                store(scores + r * kKeyTile + g * 16 + v * kWidth, sums[r][g][v]);
-            }
+#pragma GCC unroll 8
+        for (int j = 0; j < Cols; ++j) {
+            float* to = out + r * out_stride + column + j * kWidth;
+            store(to, fma(load(to), broadcast(decay[r]), M::weighted(sums[r][j], scale[r])));
         }
     }
 }
 
-// Scores of the keys from `begin` on; those behind the last of `count` are of no account.
-template <class T>
-void score_blocks(const AttendTile& tile, int64_t begin, int count, int64_t end, float* scores) {
-    constexpr int groups = kWidth == 16 ? 4 : 1;
-    with_count<kFewRows>(tile.rows, [&](auto rows) {
-        for (int j = 0; j < count; j += 16 * groups) {
-            const T* keys[groups];
-            const T* soon[2][groups];
-            for (int g = 0; g < groups; ++g) {
-                const int64_t position = begin + j + 16 * g, later = position + kKeyTile;
-                keys[g] = key_at<T>(tile, position < begin + count ? position : begin);
-                soon[0][g] = key_at<T>(tile, later < end ? later : begin);
-                soon[1][g] = value_at<T>(tile, later < end ? later : begin);
-            }
-            score_groups<decltype(rows)::value, groups>(tile, keys, soon, scores + j);
-        }
-    });
-}
-
-template <class T>
-void add_block_values(const AttendTile& tile, const float* weights, int64_t begin, int count,
-                      const float* decay, float* out) {
-    const int64_t d = tile.head_dim;
-    constexpr float kept[kFewRows] = {1, 1, 1, 1, 1, 1};
-    with_count<kFewRows>(tile.rows, [&](auto rows) {
-        for (int j = 0; j < count; j += 16) {
-            const T* values = value_at<T>(tile, begin + j);
-            const int64_t keys = count - j < 16 ? count - j : 16;
-            const auto weight = [=](int r, int64_t i) { return weights[r * kKeyTile + j + i]; };
-            const float* factor = j == 0 ? decay : kept;
-            constexpr int rows_now = decltype(rows)::value;
-            constexpr int cols = kWidth == 16 && rows_now <= 3 ? 2 * kWideCols : kWideCols;
-            int64_t column = 0;
-            for (; column + cols * kWidth <= d; column += cols * kWidth) {
-                multiply<rows_now, cols>(weight, values + column, d, keys, factor, out + column, d);
-            }
-            for (; column < d; column += kWidth) {
-                multiply<rows_now, 1>(weight, values + column, d, keys, factor, out + column, d);
-            }
-        }
-    });
-}
-
-void score(const AttendTile& tile, const float* keys, float* scores) {
-    for (int row = 0; row < tile.rows; row += kWideRows) {
-        const int left = tile.rows - row < kWideRows ? tile.rows - row : kWideRows;
-        const float* queries = tile.queries + int64_t{row} * tile.head_dim;
-        const int64_t d = tile.head_dim;
-        with_count<kWideRows>(left, [&](auto count) {
-            for (int j = 0; j < kKeyTile; j += kWideCols * kWidth) {
-                multiply<decltype(count)::value, kWideCols>(
-                    [=](int r, int64_t i) { return queries[r * d + i]; }, keys + j, kKeyTile, d, nullptr,
-                    scores + row * kKeyTile + j, kKeyTile);
-            }
-        });
+// All columns of the outputs from `column` on, as many at a time as may be.
+template <class M, int Rows, int Cols, class Cell>
+PAGODA_INLINE void add_all_columns(const float* weights, const Groups<Cell>& values, int count,
+                                   const float* decay, const float* scale, int column, float* out, int64_t d) {
+    for (; column + Cols * kWidth <= d; column += Cols * kWidth) {
+        add_columns<M, Rows, Cols>(weights, values, count, decay, scale, column, out, d);
     }
-}
-
-void add_values(const AttendTile& tile, const float* weights, const float* values, int num_keys,
-                const float* decay, float* out) {
-    const int64_t d = tile.padded_dim;
-    for (int row = 0; row < tile.rows; row += kWideRows) {
-        const int left = tile.rows - row < kWideRows ? tile.rows - row : kWideRows;
-        const float* w = weights + row * kKeyTile;
-        const auto weight = [=](int r, int64_t i) { return w[r * kKeyTile + i]; };
-        float* to = out + row * d;
-        with_count<kWideRows>(left, [&](auto count) {
-            constexpr int rows = decltype(count)::value;
-            int64_t j = 0;
-            for (; j + kWideCols * kWidth <= d; j += kWideCols * kWidth) {
-                multiply<rows, kWideCols>(weight, values + j, d, num_keys, decay + row, to + j, d);
-            }
-            for (; j < d; j += kWidth) {
-                multiply<rows, 1>(weight, values + j, d, num_keys, decay + row, to + j, d);
-            }
-        });
+    if constexpr (Cols > 1) {
+        add_all_columns<M, Rows, Cols / 2>(weights, values, count, decay, scale, column, out, d);
     }
-}
-
-// Turns the scores of the keys from `begin` on into weights, of the keys from `first` to before `last` only.
-// Returns what earlier sums are worth now.
-PAGODA_INLINE float soften(float* scores, int first, int last, float& highest_score, float& total) {
-    for (int j = 0; j < first; ++j) scores[j] = -INFINITY;
-    for (int j = last; j < kKeyTile; ++j) scores[j] = -INFINITY;
-    vec top = broadcast(-INFINITY);
-    for (int j = 0; j < kKeyTile; j += kWidth) top = max(top, load(scores + j));
-    const float before = highest_score, here = highest(top);
-    const float now = here > before ? here : before;
-    const vec base = broadcast(now == -INFINITY ? 0.0f : now);
-    vec sums = zero();
-    for (int j = 0; j < kKeyTile; j += kWidth) {
-        const vec weights = exp(sub(load(scores + j), base));
-        store(scores + j, weights);
-        sums = add(sums, weights);
-    }
-    const float decay = before == -INFINITY ? 0.0f : exp(before - now);
-    highest_score = now;
-    total = total * decay + sum(sums);
-    return decay;
 }
 
 PAGODA_INLINE int clamp_to_tile(int64_t x) {
     return x < 0 ? 0 : x > kKeyTile ? kKeyTile : static_cast<int>(x);
 }
 
-// Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
-void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
-    float* keys = scratch;
-    float* values = keys + int64_t{kKeyTile} * tile.padded_dim;
-    float* scores = values + int64_t{kKeyTile} * tile.padded_dim;
-    float* decay = scores + int64_t{tile.rows} * kKeyTile;
-    for (int row = 0; row < tile.rows; ++row) {
-        part.highest[row] = -INFINITY;
-        part.total[row] = 0.0f;
+// What `attend` works in.
+struct AttendMemory {
+    float* keys;
+    float* values;
+    float* key_scales;
+    float* value_scales;
+    float* scores;  // [rows, kKeyTile], later the weights as words
+    float* totals;  // [rows, kWidth], which add up to the total
+    float* peaks;   // [rows] from here on
+    float* decay;   // what earlier sums are worth now
+    float* base;    // the score that has the weight 1
+    float* scale;   // of the weights
+
+    AttendMemory(float* p, const AttendTile& tile) {
+        const auto take = [&p](int64_t n) {
+            p += n;
+            return p - n;
+        };
+        keys = take(int64_t{kKeyTile} * tile.padded_dim);
+        values = take(int64_t{kKeyTile} * tile.padded_dim);
+        key_scales = take(kKeyTile);
+        value_scales = take(kKeyTile);
+        scores = take(int64_t{tile.rows} * kKeyTile);
+        totals = take(int64_t{tile.rows} * kWidth);
+        peaks = take(tile.rows);
+        decay = take(tile.rows);
+        base = take(tile.rows);
+        scale = take(tile.rows);
     }
-    std::memset(part.out, 0, sizeof(float) * static_cast<size_t>(tile.rows) * tile.padded_dim);
-    const bool direct = reads_blocks(tile);
-    const int64_t oldest = tile.first_position - tile.window + 1;
-    if (oldest > begin) begin = oldest / kKeyTile * kKeyTile;
+};
+
+// Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing. Returns the
+// highest.
+PAGODA_INLINE float scale_scores(float* scores, int first, int last, float factor, const float* key_scales) {
+    for (int j = 0; j < kKeyTile; j += kWidth) {
+        const vec scaled = mul(load(scores + j), broadcast(factor));
+        store(scores + j, key_scales ? mul(scaled, load(key_scales + j)) : scaled);
+    }
+    for (int j = 0; j < first; ++j) scores[j] = -INFINITY;
+    for (int j = last; j < kKeyTile; ++j) scores[j] = -INFINITY;
+    vec top = broadcast(-INFINITY);
+    for (int j = 0; j < kKeyTile; j += kWidth) top = max(top, load(scores + j));
+    return highest(top);
+}
+
+// What the peaks of the tile make of the highest scores: `base` and `decay`.
+void raise_highest(const AttendMemory& memory, int rows, float* highest_scores) {
+    for_vectors(rows, [&](auto get, auto put) {
+        const vec before = get(highest_scores);
+        const vec now = max(before, get(memory.peaks));
+        const vec base = max(now, broadcast(-3e38f));
+        put(highest_scores, now);
+        put(memory.base, base);
+        put(memory.decay, exp2(sub(before, base)));
+    });
+}
+
+// Reads the first tile of an item ahead of its use, all of it at once.
+template <class Cell>
+void prefetch(const Groups<Cell>& groups, int64_t rows, int64_t row_cells) {
+    for (const Cell* group : groups.now) {
+        for (int64_t row = 0; row < rows; ++row) {
+            const char* p = reinterpret_cast<const char*>(group + row * groups.stride);
+            for (int64_t byte = 0; byte < row_cells * static_cast<int64_t>(sizeof(Cell)); byte += 64) {
+                _mm_prefetch(p + byte, _MM_HINT_T1);
+            }
+        }
+    }
+}
+
+// Rows of one panel: their place among the tile's, and the keys from `first` on that one of them sees.
+struct Panel {
+    int row, rows, visible;
+
+    Panel(const AttendTile& tile, int row_, int64_t first) : row(row_) {
+        const int most = panel_rows(tile.rows);
+        rows = tile.rows - row < most ? tile.rows - row : most;
+        visible = clamp_to_tile(tile.first_position + (row + rows - 1) / tile.group + 1 - first);
+    }
+};
+
+template <class M, class Cell>
+void score(const AttendTile& tile, const Panel& panel, const Groups<Cell>& keys, float* scores) {
+    const int64_t words = tile.head_dim / M::pair;
+    const auto* queries = static_cast<const typename M::Word*>(tile.queries) +
+                          panel.row / panel_rows(tile.rows) * words * kRegisterRows;
+    with_count<kRegisterRows>(panel.rows, [&](auto count) {
+        constexpr int rows = decltype(count)::value;
+        constexpr int beside = columns_beside(rows), all = kKeyTile / kWidth;
+        constexpr int cols = beside < all ? beside : all;
+        for (int column = 0; column < panel.visible; column += cols * kWidth) {
+            score_columns<M, rows, cols>(queries, words, keys, column, scores + panel.row * kKeyTile);
+        }
+    });
+}
+
+template <class M>
+void soften(const AttendTile& tile, int rows, int64_t first, const AttendMemory& memory, float* highest_scores) {
+    const float* key_scales = std::is_same_v<M, I16Math> ? memory.key_scales : nullptr;
+    for (int row = 0; row < rows; ++row) {
+        const int64_t position = tile.first_position + row / tile.group;
+        memory.peaks[row] = scale_scores(memory.scores + row * kKeyTile,
+                                         clamp_to_tile(position - tile.window + 1 - first),
+                                         clamp_to_tile(position + 1 - first), tile.factors[row], key_scales);
+    }
+    raise_highest(memory, rows, highest_scores);
+    for (int row = 0; row < rows; ++row) {
+        const vec sums = M::soften(memory.scores + row * kKeyTile, broadcast(memory.base[row]),
+                                   memory.value_scales, memory.scale + row);
+        float* totals = memory.totals + row * kWidth;
+        store(totals, fma(load(totals), broadcast(memory.decay[row]), sums));
+    }
+}
+
+template <class M, class Cell>
+void add_values(const AttendTile& tile, const Panel& panel, const Groups<Cell>& values,
+                const AttendMemory& memory, float* out) {
+    with_count<kRegisterRows>(panel.rows, [&](auto count) {
+        constexpr int rows = decltype(count)::value;
+        add_all_columns<M, rows, columns_beside(rows)>(
+            memory.scores + panel.row * kKeyTile, values, panel.visible, memory.decay + panel.row,
+            memory.scale + panel.row, 0, out + int64_t{panel.row} * tile.padded_dim, tile.padded_dim);
+    });
+}
+
+// The keys from `first` to before `end`, with groups of keys and of values in the cache or in memory.
+template <class M, class KeyCell, class ValueCell>
+void attend_tile(const AttendTile& tile, int64_t first, const Groups<KeyCell>& keys,
+                 const Groups<ValueCell>& values, const AttendMemory& memory, Partial part) {
+    const int step = panel_rows(tile.rows);
+    for (int row = 0; row < tile.rows; row += step) {
+        score<M>(tile, Panel(tile, row, first), keys, memory.scores);
+    }
+    soften<M>(tile, tile.rows, first, memory, part.highest);
+    for (int row = 0; row < tile.rows; row += step) {
+        add_values<M>(tile, Panel(tile, row, first), values, memory, part.out);
+    }
+}
+
+template <class M, class Cell>
+void attend_as(const AttendTile& tile, int64_t begin, int64_t end, const AttendMemory& memory, Partial part) {
+    using Word = typename M::Word;
+    auto* gathered_keys = reinterpret_cast<Word*>(memory.keys);
+    auto* gathered_values = reinterpret_cast<Word*>(memory.values);
+    const Groups<Word> key_words(gathered_keys, kGroup, kKeyTile);
+    const Groups<Word> value_words(gathered_values, int64_t{tile.padded_dim} * kGroup / M::pair,
+                                   tile.padded_dim);
     for (int64_t first = begin; first < end; first += kKeyTile) {
         const int count = clamp_to_tile(end - first);
-        with_type(tile.dtype, [&](auto* type) {
-            using T = Pointee<decltype(type)>;
-            if (direct) {
-                score_blocks<T>(tile, first, count, end, scores);
-            } else {
-                gather_keys<T>(tile, first, count, keys);
-                gather_values<T>(tile, first, count, values);
-            }
-        });
-        if (!direct) score(tile, keys, scores);
-        for (int row = 0; row < tile.rows; ++row) {
-            const int64_t position = tile.first_position + row / tile.group;
-            decay[row] = soften(scores + row * kKeyTile, clamp_to_tile(position - tile.window + 1 - first),
-                                clamp_to_tile(position + 1 - first), part.highest[row], part.total[row]);
+        if constexpr (std::is_same_v<M, I16Math>) {
+            gather_scales(tile, tile.cache.key_scales, first, count, 1.0f, memory.key_scales);
+            gather_scales(tile, tile.cache.value_scales, first, count, 0.0f, memory.value_scales);
         }
-        if (!direct) {
-            add_values(tile, scores, values, count, decay, part.out);
+        if (!reads_keys(tile)) gather_keys<M, Cell>(tile, first, count, gathered_keys);
+        if (!reads_values(tile)) {
+            gather_values<M, Cell>(tile, first, count, gathered_values);
+            if (!reads_keys(tile)) {
+                attend_tile<M>(tile, first, key_words, value_words, memory, part);
+            } else {
+                attend_tile<M>(tile, first, key_groups<M, Cell>(tile, first, end), value_words, memory, part);
+            }
             continue;
         }
-        with_type(tile.dtype, [&](auto* type) {
-            using T = Pointee<decltype(type)>;
-            add_block_values<T>(tile, scores, first, count, decay, part.out);
-        });
+        const auto keys = key_groups<M, Cell>(tile, first, end);
+        const auto values = value_groups<M, Cell>(tile, first, end);
+        if (first == begin && begin <= tile.begin) {
+            prefetch(keys, tile.head_dim / M::pair, kGroup);
+            prefetch(values, kGroup / M::pair, tile.head_dim);
+        }
+        attend_tile<M>(tile, first, keys, values, memory, part);
     }
+}
+
+// Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
+void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
+    const AttendMemory memory(scratch, tile);
+    for (int row = 0; row < tile.rows; ++row) part.highest[row] = -INFINITY;
+    std::memset(memory.totals, 0, sizeof(float) * static_cast<size_t>(tile.rows) * kWidth);
+    std::memset(part.out, 0, sizeof(float) * static_cast<size_t>(tile.rows) * tile.padded_dim);
+    const int64_t oldest = tile.first_position - tile.window + 1;
+    if (oldest > begin) begin = oldest / kKeyTile * kKeyTile;
+    with_cells(tile, [&](auto way, auto* cell) {
+        attend_as<decltype(way), Pointee<decltype(cell)>>(tile, begin, end, memory, part);
+    });
+    for (int row = 0; row < tile.rows; ++row) part.total[row] = sum(load(memory.totals + row * kWidth));
 }
 
 void merge(int rows, int padded_dim, Partial whole, Partial part) {
     for (int row = 0; row < rows; ++row) {
         const float before = whole.highest[row], here = part.highest[row];
         const float now = here > before ? here : before;
-        const float old_share = before == -INFINITY ? 0.0f : exp(before - now);
-        const float new_share = here == -INFINITY ? 0.0f : exp(here - now);
+        const float old_share = before == -INFINITY ? 0.0f : exp2(before - now);
+        const float new_share = here == -INFINITY ? 0.0f : exp2(here - now);
         whole.highest[row] = now;
         whole.total[row] = whole.total[row] * old_share + part.total[row] * new_share;
         float* to = whole.out + int64_t{row} * padded_dim;

@@ -26,13 +26,14 @@ PAGODA_INLINE void with_count(int n, F f) {
     }
 }
 
-// Calls f(pointer of the dtype's type) with a null pointer.
+// Calls f(pointer of the type of such activations) with a null pointer.
 template <class F>
 PAGODA_INLINE void with_type(Dtype dtype, F f) {
     switch (dtype) {
         case Dtype::f32: return f(static_cast<float*>(nullptr));
         case Dtype::bf16: return f(static_cast<bf16*>(nullptr));
         case Dtype::f16: return f(static_cast<f16*>(nullptr));
+        case Dtype::i8: return;
     }
 }
 

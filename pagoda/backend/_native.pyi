@@ -22,6 +22,13 @@ class QuantizedShape:
     @property
     def bytes(self) -> int: ...
 
+def advise_large_pages(memory: int, size: int) -> None: ...
+
+class Cache:
+    def __init__(
+        self, dtype: int, keys: int, values: int, key_scales: int, value_scales: int
+    ) -> None: ...
+
 class AttentionPlan:
     def __init__(
         self,
@@ -87,12 +94,17 @@ class Kernels:
         out: int,
     ) -> None: ...
     def silu_and_mul(self, dtype: int, gate_up: int, n: int, d: int, out: int) -> None: ...
+    def key_pair(self, dtype: int, cache_dtype: int) -> int:
+        """Elements of a key that lie side by side in a cache for activations of a dtype."""
+
+    def value_pair(self, dtype: int, cache_dtype: int, block_size: int) -> int:
+        """Tokens whose values lie side by side."""
+
     def rotate_and_cache(
         self,
         plan: AttentionPlan,
         dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         qkv: int,
         q_norm: int,
         k_norm: int,
@@ -105,10 +117,62 @@ class Kernels:
         self,
         plan: AttentionPlan,
         dtype: int,
-        keys: int,
-        values: int,
+        cache: Cache,
         queries: int,
         scale: float,
         window: int,
         out: int,
     ) -> None: ...
+
+class Program:
+    """Operations on values that are recorded by number and computed by `run`."""
+
+    def __init__(self, kernels: Kernels) -> None: ...
+    def value(self, dtype: int, width: int) -> int: ...
+    def weight_rows(self, out: int, dtype: int, outputs: int, inputs: int, packed: int) -> None: ...
+    def quantized_rows(self, out: int, shape: QuantizedShape, packed: int, order: int) -> None: ...
+    def linear(
+        self,
+        x: int,
+        out: int,
+        column: int,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        bias: int,
+    ) -> None: ...
+    def quantized_linear(
+        self,
+        x: int,
+        out: int,
+        column: int,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        bias: int,
+    ) -> None: ...
+    def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
+    def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
+    def silu_and_mul(self, gate_up: int) -> int: ...
+    def rotate_and_cache(
+        self,
+        qkv: int,
+        cache: Cache,
+        queries_width: int,
+        q_norm: int,
+        k_norm: int,
+        eps: float,
+    ) -> int: ...
+    def attention(self, queries: int, cache: Cache, scale: float, window: int) -> int: ...
+    def finish(self, result: int) -> None: ...
+    def run(
+        self,
+        num_tokens: int,
+        plan: AttentionPlan,
+        token_ids: int,
+        cosines: int,
+        sines: int,
+        out: int,
+    ) -> None:
+        """Raises IndexError when a token id is not in the embedding."""

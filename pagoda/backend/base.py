@@ -6,7 +6,7 @@ every sequence in the step, one after the other, with no padding between sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -39,12 +39,16 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class KVCache:
-    """K and V of one layer, in blocks."""
+    """K and V of one layer, in blocks; how a block is laid out is up to the backend."""
 
     keys: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim], or with the last two the other way round."""
+    """[num_blocks, num_kv_heads, ...]: block_size tokens of head_dim elements."""
     values: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The same."""
+    key_scales: Tensor | None = None
+    """[num_blocks, num_kv_heads, block_size] float32, of int8: each token's largest element is 127 of them."""
+    value_scales: Tensor | None = None
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,101 @@ class HeadNorms:
     eps: float
 
 
+ValueT = TypeVar("ValueT")
+"""Activations: a tensor, or what stands for one while a forward pass is compiled."""
 LinearT = TypeVar("LinearT")
 """A weight as the backend wants it."""
 PlanT = TypeVar("PlanT")
 """What attention needs to know about a step, worked out once for all layers."""
+LinearT_co = TypeVar("LinearT_co", covariant=True)
+LinearT_contra = TypeVar("LinearT_contra", contravariant=True)
+PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
 
 
-class Backend(Protocol, Generic[LinearT, PlanT]):
+@dataclass(frozen=True)
+class StepInput(Generic[ValueT, PlanT]):
+    """What a forward pass starts from."""
+
+    token_ids: ValueT
+    """[n] int64."""
+    rotary_table: tuple[ValueT, ValueT]
+    """Of the tokens' positions; see `Backend.rotary_table`."""
+    plan: PlanT
+
+
+class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
     """The operations of a dense decoder.
 
     The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its
     sequence was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler).
     """
+
+    def linear(self, x: ValueT, weight: LinearT_contra) -> ValueT:
+        """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out]."""
+        ...
+
+    def linear_rows(self, token_ids: ValueT, weight: LinearT_contra) -> ValueT:
+        """Rows of a weight [vocab, hidden] that is an embedding table, without its bias: [n, hidden]."""
+        ...
+
+    def rms_norm(self, x: ValueT, weight: Tensor, eps: float) -> ValueT:
+        """x [..., d] over the root of its mean square, times weight [d] (Zhang and Sennrich 2019)."""
+        ...
+
+    def add_rms_norm(
+        self, x: ValueT, delta: ValueT, weight: Tensor, eps: float
+    ) -> tuple[ValueT, ValueT]:
+        """x + delta [n, d] and its `rms_norm`."""
+        ...
+
+    def silu_and_mul(self, gate_up: ValueT) -> ValueT:
+        """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def rotate_and_cache(
+        self,
+        qkv: ValueT,
+        cache: KVCache,
+        plan: PlanT_contra,
+        table: tuple[ValueT, ValueT],
+        norms: HeadNorms | None,
+    ) -> ValueT:
+        """Readies queries, keys and values, one behind the other in qkv [n, (heads + 2 kv_heads) d].
+
+        Queries and keys are normed where there are norms; then the pairs (i, i + d/2) of every head are rotated
+        (Su et al. 2021, GPT-NeoX order). Keys and values go to the blocks of their sequences; returns queries
+        [n, heads, d].
+        """
+        ...
+
+    def attention(
+        self,
+        queries: ValueT,
+        cache: KVCache,
+        plan: PlanT_contra,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> ValueT:
+        """Causal attention of queries [n, heads, d] over all cached tokens of their sequences: [n, heads, d].
+
+        With `window`, a token sees itself and the `window - 1` before it.
+        """
+        ...
+
+
+class ForwardPass(Protocol[LinearT_co, PlanT]):
+    """A model in terms of operations, from tokens to hidden states."""
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, LinearT_co, PlanT],
+        step: StepInput[ValueT, PlanT],
+    ) -> ValueT: ...
+
+
+class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, PlanT]):
+    """A device with its operations, and all that is done once for a model or once for a step."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -85,9 +172,18 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         ...
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: dtype,
+        kv_dtype: dtype | None = None,
     ) -> KVCache:
-        """The cache of one layer."""
+        """The cache of one layer: `dtype` is that of activations, `kv_dtype` that of K and V if it is another.
+
+        With int8, a token's K and its V have one scale per head, symmetric about 0.
+        """
         ...
 
     def prepare_linear(
@@ -99,26 +195,11 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         """
         ...
 
-    def linear(self, x: Tensor, weight: LinearT) -> Tensor:
-        """x [n, in] times the weight, plus the bias: [n, out]."""
-        ...
+    def greedy(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor]:
+        """The highest of `linear`'s outputs for each row of x [m, in], without storing the others.
 
-    def linear_rows(self, token_ids: Tensor, weight: LinearT) -> Tensor:
-        """Rows of a weight [vocab, hidden] that serves as embedding too, without its bias: [n, hidden]."""
-        ...
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of weight [vocab, hidden]: [n, hidden]."""
-        ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., d] over the root of its mean square, times weight [d] (Zhang and Sennrich 2019)."""
-        ...
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """x + delta [n, d] and its `rms_norm`."""
+        Returns its index [m] int64, the lowest of equal ones, and whether all outputs are finite [m] bool.
+        """
         ...
 
     def rotary_table(
@@ -127,35 +208,16 @@ class Backend(Protocol, Generic[LinearT, PlanT]):
         """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
-        ...
-
     def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> PlanT:
         """What is the same for all layers; `cache` is any layer's."""
         ...
 
-    def rotate_and_cache(
-        self,
-        qkv: Tensor,
-        cache: KVCache,
-        plan: PlanT,
-        table: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        """Readies queries, keys and values, one behind the other in qkv [n, (heads + 2 kv_heads) d].
+    def compile(
+        self, forward: ForwardPass[LinearT, PlanT]
+    ) -> Callable[[StepInput[Tensor, PlanT]], Tensor]:
+        """The same forward pass, as quick as the backend can make it.
 
-        Queries and keys are normed where there are norms; then the pairs (i, i + d/2) of every head are rotated
-        (Su et al. 2021, GPT-NeoX order). Keys and values go to the blocks of their sequences; returns queries
-        [n, heads, d].
-        """
-        ...
-
-    def attention(
-        self, queries: Tensor, cache: KVCache, plan: PlanT, *, scale: float, window: int | None
-    ) -> Tensor:
-        """Causal attention of queries [n, heads, d] over all cached tokens of their sequences: [n, heads, d].
-
-        With `window`, a token sees itself and the `window - 1` before it.
+        It may be called once, with stand-ins for tensors and no plan, and what it did be repeated for every
+        step; so it must do the same whatever the step is.
         """
         ...

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
+from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.cpu_program import CompiledForward
+from pagoda.backend.cpu_types import (
+    DTYPES,
+    KV_DTYPES,
+    UNLIMITED,
+    AttentionPlan,
+    DenseSegment,
+    PackedLinear,
+    QuantizedSegment,
+    Segment,
+    address,
+)
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import (
     DenseWeight,
@@ -38,54 +49,9 @@ INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_UNLIMITED = 2**62
-"""A window that no context is longer than."""
-
 
 class BackendUnavailableError(Exception):
     """This machine or installation has no such backend; the message says why."""
-
-
-@dataclass(frozen=True)
-class DenseSegment:
-    """Outputs of a linear map whose weights are numbers."""
-
-    panels: Tensor
-    """Bytes of the weight [out, in] in panels of 32 outputs; see csrc/kernels.h."""
-    bias: Tensor | None
-    """[out rounded up to whole panels] float32."""
-    outputs: int
-
-
-@dataclass(frozen=True)
-class QuantizedSegment:
-    """Outputs of a linear map whose weights are codes of one format."""
-
-    panels: Tensor
-    """Bytes of codes and scales in panels of 32 outputs; see csrc/kernels.h."""
-    bias: Tensor | None
-    """[out rounded up to whole panels] float32."""
-    outputs: int
-    shape: _native.QuantizedShape
-    input_order: Tensor | None
-    """See `GroupedWeight`."""
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    segments: tuple[DenseSegment | QuantizedSegment, ...]
-    """Their outputs follow one another."""
-    dtype: torch.dtype
-    outputs: int
-    inputs: int
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    native: _native.AttentionPlan
-    num_heads: int
-    head_dim: int
 
 
 def available_instruction_sets() -> list[str]:
@@ -141,9 +107,18 @@ class CpuBackend:
         return f"cpu ({self._instruction_set}), {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> KVCache:
-        """Keys are [num_blocks, num_kv_heads, head_dim, block_size]: a vector holds one element of many keys.
+        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: vectors hold an element of many keys.
+
+        Values are [num_blocks, num_kv_heads, block_size / q, head_dim, q]. p and q are 2 where one instruction
+        multiplies pairs, else 1.
 
         Raises:
             ConfigError: no kernel takes heads of this size.
@@ -153,10 +128,19 @@ class CpuBackend:
                 f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
                 f"not {head_dim}; --backend reference takes any."
             )
-        return KVCache(
-            keys=torch.empty((num_blocks, num_kv_heads, head_dim, block_size), dtype=dtype),
-            values=torch.empty((num_blocks, num_kv_heads, block_size, head_dim), dtype=dtype),
-        )
+        kv_dtype = kv_dtype or dtype
+        dtypes = DTYPES[dtype], KV_DTYPES[kv_dtype]
+        p = self._kernels.key_pair(*dtypes)
+        q = self._kernels.value_pair(*dtypes, block_size)
+        blocks = (num_blocks, num_kv_heads)
+        keys = torch.empty((*blocks, head_dim // p, block_size, p), dtype=kv_dtype)
+        values = torch.empty((*blocks, block_size // q, head_dim, q), dtype=kv_dtype)
+        for part in (keys, values):
+            self._native.advise_large_pages(part.data_ptr(), part.nbytes)
+        if kv_dtype != torch.int8:
+            return KVCache(keys, values)
+        scales = (torch.empty((*blocks, block_size)) for _ in range(2))
+        return KVCache(keys, values, *scales)
 
     # ---- token by token
 
@@ -168,7 +152,7 @@ class CpuBackend:
         Raises:
             ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs.
         """
-        segments: list[DenseSegment | QuantizedSegment] = []
+        segments: list[Segment] = []
         first = 0
         for alike in _runs_of_one_format(parts):
             outputs = total_outputs(alike)
@@ -179,7 +163,7 @@ class CpuBackend:
 
     def _pack(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
-    ) -> DenseSegment | QuantizedSegment:
+    ) -> Segment:
         """Parts of one format."""
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
@@ -191,7 +175,7 @@ class CpuBackend:
 
     def _pack_dense(self, weight: Tensor, bias: Tensor | None) -> DenseSegment:
         outputs, inputs = weight.shape
-        dtype = _DTYPES[weight.dtype]
+        dtype = DTYPES[weight.dtype]
         size = self._native.packed_bytes(dtype, outputs, inputs)
         panels = torch.empty(size, dtype=torch.uint8)
         self._kernels.pack_weight(dtype, outputs, inputs, weight.data_ptr(), panels.data_ptr())
@@ -205,7 +189,7 @@ class CpuBackend:
             raise ValueError(
                 f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
             )
-        shape = self._native.QuantizedShape.int8(_DTYPES[dtype], outputs, inputs)
+        shape = self._native.QuantizedShape.int8(DTYPES[dtype], outputs, inputs)
         panels = self._pack_codes(shape, values, scales, None)
         return QuantizedSegment(panels, bias, outputs, shape, None)
 
@@ -220,7 +204,7 @@ class CpuBackend:
         offsets = None if first.offsets is None else _join(parts, "offsets")
         outputs, inputs = codes.shape
         shape = self._native.QuantizedShape.grouped(
-            _DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
+            DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
         )
         panels = self._pack_codes(shape, codes, scales, offsets)
         order = None if first.input_order is None else first.input_order.contiguous()
@@ -231,12 +215,13 @@ class CpuBackend:
     ) -> Tensor:
         panels = torch.empty(shape.bytes, dtype=torch.uint8)
         self._native.pack_quantized(
-            shape, codes.data_ptr(), scales.data_ptr(), _address(offsets), panels.data_ptr()
+            shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
         )
         return panels
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         self._checked(x, weight.dtype)
+        x = x.flatten(1)
         if x.stride(1) != 1:
             x = x.contiguous()
         if x.shape[1] != weight.inputs:
@@ -248,16 +233,16 @@ class CpuBackend:
             first += segment.outputs
         return out
 
-    def _multiply(self, x: Tensor, segment: DenseSegment | QuantizedSegment, out: Tensor) -> None:
+    def _multiply(self, x: Tensor, segment: Segment, out: Tensor) -> None:
         """To the first columns of `out`."""
         num_tokens, inputs = x.shape
-        panels, bias = segment.panels.data_ptr(), _address(segment.bias)
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
         rows = (x.data_ptr(), x.stride(0), num_tokens, out.data_ptr(), out.stride(0))
         if isinstance(segment, DenseSegment):
-            dtype = _DTYPES[x.dtype]
+            dtype = DTYPES[x.dtype]
             self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
         else:
-            order = _address(segment.input_order)
+            order = address(segment.input_order)
             self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
     def linear_rows(self, token_ids: Tensor, weight: PackedLinear) -> Tensor:
@@ -276,23 +261,22 @@ class CpuBackend:
             first += segment.outputs
         return out
 
-    def _rows(
-        self, token_ids: Tensor, segment: DenseSegment | QuantizedSegment, weight: PackedLinear
-    ) -> Tensor:
+    def _rows(self, token_ids: Tensor, segment: Segment, weight: PackedLinear) -> Tensor:
         """Of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
         panels, rows = segment.panels.data_ptr(), (ids.data_ptr(), len(ids), out.data_ptr())
         if isinstance(segment, DenseSegment):
-            dtype = _DTYPES[weight.dtype]
+            dtype = DTYPES[weight.dtype]
             self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
         else:
-            order = _address(segment.input_order)
+            order = address(segment.input_order)
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return self._reference.embedding(token_ids, weight)
+    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+        outputs = self.linear(x, weight)
+        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, x = self._checked(x, weight.dtype), x.contiguous()
@@ -346,7 +330,7 @@ class CpuBackend:
     # ---- attention
 
     def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
-        _, num_kv_heads, block_size, head_dim = cache.values.shape
+        _, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
         query_lens, context_lens, block_tables = (
             part.contiguous() for part in (batch.query_lens, batch.context_lens, batch.block_tables)
         )
@@ -354,7 +338,7 @@ class CpuBackend:
             num_heads,
             num_kv_heads,
             head_dim,
-            block_size,
+            block_pairs * pair,
             len(query_lens),
             query_lens.data_ptr(),
             context_lens.data_ptr(),
@@ -362,6 +346,16 @@ class CpuBackend:
             block_tables.shape[1],
         )
         return AttentionPlan(native, num_heads, head_dim)
+
+    def _native_cache(self, cache: KVCache) -> _native.Cache:
+        scales = (cache.key_scales, cache.value_scales)
+        native: _native.Cache = self._native.Cache(
+            KV_DTYPES[cache.keys.dtype],
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            *(0 if part is None else part.data_ptr() for part in scales),
+        )
+        return native
 
     def rotate_and_cache(
         self,
@@ -371,15 +365,14 @@ class CpuBackend:
         table: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
     ) -> Tensor:
-        dtype, qkv = self._checked(qkv, cache.keys.dtype), qkv.contiguous()
+        qkv = qkv.contiguous()
         self._check_tokens(qkv, plan)
         cosines, sines = (part.contiguous() for part in table)
         queries = qkv.new_empty((len(qkv), plan.num_heads, plan.head_dim))
         self._kernels.rotate_and_cache(
             plan.native,
-            dtype,
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
+            self._checked_for(cache, qkv),
+            self._native_cache(cache),
             qkv.data_ptr(),
             0 if norms is None else norms.queries.data_ptr(),
             0 if norms is None else norms.keys.data_ptr(),
@@ -399,34 +392,44 @@ class CpuBackend:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        dtype, queries = self._checked(queries, cache.keys.dtype), queries.contiguous()
+        queries = queries.contiguous()
         self._check_tokens(queries, plan)
         out = torch.empty_like(queries)
         self._kernels.attention(
             plan.native,
-            dtype,
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
+            self._checked_for(cache, queries),
+            self._native_cache(cache),
             queries.data_ptr(),
             scale,
-            _UNLIMITED if window is None else window,
+            UNLIMITED if window is None else window,
             out.data_ptr(),
         )
         return out
+
+    # ---- all at once
+
+    def compile(
+        self, forward: ForwardPass[PackedLinear, AttentionPlan]
+    ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
+        return CompiledForward(self._native.Program(self._kernels), self._native_cache, forward)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""
         if x.dtype != expected:
             raise ValueError(f"Values are {x.dtype}, but {expected} is needed.")
-        return _DTYPES[expected]
+        return DTYPES[expected]
+
+    def _checked_for(self, cache: KVCache, x: Tensor) -> int:
+        """The number of activations' dtype, for which the cache was laid out."""
+        dtype = DTYPES[x.dtype]
+        pair = cache.keys.shape[4]
+        if self._kernels.key_pair(dtype, KV_DTYPES[cache.keys.dtype]) != pair:
+            raise ValueError(f"This cache of {cache.keys.dtype} is not for values of {x.dtype}.")
+        return dtype
 
     def _check_tokens(self, x: Tensor, plan: AttentionPlan) -> None:
         if len(x) != plan.native.num_tokens:
             raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _runs_of_one_format(parts: Sequence[LinearWeight]) -> list[list[LinearWeight]]:

@@ -9,15 +9,17 @@ are. `tests/backend/test_invariance.py` checks that the kernels used here keep t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
-from pagoda.backend.weights import LinearWeight, dequantize
+from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.quantized import PackedGroups, quantized_product, weight_rows
+from pagoda.backend.weights import DenseWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
 
 ROWS = 16
@@ -30,9 +32,10 @@ TILES_PER_PASS = 8
 
 @dataclass(frozen=True)
 class Linear:
-    weight: Tensor
-    """[out, in]."""
+    parts: tuple[Tensor | Int8Weight | PackedGroups, ...]
+    """Weights whose outputs follow one another; dense ones are [out, in] in `dtype`."""
     bias: Tensor | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class ReferenceBackend:
             max_batch_tokens=65536,
             max_batch_seqs=4096,
             max_model_len=2**20,
-            weight_formats=("float32", "bfloat16", "float16"),
+            weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
+            kv_cache_dtypes=("float32", "bfloat16", "float16", "int8"),
         )
 
     @property
@@ -82,38 +86,50 @@ class ReferenceBackend:
         return f"reference on cpu, {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> KVCache:
+        """K and V are [num_blocks, num_kv_heads, block_size, head_dim]."""
         # Left unwritten: memory is taken from the machine as blocks come into use.
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        keys, values = (torch.empty(shape, dtype=kv_dtype or dtype) for _ in range(2))
+        if keys.dtype != torch.int8:
+            return KVCache(keys, values)
+        return KVCache(keys, values, torch.empty(shape[:3]), torch.empty(shape[:3]))
 
     # ---- token by token
 
     def prepare_linear(
         self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
     ) -> Linear:
-        return Linear(torch.cat([dequantize(part).to(dtype) for part in parts]), bias)
+        if all(isinstance(part, DenseWeight) for part in parts):
+            joined = torch.cat([part.values.to(dtype) for part in parts])  # type: ignore[union-attr]
+            return Linear((joined,), bias, dtype)
+        return Linear(tuple(_prepared(part, dtype) for part in parts), bias, dtype)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        matrix = weight.weight
-        if matrix.dtype == torch.float16:
-            # Half-precision products are slow on CPUs, and would be summed in half precision.
-            matrix, x = matrix.float(), x.float()
-        num_tokens = x.shape[0]
-        x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
-        out = x.new_empty(x.shape[0], matrix.shape[0])
-        for start in range(0, x.shape[0], ROWS):
-            rows = slice(start, start + ROWS)
-            torch.mm(x[rows], matrix.t(), out=out[rows])
-        out = out[:num_tokens].to(weight.weight.dtype)
+        x = x.flatten(1)
+        products = [
+            _dense_product(x, part) if isinstance(part, Tensor) else quantized_product(x, part)
+            for part in weight.parts
+        ]
+        out = torch.cat([product.to(weight.dtype) for product in products], dim=1)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def linear_rows(self, token_ids: Tensor, weight: Linear) -> Tensor:
-        return self.embedding(token_ids, weight.weight)
+        (table,) = weight.parts
+        if isinstance(table, Tensor):
+            return F.embedding(token_ids, table)
+        return weight_rows(token_ids, table).to(weight.dtype)
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
+    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor]:
+        outputs = self.linear(x, weight)
+        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -143,6 +159,13 @@ class ReferenceBackend:
         wide = gate.float()
         # F.silu takes another path for the last few elements of a tensor than for the rest.
         return (wide / (1 + torch.exp(-wide))).to(up.dtype) * up
+
+    # ---- all at once
+
+    def compile(
+        self, forward: ForwardPass[Linear, AttentionPlan]
+    ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
+        return partial(forward, self)
 
     # ---- attention
 
@@ -215,8 +238,15 @@ class ReferenceBackend:
 
     def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
         """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
-        cache.keys[plan.block_ids, :, plan.offsets] = keys
-        cache.values[plan.block_ids, :, plan.offsets] = values
+        place = (plan.block_ids, slice(None), plan.offsets)
+        for stored, scales, new in (
+            (cache.keys, cache.key_scales, keys),
+            (cache.values, cache.value_scales, values),
+        ):
+            if scales is None:
+                stored[place] = new.to(stored.dtype)
+            else:
+                stored[place], scales[place] = _quantize(new)
 
     def attention(
         self,
@@ -236,6 +266,25 @@ class ReferenceBackend:
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
         return out.view_as(queries).to(queries.dtype)
+
+
+def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:
+    if isinstance(part, DenseWeight):
+        return part.values.to(dtype, copy=True)
+    return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
+
+
+def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:
+    if matrix.dtype == torch.float16:
+        # Half-precision products are slow on CPUs, and would be summed in half precision.
+        matrix, x = matrix.float(), x.float()
+    num_tokens = x.shape[0]
+    x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
+    out = x.new_empty(x.shape[0], matrix.shape[0])
+    for start in range(0, x.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        torch.mm(x[rows], matrix.t(), out=out[rows])
+    return out[:num_tokens]
 
 
 def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:
@@ -272,7 +321,8 @@ def _attend(queries: Tensor, cache: KVCache, part: _Pass, window: int | None) ->
     out = torch.zeros_like(queries)
     for index, (active, rows) in enumerate(zip(part.num_active, part.kv_rows, strict=True)):
         key_positions = torch.arange(index * KEYS, (index + 1) * KEYS)
-        keys, values = _gather(cache.keys, rows), _gather(cache.values, rows)
+        keys = _gather(cache.keys, cache.key_scales, rows)
+        values = _gather(cache.values, cache.value_scales, rows)
         going_on = part.num_active[index + 1] if index + 1 < len(part.num_active) else 0
         unwritten = key_positions > part.last_positions[going_on:active, None]
         _by_head(values[going_on * num_heads :], num_heads).masked_fill_(
@@ -302,10 +352,21 @@ def _hidden(key_positions: Tensor, positions: Tensor, window: int | None) -> Ten
     return hidden if window is None else hidden | (key_positions <= positions - window)
 
 
-def _gather(cached: Tensor, rows: Tensor) -> Tensor:
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., d] as int8 and the scales [...] float32 that bring it back; the largest of d elements is 127."""
+    wide = x.float()
+    scales = wide.abs().amax(-1) / 127
+    divisors = scales.masked_fill(scales == 0, 1)
+    return (wide / divisors[..., None]).round().to(torch.int8), scales
+
+
+def _gather(cached: Tensor, scales: Tensor | None, rows: Tensor) -> Tensor:
     """The blocks at `rows` as float32 keys or values [tiles * kv_heads, KEYS, d]."""
-    flat = cached.view(cached.shape[0] * cached.shape[1], -1)
-    return flat.index_select(0, rows).float().view(-1, KEYS, cached.shape[3])
+    head_dim = cached.shape[3]
+    blocks = cached.flatten(0, 1).index_select(0, rows).float()
+    if scales is not None:
+        blocks *= scales.flatten(0, 1).index_select(0, rows)[..., None]
+    return blocks.view(-1, KEYS, head_dim)
 
 
 def _by_head(x: Tensor, num_heads: int) -> Tensor:

@@ -12,7 +12,15 @@ from pagoda.cli import machine_facts, output
 from pagoda.cli.bandwidth import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.sizes import format_bytes
-from pagoda.cli.weight_traffic import WeightTraffic, read_config, weight_traffic
+from pagoda.cli.weight_traffic import (
+    WeightTraffic,
+    gguf_traffic,
+    is_quantized,
+    read_config,
+    stored_traffic,
+    weight_traffic,
+)
+from pagoda.models.gguf import read_gguf
 from pagoda.models.presets import PRESETS
 from pagoda.models.resolve import resolve_model
 from pagoda.version import __version__
@@ -24,18 +32,20 @@ def doctor(
     model: str | None = None,
     *,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    quantization: Literal["none", "int8", "int4"] = "none",
     threads: Count | None = None,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Say what this machine has, what will be used, and the decode limit that follows.
 
     Args:
-        model: A model directory or a preset; by default the embedded model and all presets.
+        model: A model directory, a GGUF file or a preset; by default the embedded model and all presets.
         dtype: Number format of the weights; auto takes the model's own.
+        quantization: Weights that are rounded as they are loaded, int4 in groups of 32.
         threads: Threads that measure memory bandwidth; by default the cores that may be used.
     """
     general.apply()
-    models = dict(_models(model, dtype))
+    models = dict(_models(model, dtype, quantization))
     cores = machine_facts.cores()
     bandwidth = measure_read_bandwidth(threads or cores.usable, machine_facts.free_memory_bytes())
     console = output.stdout()
@@ -44,7 +54,7 @@ def doctor(
     console.print(
         output.table(
             "Decode limit: bandwidth / weights read a step",
-            ("model", "dtype", "read a step", "at most, one request"),
+            ("model", "weights", "read a step", "at most, one request"),
             (_limit_row(name, traffic, bandwidth) for name, traffic in models.items()),
         )
     )
@@ -60,9 +70,10 @@ def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[s
     yield "processor", machine_facts.cpu_name(cpuinfo)
     yield (
         "cores",
-        f"{cores.usable} usable under the container's quota, {cores.allowed} allowed by affinity, "
-        f"{cores.machine} in the machine",
+        f"{cores.allowed} of {cores.machine} allowed by affinity, container quota "
+        + ("none" if cores.quota is None else f"{cores.quota:g}"),
     )
+    yield "threads", f"{cores.usable} for a worker; --threads chooses another number"
     yield "instruction sets", " ".join(machine_facts.instruction_sets(cpuinfo)) or "none of note"
     yield "memory", f"{free} free of {total}"
     yield "accelerators", "; ".join(found) or "none found"
@@ -84,17 +95,26 @@ def _backend() -> str:
     return said if done.returncode == 0 else f"none, a worker cannot start: {said}"
 
 
-def _models(model: str | None, dtype: str) -> Iterable[tuple[str, WeightTraffic]]:
+def _models(
+    model: str | None, dtype: str, quantization: str
+) -> Iterable[tuple[str, WeightTraffic]]:
     if model is not None and model in PRESETS:
-        yield model, weight_traffic(PRESETS[model], dtype, f"preset {model}")
+        yield model, weight_traffic(PRESETS[model], dtype, f"preset {model}", quantization)
         return
     files = resolve_model(model)
+    if files.gguf is not None:
+        yield files.served_name, gguf_traffic(read_gguf(files.gguf), dtype)
+        return
     directory = files.directory or Path(files.model)
+    config = read_config(directory)
+    if is_quantized(config):
+        yield files.served_name, stored_traffic(config, directory)
+        return
     source = str(directory / "config.json")
-    yield files.served_name, weight_traffic(read_config(directory), dtype, source)
+    yield files.served_name, weight_traffic(config, dtype, source, quantization)
     if model is None:
-        for name, config in PRESETS.items():
-            yield name, weight_traffic(config, dtype, f"preset {name}")
+        for name, preset in PRESETS.items():
+            yield name, weight_traffic(preset, dtype, f"preset {name}", quantization)
 
 
 def _limit_row(name: str, traffic: WeightTraffic, bandwidth: Bandwidth) -> tuple[str, ...]:

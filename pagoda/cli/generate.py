@@ -39,7 +39,7 @@ def generate(
 
     Args:
         prompts: What to answer; by default what standard input holds.
-        model: A model directory, hub id or preset; by default the embedded model.
+        model: A model directory, GGUF file, hub id or preset; by default the embedded model.
         raw: Continue the prompt as it stands, instead of putting it into the chat template.
         input_file: A JSONL file of requests in OpenAI's batch format.
         output_file: Where the results of --input go, in the same order.

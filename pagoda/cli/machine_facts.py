@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from pagoda.ipc.machine import available_cores, available_memory_bytes
+from pagoda.ipc.machine import available_cores, available_memory_bytes, cgroup_cores
 
 _NOTABLE = (
     "avx2",
@@ -42,13 +42,17 @@ class Cores:
 
     machine: int
     allowed: int
+    quota: float | None
+    """What the container may use, in cores; None where it has no limit."""
     usable: int
+    """The whole cores within both: threads of a worker."""
 
 
 def cores() -> Cores:
     machine = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
-    return Cores(machine=machine, allowed=allowed, usable=available_cores())
+    quota = cgroup_cores(Path("/"))
+    return Cores(machine=machine, allowed=allowed, quota=quota, usable=available_cores())
 
 
 def total_memory_bytes() -> int:

@@ -33,6 +33,7 @@ _COMMANDS = {
 }
 _BENCHMARKS = {
     "serve": "Put load on any OpenAI-compatible server.",
+    "compare": "Put the same load on two or more servers in turn, and compare.",
     "offline": "Measure the throughput of the engine without HTTP.",
     "accuracy": "Ask held-out questions and count the right answers.",
 }

@@ -74,7 +74,7 @@ def serve(
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
 
     Args:
-        model: A model directory, a hub id, or a preset with --load-format dummy; by default
+        model: A model directory, a GGUF file, a hub id, or a preset with --load-format dummy; by default
             the embedded pagoda-tiny.
     """
     hold_lifeline()

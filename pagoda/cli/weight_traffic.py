@@ -1,4 +1,4 @@
-"""How many bytes of weights a decode step reads, from a Hugging Face config alone.
+"""How many bytes of weights a decode step reads, from a Hugging Face config or the header of a GGUF file alone.
 
 A step multiplies by every weight once, whatever the batch. Of the input embedding it reads one row a
 token, so only the output projection counts, be it tied or not.
@@ -7,6 +7,7 @@ token, so only the output projection counts, be it tied or not.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,12 @@ from pathlib import Path
 import msgspec
 
 from pagoda.errors import ConfigError
+from pagoda.models.gguf import GgufFile
+from pagoda.models.gguf_config import DTYPE, EMBEDDING, HEAD, HELD_AS, config_values
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
+_QUANTIZED_BYTES = {"int8": 1, "int4": 4.5 / 8}
+"""A weight of int4 with its share of the scale that a group of 32 has."""
 
 
 class _Shape(msgspec.Struct):
@@ -26,6 +31,7 @@ class _Shape(msgspec.Struct):
     vocab_size: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    tie_word_embeddings: bool = False
     torch_dtype: str | None = None
     dtype: str | None = None
 
@@ -34,37 +40,87 @@ class _Shape(msgspec.Struct):
 class WeightTraffic:
     """Of one decode step."""
 
-    weights: int
+    num_bytes: int
     dtype: str
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weights * BYTES_PER_WEIGHT[self.dtype]
 
-
-def weight_traffic(config: Mapping[str, object], dtype: str, source: str) -> WeightTraffic:
+def weight_traffic(
+    config: Mapping[str, object], dtype: str, source: str, quantization: str = "none"
+) -> WeightTraffic:
     """Of a dense decoder with grouped-query attention and a gated MLP (Qwen, Llama, Mistral).
 
-    `dtype` `auto` takes the config's own. Norms and biases, less than a thousandth, are left out.
+    `dtype` `auto` takes the config's own; `quantization` is `none`, `int8` or `int4` in groups of 32, with an int8
+    head. Norms, biases and the scales of int8, less than a hundredth, are left out.
 
     Raises:
         ConfigError: `source` does not describe such a model.
     """
-    try:
-        shape = msgspec.convert(config, _Shape)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{source} is not the config of a dense decoder model: {error}."
-        ) from error
-    chosen = (shape.dtype or shape.torch_dtype or "float32") if dtype == "auto" else dtype
-    if chosen not in BYTES_PER_WEIGHT:
-        raise ConfigError(f"{source} has dtype {chosen}; known are {', '.join(BYTES_PER_WEIGHT)}.")
+    shape = _shape(config, source)
+    chosen = _dtype(shape, dtype, source)
     head_dim = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     kv_heads = shape.num_key_value_heads or shape.num_attention_heads
     attention = shape.hidden_size * head_dim * 2 * (shape.num_attention_heads + kv_heads)
     mlp = 3 * shape.hidden_size * shape.intermediate_size
-    output = shape.vocab_size * shape.hidden_size
-    return WeightTraffic(shape.num_hidden_layers * (attention + mlp) + output, chosen)
+    layers, head = shape.num_hidden_layers * (attention + mlp), shape.vocab_size * shape.hidden_size
+    if quantization == "none":
+        return WeightTraffic((layers + head) * BYTES_PER_WEIGHT[chosen], chosen)
+    return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + head, quantization)
+
+
+def gguf_traffic(file: GgufFile, dtype: str) -> WeightTraffic:
+    """Of a GGUF file, whose quantized matrices stay so.
+
+    Raises:
+        ConfigError: the file is not of a model that Pagoda runs.
+    """
+    config_values(file)
+    dense = DTYPE if dtype == "auto" else dtype
+    matrices = [
+        tensor
+        for tensor in file.tensors.values()
+        if len(tensor.shape) > 1 and not (tensor.name == EMBEDDING and HEAD in file.tensors)
+    ]
+    bits: dict[str, float] = {name: codes.bits_per_weight for name, codes in HELD_AS.items()}
+    sizes = [
+        math.prod(tensor.shape) * bits.get(tensor.type.name, 8 * BYTES_PER_WEIGHT[dense]) / 8
+        for tensor in matrices
+    ]
+    kinds = sorted({tensor.type.name for tensor in matrices} & bits.keys())
+    return WeightTraffic(int(sum(sizes)), ", ".join(kinds) or dense)
+
+
+def is_quantized(config: Mapping[str, object]) -> bool:
+    """Whether the weights that the config belongs to are quantized in their files."""
+    return any(config.get(name) for name in ("quantization_config", "compression_config"))
+
+
+def stored_traffic(config: Mapping[str, object], directory: Path) -> WeightTraffic:
+    """Of a model that is quantized in its files: all that they hold but an embedding table of its own.
+
+    Raises:
+        ConfigError: the config does not describe a dense decoder model.
+    """
+    source = str(directory / "config.json")
+    shape = _shape(config, source)
+    table = shape.vocab_size * shape.hidden_size * BYTES_PER_WEIGHT[_dtype(shape, "auto", source)]
+    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return WeightTraffic(stored if shape.tie_word_embeddings else stored - table, "quantized")
+
+
+def _shape(config: Mapping[str, object], source: str) -> _Shape:
+    try:
+        return msgspec.convert(config, _Shape)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{source} is not the config of a dense decoder model: {error}."
+        ) from error
+
+
+def _dtype(shape: _Shape, wanted: str, source: str) -> str:
+    chosen = (shape.dtype or shape.torch_dtype or "float32") if wanted == "auto" else wanted
+    if chosen not in BYTES_PER_WEIGHT:
+        raise ConfigError(f"{source} has dtype {chosen}; known are {', '.join(BYTES_PER_WEIGHT)}.")
+    return chosen
 
 
 def read_config(directory: Path) -> dict[str, object]:

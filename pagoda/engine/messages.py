@@ -340,17 +340,25 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a step may hold prompt chunks and single decode tokens together."""
     weight_formats: tuple[str, ...] = ("float32",)
     """Formats that weights may have in memory."""
+    kv_cache_dtypes: tuple[str, ...] = ("float32",)
+    """Formats of K and V in the cache, whatever that of activations."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process is told at its start."""
 
     model: str
-    """A model directory, or the name of a shape preset when `load_format` is `dummy`."""
+    """A model directory or GGUF file, or the name of a shape preset when `load_format` is `dummy`."""
     load_format: str = "auto"
     """`auto` reads safetensors; `dummy` makes random weights."""
     dtype: str = "auto"
     """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
+    quantization: str = "none"
+    """Of dense weights as they are loaded: `none`, `int8` or `int4`."""
+    quantization_group_size: int = 32
+    """Inputs that share a scale in `int4`: 32, 64 or 128."""
+    kv_cache_dtype: str = "auto"
+    """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
     seed: int = 0
     """Of dummy weights."""
     backend: str = "auto"
@@ -367,6 +375,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The share of free memory that the KV cache may take when nothing else is said."""
     num_threads: int | None = None
     """None takes the cores that this process may use."""
+    pin_threads: bool = False
+    """Whether each thread stays on one core."""
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ class AsyncLLM:
     def __init__(
         self, model: str | None = None, *, chat_template: str | Path | None = None, **options: Any
     ) -> None:
-        """`model` is a directory, a hub id, or None for the embedded model; `chat_template` is a Jinja file.
+        """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
         `options` are the fields of `EngineOptions` and `ExecutorOptions`: the flags of `pagoda serve`.
 

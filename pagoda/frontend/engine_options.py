@@ -33,9 +33,15 @@ class EngineOptions:
     """How a model is loaded and scheduled."""
 
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto reads safetensors; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
+    """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
+    quantization: Literal["none", "int8", "int4"] | None = "none"
+    """Round dense weights as they are loaded; checkpoints that are quantized already need no flag."""
+    quantization_group_size: Literal[32, 64, 128] | None = None
+    """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
     backend: Literal["auto", "cpu", "reference"] = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
     max_model_len: Count | None = None
@@ -62,6 +68,8 @@ class EngineOptions:
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
+    pin_threads: bool = False
+    """Keep each thread of the worker on a core of its own; for machines that run nothing else."""
     step_timeout: NotNegative = 300.0
     """Seconds after which a step counts as stuck and its worker is started again."""
     seed: Seed | None = None
@@ -74,6 +82,8 @@ class EngineOptions:
             ConfigError: a value is not allowed.
         """
         options = _checked(self)
+        if options.quantization_group_size is not None and options.quantization != "int4":
+            raise ConfigError("--quantization-group-size needs --quantization int4.")
         return EngineConfig(
             worker=options._worker_config(model),
             max_num_seqs=options.max_num_seqs,
@@ -88,6 +98,9 @@ class EngineOptions:
             model=model,
             load_format=self.load_format,
             dtype=self.dtype,
+            quantization=self.quantization or "none",
+            quantization_group_size=self.quantization_group_size or 32,
+            kv_cache_dtype=self.kv_cache_dtype,
             seed=self.seed or 0,
             backend=self.backend,
             max_model_len=self.max_model_len,
@@ -97,6 +110,7 @@ class EngineOptions:
             kv_cache_memory_bytes=self._kv_cache_bytes(),
             memory_utilization=self.memory_utilization,
             num_threads=self.threads,
+            pin_threads=self.pin_threads,
         )
 
     def _kv_cache_bytes(self) -> int | None:
@@ -116,7 +130,17 @@ _DEFAULT_ENGINE = EngineOptions()
 _DEFAULT_SIM = SimConfig()
 _SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
 """The engine keeps a record of each, and no worker's memory bounds them."""
-_UNUSED_BY_SIM = ("dtype", "backend", "kv_cache_memory_bytes", "memory_utilization", "threads")
+_UNUSED_BY_SIM = (
+    "dtype",
+    "quantization",
+    "quantization_group_size",
+    "kv_cache_dtype",
+    "backend",
+    "kv_cache_memory_bytes",
+    "memory_utilization",
+    "threads",
+    "pin_threads",
+)
 
 
 @Parameter(name="*", group=Group("Simulation", sort_key=20))
@@ -193,8 +217,18 @@ def _checked(options: T) -> T:
         rule, _, place = str(error).replace("`", "").partition(" - at $.")
         rule = rule.removeprefix("Expected ").partition(", got ")[0].replace(" | null", "")
         if rule.startswith("Invalid enum value"):
-            rule = f"one of {', '.join(get_args(get_type_hints(kind)[place]))}"
+            rule = f"one of {', '.join(_choices(get_type_hints(kind)[place]))}"
         raise ConfigError(f"{_flag(place)} must be {rule}, got {given[place]!r}.") from None
+
+
+def _choices(hint: object) -> list[str]:
+    """The values of a Literal, which may stand beside None."""
+    return [
+        choice
+        for value in get_args(hint)
+        for choice in (_choices(value) if get_args(value) else [str(value)])
+        if value is not type(None)
+    ]
 
 
 def _flag(name: str) -> str:

@@ -22,7 +22,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "kv_cache_dtype": ("auto",),
     "max_logprobs": (20,),
     "pipeline_parallel_size": (1,),
-    "quantization": (None,),
     "revision": (None,),
     "swap_space": (0, 4),
     "tensor_parallel_size": (1,),

@@ -13,11 +13,21 @@ import msgspec
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.chat_template import ChatTemplate, read_template
+from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
 from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
+from pagoda.models.gguf import read_gguf
 from pagoda.models.resolve import ModelFiles
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF_TEMPLATE = "tokenizer.chat_template"
+_GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 
 _CHATML = """\
 {%- for message in messages -%}
@@ -56,6 +66,8 @@ def load_text(files: ModelFiles, *, simulated: bool, chat_template: Path | None)
     Raises:
         ConfigError: a file is missing, cannot be read, or does not hold what it should.
     """
+    if files.gguf is not None and not simulated:
+        return load_gguf_text(files.gguf, chat_template=chat_template)
     if simulated or files.directory is None:
         return synthetic_model_text(chat_template=chat_template)
     return load_model_text(files.directory, chat_template=chat_template)
@@ -84,6 +96,29 @@ def load_model_text(directory: Path, *, chat_template: Path | None = None) -> Mo
         chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
         eos_token_ids=tuple(sorted(eos)),
         default_sampling=_sampling_defaults(directory / "generation_config.json", generation),
+    )
+
+
+def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelText:
+    """Takes everything out of the metadata of a GGUF file, but for the chat template that the operator names.
+
+    Raises:
+        ConfigError: the file cannot be read, or its metadata does not say what it should.
+    """
+    metadata = read_gguf(path).metadata
+    vocabulary = Vocabulary(metadata)
+    special_tokens = vocabulary.special_tokens()
+    source = metadata.text(_GGUF_TEMPLATE, "")
+    if chat_template is not None:
+        source = read_template(chat_template)
+    preferred = {
+        name: metadata.amount(key) for name, key in _GGUF_SAMPLING.items() if key in metadata
+    }
+    return ModelText(
+        tokenizer=build_tokenizer(vocabulary),
+        chat_template=ChatTemplate(source, special_tokens=special_tokens) if source else None,
+        eos_token_ids=vocabulary.end_token_ids(),
+        default_sampling=_sampling_defaults(path, preferred),
     )
 
 
@@ -148,7 +183,7 @@ def _template_source(
 
 
 def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling that generation_config.json prefers."""
+    """The sampling that a model prefers, in the words of generation_config.json; `path` says so."""
     found = {
         name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None
     }

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
 
 from pagoda.errors import ConfigError
+from pagoda.model.fields import Fields
+from pagoda.model.quantization_config import parse_quantization
+from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,23 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class FrequencyFactors:
+    """Each frequency is divided by a number of its own (how GGUF files write `Llama3Scaling`)."""
+
+    factors: tuple[float, ...]
+    """One for each pair of dimensions."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    name: str
+    """Such as `model.layers.0.mlp.up_proj`; its weight is the tensor of that name with `.weight` behind."""
+    outputs: int
+    inputs: int
 
 
 @dataclass(frozen=True)
@@ -76,27 +92,62 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """Per layer: a token sees itself and this many less one before it; None sees all."""
     dtype: str
-    """Of the checkpoint."""
+    """Of the checkpoint; of a quantized one, that of activations."""
+    quantization: Quantization | None
+    """How the checkpoint holds its linear maps; None where all are dense."""
 
     @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def num_parameters(self) -> int:
-        """Of all weights that the decoder keeps; a tied head counts once."""
+    def linear_maps(self) -> Iterator[LinearMap]:
+        """All that the decoder keeps; a tied head is the embedding table."""
+        for index in range(self.num_layers):
+            yield from self._layer_maps(f"model.layers.{index}")
+        yield LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size)
+        if not self.tie_word_embeddings:
+            yield LinearMap("lm_head", self.vocab_size, self.hidden_size)
+
+    def _layer_maps(self, prefix: str) -> Iterator[LinearMap]:
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = hidden * (2 * q_size + 2 * kv_size)
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        yield LinearMap(f"{attention}.q_proj", q_size, hidden)
+        yield LinearMap(f"{attention}.k_proj", kv_size, hidden)
+        yield LinearMap(f"{attention}.v_proj", kv_size, hidden)
+        yield LinearMap(f"{attention}.o_proj", hidden, q_size)
+        yield LinearMap(f"{mlp}.gate_proj", inner, hidden)
+        yield LinearMap(f"{mlp}.up_proj", inner, hidden)
+        yield LinearMap(f"{mlp}.down_proj", hidden, inner)
+
+    def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
+        """Of all weights in memory; `itemsize` is that of the activations' dtype.
+
+        Raises:
+            ConfigError: a linear map cannot be quantized so.
+        """
+        maps = sum(
+            format_bytes(
+                DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs),
+                m.outputs,
+                m.inputs,
+                itemsize,
+            )
+            for m in self.linear_maps()
+        )
+        return maps + self._num_vector_elements() * itemsize
+
+    def _num_vector_elements(self) -> int:
+        """Of all norms and biases."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = 2 * hidden + 2 * self.head_dim * self.qk_norm
         biases = (
             (q_size + 2 * kv_size) * self.qkv_bias
             + hidden * self.output_bias
             + (2 * inner + hidden) * self.mlp_bias
         )
-        layer = attention + 3 * hidden * inner + norms + biases
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + hidden
+        return self.num_layers * (norms + biases) + hidden
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -127,7 +178,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
     Raises:
         ConfigError: a field is missing or wrong, or the model is not one that Pagoda runs.
     """
-    fields = _Fields(values, source)
+    fields = Fields(values, source)
     architecture = _architecture(fields)
     _refuse_unsupported(fields)
     hidden_size = fields.positive("hidden_size")
@@ -163,6 +214,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
+        quantization=parse_quantization(fields),
     )
 
 
@@ -174,64 +226,7 @@ ARCHITECTURES = (
 )
 
 
-class _Fields:
-    """Typed access to a JSON object; every error names the file and the field."""
-
-    def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
-        self.values = values
-        self.source = source
-        self._prefix = prefix
-
-    def refuse(self, name: str, rule: str) -> NoReturn:
-        value = self.values.get(name)
-        raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {value!r}.")
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, (int, float), "a positive number", default)
-        if not 0 < value < float("inf"):
-            self.refuse(name, "must be a positive number")
-        return float(value)
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, (int,), "a positive integer", default)
-        if value <= 0:
-            self.refuse(name, "must be a positive integer")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(name, "must be true or false")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        return self._get(name, (str,), "a string", default)
-
-    def table(self, name: str) -> _Fields | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            self.refuse(name, "must be a JSON object")
-        return _Fields(value, self.source, f"{self._prefix}{name}.")
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self.values.get(name) is None else self.number(name)
-
-    def _get(self, name: str, types: tuple[type, ...], kind: str, default: T | None) -> T:
-        value = self.values.get(name)
-        if value is None:
-            if default is None:
-                raise ConfigError(f"{self.source} lacks {self._prefix}{name}, {kind}.")
-            return default
-        if not isinstance(value, types) or isinstance(value, bool):
-            self.refuse(name, f"must be {kind}")
-        return value  # type: ignore[return-value]
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: Fields) -> str:
     named = fields.values.get("architectures")
     known = ", ".join(ARCHITECTURES)
     if not isinstance(named, list) or not named:
@@ -244,17 +239,12 @@ def _architecture(fields: _Fields) -> str:
     )
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
-    if fields.values.get("quantization_config") is not None:
-        raise ConfigError(
-            f"{fields.source}: quantized checkpoints (quantization_config) are not supported; "
-            f"use one in {', '.join(DTYPES)}."
-        )
+def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "must be 'silu'")
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: Fields) -> str:
     name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
     dtype = fields.text(name, "float32").removeprefix("torch.")
     if dtype not in DTYPES:
@@ -262,7 +252,7 @@ def _dtype(fields: _Fields) -> str:
     return dtype
 
 
-def _rope(fields: _Fields) -> tuple[RopeScaling | None, float]:
+def _rope(fields: Fields) -> tuple[RopeScaling | None, float]:
     """Rotary scaling and base, spelled the old way (`rope_scaling`, `rope_theta`) or as `rope_parameters`."""
     rope = fields.table("rope_parameters") or fields.table("rope_scaling")
     theta = fields.number("rope_theta", 10_000.0)
@@ -284,7 +274,7 @@ def _rope(fields: _Fields) -> tuple[RopeScaling | None, float]:
     return _yarn_scaling(rope, fields), theta
 
 
-def _llama3_scaling(rope: _Fields) -> Llama3Scaling:
+def _llama3_scaling(rope: Fields) -> Llama3Scaling:
     return Llama3Scaling(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
@@ -293,7 +283,7 @@ def _llama3_scaling(rope: _Fields) -> Llama3Scaling:
     )
 
 
-def _yarn_scaling(rope: _Fields, fields: _Fields) -> YarnScaling:
+def _yarn_scaling(rope: Fields, fields: Fields) -> YarnScaling:
     return YarnScaling(
         factor=rope.number("factor"),
         original_max_position_embeddings=rope.positive(
@@ -308,7 +298,7 @@ def _yarn_scaling(rope: _Fields, fields: _Fields) -> YarnScaling:
     )
 
 
-def _longest_sequence(fields: _Fields, scaling: RopeScaling | None) -> int:
+def _longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
     """As vLLM derives it: linear scaling and YaRN lengthen the context that is written in the file."""
     length = fields.positive("max_position_embeddings")
     if isinstance(scaling, LinearScaling):
@@ -318,7 +308,7 @@ def _longest_sequence(fields: _Fields, scaling: RopeScaling | None) -> int:
     return length
 
 
-def _sliding_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
     if architecture == "MistralForCausalLM":
@@ -335,7 +325,7 @@ def _sliding_windows(fields: _Fields, architecture: str, num_layers: int) -> tup
     )
 
 
-def _layer_types(fields: _Fields, num_layers: int) -> list[str]:
+def _layer_types(fields: Fields, num_layers: int) -> list[str]:
     kinds = fields.values.get("layer_types")
     if kinds is None:
         num_full = fields.positive("max_window_layers", 28)

@@ -12,8 +12,19 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Backend, HeadNorms, KVCache, LinearT, PlanT, TokenBatch
-from pagoda.backend.weights import DenseWeight
+from pagoda.backend.base import (
+    Backend,
+    HeadNorms,
+    KVCache,
+    LinearT,
+    Operations,
+    PlanT,
+    StepInput,
+    TokenBatch,
+    ValueT,
+)
+from pagoda.backend.weights import GroupedWeight, LinearWeight
+from pagoda.errors import ConfigError
 from pagoda.model.config import ModelConfig
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.weights import WeightSource
@@ -41,8 +52,9 @@ class Decoder(Generic[LinearT, PlanT]):
         backend: Backend[LinearT, PlanT],
         source: WeightSource,
         dtype: torch.dtype,
+        caches: Sequence[KVCache],
     ) -> None:
-        """Takes the weights out of `source`.
+        """Takes the weights out of `source`; `caches` has one entry per layer.
 
         Raises:
             ConfigError: a weight is missing or has the wrong shape.
@@ -52,60 +64,62 @@ class Decoder(Generic[LinearT, PlanT]):
         self._backend = backend
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.tensor("model.norm.weight", config.hidden_size)
-        table = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        head = (
-            table
-            if tied
-            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embedding = loader.linear({"model.embed_tokens": vocab}, hidden, bias=False)
+        self._head = (
+            self._embedding
+            if config.tie_word_embeddings
+            else loader.linear({"lm_head": vocab}, hidden, bias=False)
         )
-        self._head = backend.prepare_linear([DenseWeight(head)], None, dtype)
-        self._embedding = None if tied else table
-        """None where the head's weight serves."""
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
+        self._caches = caches
+        self._compiled = backend.compile(self._hidden_states)
 
-    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
-        """Hidden states behind the last layer, [n, hidden]; `caches` has one entry per layer."""
-        ops, config = self._backend, self._config
-        plan = ops.plan_attention(batch, config.num_heads, caches[0])
-        table = ops.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        x = self._embed(batch.token_ids)
-        h = ops.rms_norm(x, self._layers[0].attention_norm, config.rms_norm_eps)
-        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            attended = self._attention(layer, h, table, cache, plan)
-            x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, config.rms_norm_eps)
-            mixed = ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
-            if index + 1 < len(self._layers):
-                norm = self._layers[index + 1].attention_norm
-                x, h = ops.add_rms_norm(x, mixed, norm, config.rms_norm_eps)
-        return x + mixed
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Normed hidden states behind the last layer, [n, hidden], which `logits` takes."""
+        backend = self._backend
+        plan = backend.plan_attention(batch, self._config.num_heads, self._caches[0])
+        table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
+        return self._compiled(StepInput(batch.token_ids, table, plan))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of hidden states [m, hidden]: [m, vocab] float32."""
-        ops = self._backend
-        h = ops.rms_norm(hidden, self._norm, self._config.rms_norm_eps)
-        return ops.linear(h, self._head).float()
+        return self._backend.linear(hidden, self._head).float()
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest token of each row of hidden states [m, hidden], and whether its logits are finite."""
+        return self._backend.greedy(hidden, self._head)
+
+    def _hidden_states(
+        self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
+    ) -> ValueT:
+        eps = self._config.rms_norm_eps
+        # The norm in front of a layer is taken together with the sum behind the one before.
+        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
+        x = ops.linear_rows(step.token_ids, self._embedding)
+        h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
+        for layer, cache, next_norm in zip(self._layers, self._caches, norms, strict=True):
+            x, h = ops.add_rms_norm(
+                x, self._attention(ops, step, layer, cache, h), layer.mlp_norm, eps
+            )
+            mixed = ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
+            x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
+        return h
 
     def _attention(
         self,
+        ops: Operations[ValueT, LinearT, PlanT],
+        step: StepInput[ValueT, PlanT],
         layer: Layer[LinearT],
-        h: Tensor,
-        table: tuple[Tensor, Tensor],
         cache: KVCache,
-        plan: PlanT,
-    ) -> Tensor:
-        ops = self._backend
+        h: ValueT,
+    ) -> ValueT:
         qkv = ops.linear(h, layer.qkv)
-        queries = ops.rotate_and_cache(qkv, cache, plan, table, layer.head_norms)
+        queries = ops.rotate_and_cache(qkv, cache, step.plan, step.rotary_table, layer.head_norms)
         scale = self._config.head_dim**-0.5
-        attended = ops.attention(queries, cache, plan, scale=scale, window=layer.window)
-        return ops.linear(attended.flatten(1), layer.attention_out)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        if self._embedding is None:
-            return self._backend.linear_rows(token_ids, self._head)
-        return self._backend.embedding(token_ids, self._embedding)
+        attended = ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
+        return ops.linear(attended, layer.attention_out)
 
 
 class _Loader(Generic[LinearT]):
@@ -165,9 +179,9 @@ class _Loader(Generic[LinearT]):
     def linear(self, parts: dict[str, int], in_size: int, *, bias: bool) -> LinearT:
         """Linear maps of the same input, as one; `parts` holds their names and output sizes."""
         weights = [
-            DenseWeight(self.tensor(f"{name}.weight", size, in_size))
-            for name, size in parts.items()
+            self._source.linear(name, size, in_size, self._dtype) for name, size in parts.items()
         ]
+        _check_input_orders(list(parts), weights)
         biases = {f"{name}.bias": size for name, size in parts.items()}
         return self._prepare_linear(weights, self._joined(biases) if bias else None, self._dtype)
 
@@ -183,3 +197,22 @@ class _Loader(Generic[LinearT]):
         for name, out in zip(parts, torch.split(joined, list(parts.values())), strict=True):
             self._source.read_into(name, out)
         return joined
+
+
+def _check_input_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
+    """Maps of the same input are computed together, so they must take its elements in one order."""
+    orders = [
+        (name, weight.input_order)
+        for name, weight in zip(names, weights, strict=True)
+        if isinstance(weight, GroupedWeight)
+    ]
+    for name, order in orders[1:]:
+        first_name, first = orders[0]
+        same = order is first or (
+            order is not None and first is not None and torch.equal(order, first)
+        )
+        if not same:
+            raise ConfigError(
+                f"{first_name} and {name} have the same inputs but group them in different orders (act-order); "
+                "quantize them with one order."
+            )

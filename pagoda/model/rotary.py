@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from pagoda.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from pagoda.model.config import (
+    FrequencyFactors,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    YarnScaling,
+)
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -22,6 +28,8 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return 1.0 / wavelengths, 1.0
     if isinstance(scaling, LinearScaling):
         return 1.0 / wavelengths / scaling.factor, 1.0
+    if isinstance(scaling, FrequencyFactors):
+        return 1.0 / wavelengths / torch.tensor(scaling.factors), 1.0
     if isinstance(scaling, Llama3Scaling):
         return _llama3(1.0 / wavelengths, scaling), 1.0
     return _yarn(wavelengths, config.rope_theta, scaling), _yarn_scale(scaling)

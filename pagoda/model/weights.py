@@ -13,11 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Number formats of safetensors files, with the names that torch has for them."""
 _PATTERN_SIZE = 2**20 - 3
 
 
@@ -25,10 +27,21 @@ class WeightSource(Protocol):
     """Gives weights by the names of a Hugging Face checkpoint."""
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Fills `out`, converting to its dtype.
+        """Fills `out` with the tensor `name`, such as `model.norm.weight`, converting to its dtype.
 
         Raises:
-            ConfigError: there is no such weight of this shape.
+            ConfigError: there is no such tensor of this shape.
+        """
+        ...
+
+    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
+        """The weight of the linear map `name`, such as `model.layers.0.mlp.up_proj`, without its bias.
+
+        The head (`lm_head`) and the embedding table (`model.embed_tokens`) are linear maps as well. A dense weight
+        comes in `dtype`, and may lie in a mapped file: a backend copies what it keeps.
+
+        Raises:
+            ConfigError: there is no such map of this shape.
         """
         ...
 
@@ -60,6 +73,11 @@ class DummyWeights:
             filled += piece.shape[0]
             start = 0
 
+    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
+        values = torch.empty((outputs, inputs), dtype=dtype)
+        self.read_into(f"{name}.weight", values)
+        return DenseWeight(values)
+
 
 class CheckpointWeights:
     """Weights in safetensors files, mapped into memory and copied out one at a time."""
@@ -71,6 +89,53 @@ class CheckpointWeights:
         self._handles: dict[Path, Any] = {}
 
     def read_into(self, name: str, out: Tensor) -> None:
+        out.copy_(self.tensor(name, tuple(out.shape), READABLE))
+
+    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
+        values = self.tensor(f"{name}.weight", (outputs, inputs), READABLE)
+        return DenseWeight(values.to(dtype))
+
+    def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:
+        """The tensor `name` in the mapped file, if it has this shape and is stored as one of the given types.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        path = self.path_of(name)
+        with _readable(path):
+            view = self._view(name)
+            stored_shape, stored_dtype = tuple(view.get_shape()), view.get_dtype()
+            if stored_dtype not in stored_as:
+                raise ConfigError(
+                    f"{path}: tensor {name} is stored as {stored_dtype}; "
+                    f"Pagoda reads {', '.join(stored_as.values())}."
+                )
+            if stored_shape != shape:
+                raise ConfigError(
+                    f"{path}: tensor {name} has shape {list(stored_shape)}, "
+                    f"config.json calls for {list(shape)}."
+                )
+            stored: Tensor = self._handle(path).get_tensor(name)
+            return stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor `name`, as its file says.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        with _readable(self.path_of(name)):
+            return tuple(self._view(name).get_shape())
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds the tensor `name`.
+
+        Raises:
+            ConfigError: none does.
+        """
         path = self._files.get(name)
         if path is None:
             some = next(iter(self._files.values()), None)
@@ -78,22 +143,14 @@ class CheckpointWeights:
             raise ConfigError(
                 f"{where}: no file holds the tensor {name}, which config.json calls for."
             )
-        with _readable(path):
-            handle = self._handle(path)
-            if name not in handle.keys():  # noqa: SIM118 - not a mapping
-                raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
-            view = handle.get_slice(name)
-            shape, stored_dtype = list(view.get_shape()), view.get_dtype()
-            if stored_dtype not in _READABLE:
-                raise ConfigError(
-                    f"{path}: tensor {name} is stored as {stored_dtype}; "
-                    f"Pagoda reads {', '.join(_READABLE.values())}."
-                )
-            if shape != list(out.shape):
-                raise ConfigError(
-                    f"{path}: tensor {name} has shape {shape}, config.json calls for {list(out.shape)}."
-                )
-            out.copy_(handle.get_tensor(name))
+        return path
+
+    def _view(self, name: str) -> Any:
+        path = self.path_of(name)
+        handle = self._handle(path)
+        if name not in handle.keys():  # noqa: SIM118 - not a mapping
+            raise ConfigError(f"{path} lacks the tensor {name}, which config.json calls for.")
+        return handle.get_slice(name)
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.models.gguf import SUFFIX, is_gguf, model_name
 from pagoda.models.presets import PRESETS
 
 EMBEDDED_MODEL = "pagoda-tiny"
@@ -25,18 +26,21 @@ class ModelFiles:
     """Where a model comes from and what it is called."""
 
     model: str
-    """What `WorkerConfig.model` takes: a directory, or the name of a shape preset."""
+    """What `WorkerConfig.model` takes: a directory, a GGUF file, or the name of a shape preset."""
     directory: Path | None
-    """Holds config, weights and tokenizer; None for a shape preset, which has no files."""
+    """Holds config, weights and tokenizer; None for a GGUF file and for a shape preset, which has no files."""
     served_name: str
     """What the API calls the model unless the operator says otherwise."""
+    gguf: Path | None = None
+    """The file that holds config, weights and tokenizer instead of a directory."""
 
 
 def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
     """Finds the files of the model `name`.
 
-    With `load_format` `auto`, `name` is a Hugging Face model directory, the id of a model on the hub, or None or
-    `pagoda-tiny` for the embedded model. With `dummy` it is a shape preset or a directory with a config.json.
+    With `load_format` `auto`, `name` is a Hugging Face model directory, a GGUF file, the id of a model on the hub,
+    or None or `pagoda-tiny` for the embedded model. With `dummy` it is a shape preset or a directory with a
+    config.json.
 
     Raises:
         ConfigError: there is no such model, or its directory is not a model directory.
@@ -55,10 +59,12 @@ def resolve_model(name: str | None, *, load_format: str = "auto") -> ModelFiles:
         raise ConfigError(
             f"{name!r} is a shape preset without weights; add --load-format dummy to serve it."
         )
+    if path.suffix == SUFFIX:
+        raise ConfigError(f"there is no GGUF file {name!r}.")
     if not _looks_like_hub_id(name):
         raise ConfigError(
             f"there is no model directory {name!r}; give a directory with a config.json, "
-            "or a hub id such as Qwen/Qwen3-0.6B."
+            "a GGUF file, or a hub id such as Qwen/Qwen3-0.6B."
         )
     return _local(_from_hub(name), served_name=name)
 
@@ -77,13 +83,17 @@ def _resolve_dummy(name: str) -> ModelFiles:
 
 
 def _local(path: Path, *, served_name: str) -> ModelFiles:
+    if is_gguf(path):
+        return ModelFiles(model=str(path), directory=None, served_name=model_name(path), gguf=path)
     if not path.is_dir():
         raise ConfigError(
-            f"{str(path)!r} is not a directory; a model is a directory with a config.json."
+            f"{str(path)!r} is not a directory; a model is a directory with a config.json, or a GGUF file."
         )
     if not (path / "config.json").is_file():
+        found = sorted(path.glob(f"*{SUFFIX}"))
         raise ConfigError(
-            f"{str(path)!r} has no config.json, so it is not a Hugging Face model directory."
+            f"{str(path)!r} has no config.json, so it is not a Hugging Face model directory"
+            + (f"; name the GGUF file itself, {str(found[0])!r}." if found else ".")
         )
     return ModelFiles(model=str(path), directory=path, served_name=served_name)
 

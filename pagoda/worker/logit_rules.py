@@ -44,12 +44,15 @@ class LogitRules:
     def change_logits(self) -> bool:
         """Whether `apply` would do anything at this position."""
         return (
-            self._forbidden is not None
-            or self._holds_back_stops()
+            self.forbid_tokens()
             or len(self._bias_ids) > 0
             or self._seen is not None
             or self._counts is not None
         )
+
+    def forbid_tokens(self) -> bool:
+        """Whether `apply` takes tokens out altogether at this position."""
+        return self._forbidden is not None or self._holds_back_stops()
 
     def apply(self, logits: Tensor) -> None:
         """Changes logits [vocab] in place."""

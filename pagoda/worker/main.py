@@ -25,7 +25,10 @@ from pagoda.engine.messages import (
 from pagoda.errors import ConfigError
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.ipc.machine import available_cores
 from pagoda.telemetry.logging import configure_logging
+from pagoda.worker.pinning import bind_this_thread, bind_threads, places
+from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
     from pagoda.worker.runner import Runner
@@ -39,8 +42,7 @@ _log = logging.getLogger("pagoda.worker")
 def main() -> None:
     hold_lifeline()
     configure_logging()
-    # Threads that wait for each other sleep: spinning would take the cores from engine and frontend.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_waiting(os.environ)
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -65,6 +67,8 @@ def _load(config: WorkerConfig) -> tuple[Runner, WorkerReady] | WorkerFailed:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         # Importing torch takes a second; until then the engine's hang-up must already be heard.
+        if config.pin_threads:
+            config = _pin_threads(config)
         from pagoda.worker.loading import load_runner
 
         return load_runner(config)
@@ -73,6 +77,17 @@ def _load(config: WorkerConfig) -> tuple[Runner, WorkerReady] | WorkerFailed:
     except Exception as error:
         _log.exception("the model cannot be loaded")
         return WorkerFailed(f"{type(error).__name__}: {error}", is_user_error=False)
+
+
+def _pin_threads(config: WorkerConfig) -> WorkerConfig:
+    cores = places(os.sched_getaffinity(0))
+    # Counted now: a thread that is bound sees one core.
+    num_threads = config.num_threads or available_cores()
+    bind_threads(cores, os.environ)
+    import torch  # noqa: F401 - loaded while all cores are allowed still
+
+    bind_this_thread(cores[0])
+    return msgspec.structs.replace(config, num_threads=num_threads)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import StepPlan, StepResult
 from pagoda.worker.input_batch import InputBatch
-from pagoda.worker.sampler import Sampled, Sampler
+from pagoda.worker.sampler import Sampled, Sampler, joined, take_likeliest
 
 BROKE_A_STEP = "this request broke a step; the server's log says why"
 
@@ -21,23 +20,24 @@ _log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:
-        """Hidden states [n, hidden] of the batch's tokens; K and V go to the caches, one per layer."""
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Hidden states [n, hidden] of the batch's tokens; K and V go to the model's caches."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, hidden] to [m, vocab] float32."""
         ...
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[m, hidden] to the index of the highest logit [m], and whether all are finite [m] bool."""
+        ...
+
 
 class Runner:
     """One model with its KV cache and the requests in its slots."""
 
-    def __init__(
-        self, model: Model, caches: Sequence[KVCache], batch: InputBatch, sampler: Sampler
-    ) -> None:
+    def __init__(self, model: Model, batch: InputBatch, sampler: Sampler) -> None:
         self._model = model
-        self._caches = caches
         self._batch = batch
         self._sampler = sampler
         self._failed: dict[int, str] = {}
@@ -61,10 +61,11 @@ class Runner:
             _log.error("failed in step %d: %s", plan.step, error, extra=self._of(slot))
         self._failed |= sampled.errors
         self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
+        drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
         return StepResult(
             step=plan.step,
-            slots=list(sampled.token_ids),
-            token_ids=list(sampled.token_ids.values()),
+            slots=drawn,
+            token_ids=[sampled.token_ids[slot] for slot in drawn],
             logprobs=sampled.logprobs,
             errors=errors | sampled.errors,
             step_time_s=time.perf_counter() - began,
@@ -104,29 +105,34 @@ class Runner:
                 return Sampled(errors={slot: BROKE_A_STEP})
             _log.exception("computing %d requests together raised", len(counts))
         parts = [self._compute_isolated({slot: count}) for slot, count in counts.items()]
-        return Sampled(
-            token_ids={k: v for part in parts for k, v in part.token_ids.items()},
-            logprobs={k: v for part in parts for k, v in part.logprobs.items()},
-            errors={k: v for part in parts for k, v in part.errors.items()},
-        )
+        return joined(parts)
 
     def _compute(self, counts: dict[int, int]) -> Sampled:
         slots, num_tokens = list(counts), list(counts.values())
         batch = self._batch.prepare(slots, num_tokens)
-        hidden = self._model.forward(batch, self._caches)
+        hidden = self._model.forward(batch)
         sampling = [self._batch.will_sample(slot, count) for slot, count in counts.items()]
         return self._sample(batch, hidden, slots, sampling)
 
     def _sample(
         self, batch: TokenBatch, hidden: Tensor, slots: list[int], sampling: list[bool]
     ) -> Sampled:
-        if not any(sampling):
-            return Sampled()
-        last_tokens = batch.query_lens.cumsum(0)[torch.tensor(sampling)] - 1
-        logits = self._model.logits(hidden[last_tokens])
-        return self._sampler.sample(
-            logits, [slot for slot, samples in zip(slots, sampling, strict=True) if samples]
-        )
+        last_tokens = (batch.query_lens.cumsum(0) - 1).tolist()
+        rows = {
+            slot: last
+            for slot, last, samples in zip(slots, last_tokens, sampling, strict=True)
+            if samples
+        }
+        greedy = {slot: row for slot, row in rows.items() if not self._sampler.needs_logits(slot)}
+        other = {slot: row for slot, row in rows.items() if slot not in greedy}
+        sampled = Sampled()
+        if greedy:
+            tokens, sound = self._model.greedy(hidden[list(greedy.values())])
+            sampled = take_likeliest(list(greedy), tokens, sound)
+        if other:
+            logits = self._model.logits(hidden[list(other.values())])
+            sampled = joined([sampled, self._sampler.sample(logits, list(other))])
+        return sampled
 
     def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""

@@ -7,6 +7,7 @@ several rows at once works on each row by itself, and what might not is done row
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,27 @@ class Sampled:
     errors: dict[int, str] = field(default_factory=dict)
 
 
+def joined(parts: Iterable[Sampled]) -> Sampled:
+    """What different slots drew, together."""
+    whole = Sampled()
+    for part in parts:
+        whole.token_ids.update(part.token_ids)
+        whole.logprobs.update(part.logprobs)
+        whole.errors.update(part.errors)
+    return whole
+
+
+def take_likeliest(slots: list[int], tokens: Tensor, sound: Tensor) -> Sampled:
+    """For each slot its token of [slots], or an error where its logits were not `sound`."""
+    sampled = Sampled()
+    for slot, token, ok in zip(slots, tokens.tolist(), sound.tolist(), strict=True):
+        if ok:
+            sampled.token_ids[slot] = token
+        else:
+            sampled.errors[slot] = NOT_FINITE
+    return sampled
+
+
 class Sampler:
     """Keeps what each slot's sampling needs to know."""
 
@@ -49,6 +71,11 @@ class Sampler:
         """Also of a slot whose start failed."""
         self._params.pop(slot, None)
         self._rules.pop(slot, None)
+
+    def needs_logits(self, slot: int) -> bool:
+        """Whether the likeliest token is not all that the slot's next step asks for."""
+        params = self._params[slot]
+        return not params.greedy or params.logprobs is not None or self._rules[slot].change_logits()
 
     def sample(self, logits: Tensor, slots: list[int]) -> Sampled:
         """The next token of each slot from logits [slots, vocab] float32, which are used up.
@@ -85,7 +112,7 @@ class Sampler:
             if sound[row] and rules.change_logits():
                 rules.apply(logits[row])
                 highest = float(logits[row].max())
-                if highest == -math.inf:
+                if highest == -math.inf and rules.forbid_tokens():
                     errors[slot] = NOTHING_ALLOWED
                 elif not math.isfinite(highest):
                     errors[slot] = OVERFLOWN

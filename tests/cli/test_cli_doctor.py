@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.cli import machine_facts
 from pagoda.cli.bandwidth import measure_read_bandwidth
-from pagoda.cli.weight_traffic import read_config, weight_traffic
+from pagoda.cli.weight_traffic import is_quantized, read_config, stored_traffic, weight_traffic
 from pagoda.errors import ConfigError
 
 QWEN3_0_6B = {
@@ -26,9 +26,22 @@ QWEN3_0_6B = {
 def test_weight_traffic_of_a_known_model() -> None:
     traffic = weight_traffic(QWEN3_0_6B, "auto", "config")
     assert traffic.dtype == "bfloat16"
-    assert traffic.weights == pytest.approx(596e6, rel=0.001)
-    assert traffic.num_bytes == pytest.approx(1.19e9, rel=0.005)
+    assert traffic.num_bytes == pytest.approx(2 * 596e6, rel=0.001)
     assert weight_traffic(QWEN3_0_6B, "float32", "config").num_bytes == 2 * traffic.num_bytes
+
+
+def test_weight_traffic_of_quantized_weights(tmp_path: Path) -> None:
+    head = 151_936 * 1024
+    int8 = weight_traffic(QWEN3_0_6B, "auto", "config", "int8")
+    assert (int8.num_bytes, int8.dtype) == (pytest.approx(596e6, rel=0.001), "int8")
+    int4 = weight_traffic(QWEN3_0_6B, "auto", "config", "int4")
+    assert int4.num_bytes - head == pytest.approx((int8.num_bytes - head) * 4.5 / 8, rel=1e-6)
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "b.safetensors").write_bytes(bytes(24))
+    config = {**QWEN3_0_6B, "quantization_config": {"bits": 4}, "vocab_size": 0}
+    assert is_quantized(config)
+    assert not is_quantized(QWEN3_0_6B)
+    assert stored_traffic(config, tmp_path).num_bytes == 1024
 
 
 def test_head_dim_and_kv_heads_have_their_usual_defaults() -> None:
@@ -107,6 +120,7 @@ def test_the_largest_cache_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_cores_are_counted() -> None:
     cores = machine_facts.cores()
     assert 1 <= cores.usable <= cores.allowed <= cores.machine
+    assert cores.quota is None or cores.usable == max(1, int(min(cores.quota, cores.allowed)))
 
 
 def test_bandwidth_is_measured_on_buffers_beyond_the_caches() -> None:

@@ -30,6 +30,7 @@ def test_every_flag_reaches_the_engine() -> None:
         memory_utilization=0.25,
         enable_prefix_caching=False,
         threads=2,
+        pin_threads=True,
         step_timeout=1.5,
         seed=5,
     )
@@ -46,6 +47,7 @@ def test_every_flag_reaches_the_engine() -> None:
             kv_cache_memory_bytes=1000,
             memory_utilization=0.25,
             num_threads=2,
+            pin_threads=True,
         ),
         max_num_seqs=3,
         max_num_batched_tokens=50,

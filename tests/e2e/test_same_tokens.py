@@ -1,6 +1,7 @@
 """One request, one seed, one answer: whatever else runs, however it is cut up, whatever dies.
 
-The embedded model in a real worker process, in fp32 on both backends and in bf16 on the one with kernels.
+The embedded model in a real worker process, in fp32 on both backends; in bf16, with int8 and int4 weights and
+with an int8 cache on the one with kernels.
 """
 
 from __future__ import annotations
@@ -57,12 +58,25 @@ def requests() -> list[GenerateRequest]:
     return made
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+FORMATS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module", params=FORMATS)
 def worker(request: pytest.FixtureRequest, backend: str) -> WorkerConfig:
-    if (backend, request.param) == ("reference", "bfloat16"):
-        pytest.skip("bf16 in plain PyTorch is slow, and tested in tests/worker")
+    if backend == "reference" and request.param != "float32":
+        pytest.skip("plain PyTorch is slow in these, and tested in tests/worker")
     return WorkerConfig(
-        model=str(MODEL), backend=backend, dtype=request.param, max_model_len=2048, num_blocks=4096
+        model=str(MODEL),
+        backend=backend,
+        max_model_len=2048,
+        num_blocks=4096,
+        **FORMATS[request.param],
     )
 
 

@@ -23,12 +23,17 @@ def test_every_flag_is_an_argument(field: str) -> None:
     values: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float16",
+        "quantization": "int8",
+        "quantization_group_size": 64,
+        "kv_cache_dtype": "int8",
         "backend": "reference",
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
         "enable_prefix_caching": False,
+        "pin_threads": True,
     }
-    given: dict[str, Any] = {**DUMMY, field: values.get(field, 7)}
+    needed = {"quantization": "int4"} if field == "quantization_group_size" else {}
+    given: dict[str, Any] = {**DUMMY, **needed, field: values.get(field, 7)}
     files, engine = configure("qwen3-0.6b", given)
     assert engine == EngineOptions(**given).engine_config(files.model)
     default = EngineOptions().engine_config(files.model)

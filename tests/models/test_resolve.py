@@ -74,3 +74,17 @@ def test_a_hub_id_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pagoda-llm\[hub\]"):
         resolve_model("someone/some-model")
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "Small-Q8_0.gguf"
+    path.write_bytes(b"GGUF")
+    files = resolve_model(str(path))
+    assert (files.model, files.directory, files.gguf) == (str(path), None, path)
+    assert files.served_name == "Small-Q8_0"
+    with pytest.raises(ConfigError, match=r"there is no GGUF file 'models/none\.gguf'"):
+        resolve_model("models/none.gguf")
+    with pytest.raises(ConfigError, match=r"has no config\.json.*name the GGUF file itself, '.*Sm"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="neither a shape preset"):
+        resolve_model(str(path), load_format="dummy")

@@ -104,7 +104,7 @@ def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
 def test_parameters_are_counted_without_loading_them(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    assert read_model_config(tmp_path).num_parameters == expected
+    assert read_model_config(tmp_path).weight_bytes(None, 1) == expected
 
 
 def test_a_model_larger_than_memory_is_refused_unread(
@@ -136,6 +136,11 @@ def _load(directory: Path, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({"dtype": "int8"}, "--dtype must be one of auto, float32, bfloat16, float16, got 'int8'."),
+        (
+            {"kv_cache_dtype": "int4"},
+            "--kv-cache-dtype must be one of auto, float32, bfloat16, float16, int8 on this backend, "
+            "got 'int4'.",
+        ),
         ({"load_format": "gguf"}, "--load-format must be auto or dummy, got 'gguf'."),
         ({"max_num_seqs": 10**9}, "--max-num-seqs must be from 1 to 4096, got 1000000000."),
         ({"block_size": 24}, "--block-size must be one of 1, 2, 4, 8, 16, 32, 64, 128, got 24."),

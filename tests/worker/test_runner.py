@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from driver import Driver, load
 from tiny_models import save_model
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import SamplingParams, StepPlan, WorkerConfig
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.loading import load_runner
@@ -106,7 +105,7 @@ class _Poisoned:
     def __init__(self, poison: int) -> None:
         self._poison = poison
 
-    def forward(self, batch: TokenBatch, caches: Sequence[KVCache]) -> Tensor:  # noqa: ARG002
+    def forward(self, batch: TokenBatch) -> Tensor:
         return torch.nn.functional.one_hot(batch.token_ids, 16).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,9 +113,13 @@ class _Poisoned:
         logits[hidden[:, self._poison] == 1] = torch.nan
         return logits
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(hidden)
+        return logits.argmax(dim=1), logits.isfinite().all(dim=1)
+
 
 def test_nan_logits_fail_alone() -> None:
-    driver = Driver(Runner(_Poisoned(9), [], InputBatch(8, 64, 16), Sampler(16)))
+    driver = Driver(Runner(_Poisoned(9), InputBatch(8, 64, 16), Sampler(16)))
     driver.start(0, [3])
     driver.start(1, [8])
     driver.start(2, [1, 2, 7])
@@ -132,7 +135,7 @@ def test_nan_logits_fail_alone() -> None:
 def test_what_a_nan_request_left_in_the_cache_harms_nobody(directory: Path) -> None:
     expected = _expected(directory, 4)
     runner = load(directory)
-    for cache in runner._caches:
+    for cache in runner._model._caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     driver = Driver(runner)

@@ -69,7 +69,18 @@ def test_alone_batched_chunked_preempted(
     family: str, dtype: str, threads: int, backend: str, tmp_path: Path
 ) -> None:
     save_model(family, tmp_path)
-    runner = load(tmp_path, backend=backend, dtype=dtype, num_threads=threads)
+    _assert_same_bits(load(tmp_path, backend=backend, dtype=dtype, num_threads=threads))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized(quantization: str, dtype: str, backend: str, tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path)
+    options = {"dtype": dtype, "quantization": quantization, "num_threads": 2}
+    _assert_same_bits(load(tmp_path, backend=backend, **options))
+
+
+def _assert_same_bits(runner: Runner) -> None:
     together = _answer(runner, list(range(BATCH)), 10_000)
     assert len({tuple(tokens) for tokens, _ in together.values()}) == BATCH
     for slot in (0, 1, 5, 13, 31):

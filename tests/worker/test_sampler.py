@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -196,6 +196,15 @@ def test_a_tiny_temperature_is_greedy(temperature: float, size: float) -> None:
     top_k=st.integers(-1, 9),
     repetition_penalty=st.floats(0.01, 100),
     seed=st.integers(0, 2**64 - 1),
+)
+@example(
+    logits=[-6.5e36, -6.5e36],
+    temperature=0.0,
+    top_p=1.0,
+    min_p=0.0,
+    top_k=0,
+    repetition_penalty=52.0,
+    seed=0,
 )
 def test_no_parameters_draw_a_token_that_does_not_exist(logits: list[float], **params: Any) -> None:
     sampled = _sample(torch.tensor([logits]), _start(prompt=(0, 1), **params))

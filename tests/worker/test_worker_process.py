@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
+from pagoda.ipc.machine import available_cores
 
 EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=64)
@@ -128,6 +130,62 @@ def test_a_user_error_is_one_sentence(tmp_path: Path, workers: list[_Worker]) ->
     assert failed.is_user_error
     assert failed.error == f"there is no model directory {tmp_path / 'nothing'}."
     assert worker.child.describe_end() == "exited with code 1"
+
+
+def _run_a_large_step(worker: _Worker) -> None:
+    """Large enough that all threads take part."""
+    assert isinstance(worker.receive(), WorkerReady)
+    prompt = [token % 300 for token in range(512)]
+    blocks = list(range(512 // 16))
+    worker.send(StepPlan(0, [0], [512], [SlotStart(0, prompt, 512, 0, blocks, SAMPLING)]))
+    result = worker.receive()
+    assert isinstance(result, StepResult)
+    assert not result.errors
+
+
+def _cores_of_threads(pid: int) -> Counter[frozenset[int]]:
+    """How many threads may run on each set of cores."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return Counter(frozenset(os.sched_getaffinity(int(task.name))) for task in tasks)
+
+
+def test_pinned_threads_have_a_core_each(
+    tmp_path: Path, backend: str, workers: list[_Worker]
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    config = WorkerConfig(
+        model=str(EMBEDDED), backend=backend, num_threads=len(allowed), pin_threads=True
+    )
+    worker = _start(workers, tmp_path, config)
+    _run_a_large_step(worker)
+    of_threads = _cores_of_threads(worker.child.pid)
+    assert {core for cores in of_threads if len(cores) == 1 for core in cores} == allowed
+    assert sum(of_threads.values()) > len(allowed)  # some threads do not compute: they stay free
+    assert len(allowed) == 1 or of_threads[frozenset(allowed)]
+
+
+def test_pinning_leaves_the_number_of_threads_as_it_is(
+    tmp_path: Path, workers: list[_Worker]
+) -> None:
+    config = WorkerConfig(model=str(EMBEDDED), pin_threads=True)
+    worker = _start(workers, tmp_path, config)
+    ready = worker.receive()
+    assert isinstance(ready, WorkerReady)
+    count = available_cores()
+    assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
+
+
+def test_threads_are_free_and_share_one_openmp_library(
+    tmp_path: Path, backend: str, workers: list[_Worker]
+) -> None:
+    worker = _start(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), backend=backend))
+    _run_a_large_step(worker)
+    assert set(_cores_of_threads(worker.child.pid)) == {frozenset(os.sched_getaffinity(0))}
+    lines = Path(f"/proc/{worker.child.pid}/maps").read_text().splitlines()
+    files = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")}
+    openmp = [file.name for file in files if file.name.startswith(("libgomp", "libomp", "libiomp"))]
+    assert len(openmp) == 1
+    assert openmp[0].startswith("libgomp")
 
 
 def test_ends_when_its_parent_hangs_up(tmp_path: Path, workers: list[_Worker]) -> None:

@@ -1,1 +1,1 @@
-"""`pagoda bench`: load on a server, throughput without one, and right answers counted."""
+"""`pagoda bench`: load on servers, throughput without one, and right answers counted."""

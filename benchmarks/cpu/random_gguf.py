@@ -1,0 +1,95 @@
+"""The weights of a random Qwen3 directory as a GGUF file, for llama.cpp. Needs the package `gguf`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors import safe_open
+
+from benchmarks.cpu.random_model import MERGE, WEIGHTS_FILE, GgufType, vocabulary
+
+_TYPES = {
+    "bf16": gguf.GGMLQuantizationType.BF16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+}
+_FILE_TYPES = {
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def write_gguf(directory: Path, config: Mapping[str, Any], path: Path, kind: GgufType) -> None:
+    """Writes the weights in `directory` to `path`: every matrix, the embedding too, in one type."""
+    unfinished = path.with_suffix(".unfinished")
+    writer = gguf.GGUFWriter(unfinished, "qwen3")
+    _add_shape(writer, config)
+    writer.add_file_type(_FILE_TYPES[kind])
+    _add_vocabulary(writer, config["vocab_size"])
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a mapping
+            tensor = weights.get_tensor(name).to(torch.float32).numpy()
+            if tensor.ndim == 1:
+                writer.add_tensor(_gguf_name(name), tensor)
+            else:
+                quantized = gguf.quants.quantize(tensor, _TYPES[kind])
+                writer.add_tensor(_gguf_name(name), quantized, raw_dtype=_TYPES[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(path)
+
+
+def _gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    layer = _LAYER.fullmatch(stem)
+    if layer is None:
+        return f"{_NAMES[stem]}.weight"
+    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.weight"
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(vocabulary(size))
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([*[normal] * (size - 1), control])
+    writer.add_token_merges([" ".join(MERGE)])
+    writer.add_eos_token_id(size - 1)

@@ -1,0 +1,172 @@
+// The three ways in which attention multiplies, on words of 32 bits; see Math in kernels.h.
+//
+// A way says how cells of the cache become words, how words are multiplied and summed up, and how scores become
+// weights. A cell holds the elements of one word as the cache stores them.
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+using pagoda::kKeyTile;
+
+struct bf16_pair {
+    bf16 first, second;
+};
+struct i8_pair {
+    int8_t first, second;
+};
+struct i16_pair {
+    int16_t first, second;
+};
+
+// Of the weights of a tile as whole numbers; 64 products with eight bits stay within 32.
+constexpr float kLargestWeight = 32767;
+// Of the queries; the products of kMaxHeadDim elements stay within 32 bits.
+constexpr float kLargestQuery = 16383;
+
+struct F32Math {
+    using Word = float;
+    using Sum = vec;
+    static constexpr int pair = 1;
+
+    static Word word(float x) { return x; }
+    static Word word(bf16 x) { return as_float(x); }
+    static Word word(f16 x) { return as_float(x); }
+    template <class Cell>
+    PAGODA_INLINE static vec columns(const Cell* p) {
+        return load(p);
+    }
+    PAGODA_INLINE static Sum nothing() { return zero(); }
+    PAGODA_INLINE static Sum add_product(Sum sum, vec columns, const Word* x) {
+        return fma(broadcast(*x), columns, sum);
+    }
+    PAGODA_INLINE static vec to_float(Sum sum) { return sum; }
+    PAGODA_INLINE static vec weighted(Sum sum, float) { return sum; }
+
+    // Turns scores into weights, as words; returns their sum in parts.
+    PAGODA_INLINE static vec soften(float* scores, vec base, const float*, float*) {
+        vec sums = zero();
+        for (int j = 0; j < kKeyTile; j += kWidth) {
+            const vec weights = exp2(sub(load(scores + j), base));
+            store(scores + j, weights);
+            sums = add(sums, weights);
+        }
+        return sums;
+    }
+};
+
+#ifdef __AVX512BF16__
+
+struct Bf16Math {
+    using Word = bf16_pair;
+    using Sum = vec;
+    static constexpr int pair = 2;
+
+    static Word word(bf16_pair x) { return x; }
+    static Word word(bf16 first, bf16 second) { return {first, second}; }
+    PAGODA_INLINE static __m512bh columns(const bf16_pair* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    PAGODA_INLINE static Sum nothing() { return zero(); }
+    PAGODA_INLINE static Sum add_product(Sum sum, __m512bh columns, const Word* x) {
+        int32_t bits;
+        std::memcpy(&bits, x, sizeof(bits));
+        return _mm512_dpbf16_ps(sum, columns, (__m512bh)_mm512_set1_epi32(bits));
+    }
+    PAGODA_INLINE static vec to_float(Sum sum) { return sum; }
+    PAGODA_INLINE static vec weighted(Sum sum, float) { return sum; }
+
+    // The sum is of the rounded weights, so that they add up to 1.
+    PAGODA_INLINE static vec soften(float* scores, vec base, const float*, float*) {
+        const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+        vec sums = zero();
+        for (int j = 0; j < kKeyTile; j += 2 * kWidth) {
+            const vec first = exp2(sub(load(scores + j), base));
+            const vec second = exp2(sub(load(scores + j + kWidth), base));
+            const __m512bh weights = _mm512_cvtne2ps_pbh(second, first);
+            _mm512_storeu_si512(scores + j / 2, (__m512i)weights);
+            sums = _mm512_dpbf16_ps(sums, weights, ones);
+        }
+        return sums;
+    }
+};
+
+#endif
+
+#ifdef __AVX512F__
+using ivec = __m512i;
+PAGODA_INLINE ivec no_ints() { return _mm512_setzero_si512(); }
+PAGODA_INLINE ivec load_words(const i8_pair* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+PAGODA_INLINE ivec load_words(const i16_pair* p) { return _mm512_loadu_si512(p); }
+PAGODA_INLINE ivec add_pairs(ivec sum, ivec columns, int32_t x) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(sum, columns, _mm512_set1_epi32(x));
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(columns, _mm512_set1_epi32(x)));
+#endif
+}
+PAGODA_INLINE vec as_floats(ivec x) { return _mm512_cvtepi32_ps(x); }
+PAGODA_INLINE void store_rounded(int16_t* p, vec x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+#else
+using ivec = __m256i;
+PAGODA_INLINE ivec no_ints() { return _mm256_setzero_si256(); }
+PAGODA_INLINE ivec load_words(const i8_pair* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+PAGODA_INLINE ivec load_words(const i16_pair* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+PAGODA_INLINE ivec add_pairs(ivec sum, ivec columns, int32_t x) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(columns, _mm256_set1_epi32(x)));
+}
+PAGODA_INLINE vec as_floats(ivec x) { return _mm256_cvtepi32_ps(x); }
+PAGODA_INLINE void store_rounded(int16_t* p, vec x) {
+    const __m256i whole = _mm256_cvtps_epi32(x);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+}
+#endif
+
+struct I16Math {
+    using Word = i16_pair;
+    using Sum = ivec;
+    static constexpr int pair = 2;
+
+    static Word word(i8_pair x) { return {x.first, x.second}; }
+    static Word word(int8_t first, int8_t second) { return {first, second}; }
+    template <class Cell>
+    PAGODA_INLINE static ivec columns(const Cell* p) {
+        return load_words(p);
+    }
+    PAGODA_INLINE static Sum nothing() { return no_ints(); }
+    PAGODA_INLINE static Sum add_product(Sum sum, ivec columns, const Word* x) {
+        int32_t bits;
+        std::memcpy(&bits, x, sizeof(bits));
+        return add_pairs(sum, columns, bits);
+    }
+    PAGODA_INLINE static vec to_float(Sum sum) { return as_floats(sum); }
+    PAGODA_INLINE static vec weighted(Sum sum, float scale) { return mul(as_floats(sum), broadcast(scale)); }
+
+    // Weights take in the scales of the values; those of a tile are whole shares of the largest, `scale` apart.
+    PAGODA_INLINE static vec soften(float* scores, vec base, const float* value_scales, float* scale) {
+        vec sums = zero(), largest = zero();
+        for (int j = 0; j < kKeyTile; j += kWidth) {
+            const vec weights = exp2(sub(load(scores + j), base));
+            sums = add(sums, weights);
+            const vec scaled = mul(weights, load(value_scales + j));
+            store(scores + j, scaled);
+            largest = max_bits(largest, scaled);
+        }
+        const float top = highest_bits(largest);
+        const vec factor = broadcast(top > 1e-30f ? kLargestWeight / top : 0.0f);
+        auto* whole = reinterpret_cast<int16_t*>(scores);
+        for (int j = 0; j < kKeyTile; j += kWidth) store_rounded(whole + j, mul(load(scores + j), factor));
+        *scale = top / kLargestWeight;
+        return sums;
+    }
+};
+
+}  // namespace

@@ -1,0 +1,89 @@
+// A forward pass that is recorded once and then run for any number of tokens: one call, one parallel region, and
+// no memory taken once it has seen its largest step. (What CUDA calls a graph.)
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "buffer.h"
+#include "ops.h"
+
+namespace pagoda {
+
+// What changes from step to step.
+struct Step {
+    int64_t num_tokens;
+    const AttentionPlan* plan;
+    const int64_t* token_ids;  // [num_tokens]
+    const float* cosines;      // [num_tokens, head_dim / 2]
+    const float* sines;
+};
+
+class Program {
+   public:
+    // A value has a row for each token; it is known by the number that operations return and take.
+    using Value = int;
+
+    explicit Program(const KernelTable& table) : table_(table) {}
+
+    Value value(Dtype dtype, int64_t width);
+
+    // Rows of a weight for the step's tokens.
+    void weight_rows(Value out, const PanelShape& shape, const void* packed);
+    void quantized_rows(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order);
+
+    // To the columns of `out` from `column` on.
+    void linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,
+                const float* bias);
+    void quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape, const void* packed,
+                          const int64_t* order, const float* bias);
+
+    Value rms_norm(Value x, const void* weight, float eps);
+    // x + delta, and its norm.
+    std::pair<Value, Value> add_rms_norm(Value x, Value delta, const void* weight, float eps);
+    Value silu_and_mul(Value gate_up);
+    Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const void* q_norm,
+                           const void* k_norm, float eps);
+    Value attention(Value queries, const Cache& cache, float scale, int64_t window);
+
+    // What `run` gives; nothing can be recorded after it.
+    void finish(Value result);
+
+    // Writes the result's rows to `out`.
+    void run(const Step& step, void* out);
+
+   private:
+    struct ValueInfo {
+        Dtype dtype;
+        int64_t width;
+        size_t first_use = SIZE_MAX, last_use = 0;  // operations
+        int64_t offset = 0;          // in the arena, in bytes for each token
+        int64_t row_bytes() const { return width * size_of(dtype); }
+        int64_t row_space() const { return (row_bytes() + 63) / 64 * 64; }
+    };
+    struct Operation {
+        std::function<void(const Step&, void* scratch)> run;
+        std::function<size_t(const Step&)> scratch;  // bytes; may be empty
+        int64_t work;                                // multiplications for each token
+    };
+
+    // An operation on these values.
+    void add(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
+             std::function<size_t(const Step&)> scratch = {});
+    void place_values();
+    // Where a value's rows are, from the column on.
+    void* address(Value value, const Step& step, int64_t column = 0);
+    const ValueInfo& info(Value value) const { return values_.at(static_cast<size_t>(value)); }
+
+    const KernelTable& table_;
+    std::vector<ValueInfo> values_;
+    std::vector<Operation> operations_;
+    Value result_ = -1;
+    void* out_ = nullptr;
+    int64_t num_ids_ = INT64_MAX;  // token ids are below it
+    int64_t token_bytes_ = 0, token_work_ = 0;
+    Buffer arena_, scratch_;
+};
+
+}  // namespace pagoda

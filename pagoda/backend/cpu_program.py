@@ -1,0 +1,197 @@
+"""A forward pass of the cpu backend as one native call; see csrc/program.h."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput
+from pagoda.backend.cpu_types import (
+    DTYPES,
+    UNLIMITED,
+    AttentionPlan,
+    DenseSegment,
+    PackedLinear,
+    Segment,
+    address,
+)
+
+if TYPE_CHECKING:
+    from pagoda.backend import _native
+
+
+@dataclass(frozen=True)
+class Value:
+    """Stands for the activations that an operation will compute, a row for each token."""
+
+    index: int
+    dtype: torch.dtype
+    width: int
+
+
+_TOKEN_IDS = Value(-1, torch.int64, 1)
+_COSINES = Value(-2, torch.float32, 0)
+_SINES = Value(-3, torch.float32, 0)
+
+
+class _Recorder:
+    """Takes operations down instead of computing them."""
+
+    def __init__(
+        self, program: _native.Program, native_cache: Callable[[KVCache], _native.Cache]
+    ) -> None:
+        self._program = program
+        self._make_native_cache = native_cache
+        self.kept: list[object] = []
+        """What the program has only the address of."""
+
+    def linear(self, x: Value, weight: PackedLinear) -> Value:
+        _expect(x, weight.dtype, weight.inputs)
+        self.kept.append(weight)
+        out = self._value(weight.dtype, weight.outputs)
+        column = 0
+        for segment in weight.segments:
+            self._multiply(x, segment, out, column)
+            column += segment.outputs
+        return out
+
+    def _multiply(self, x: Value, segment: Segment, out: Value, column: int) -> None:
+        """To the columns of `out` from `column` on."""
+        where = (x.index, out.index, column)
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[x.dtype]
+            self._program.linear(*where, dtype, segment.outputs, x.width, panels, bias)
+        else:
+            order = address(segment.input_order)
+            self._program.quantized_linear(*where, segment.shape, panels, order, bias)
+
+    def linear_rows(self, token_ids: Value, weight: PackedLinear) -> Value:
+        if token_ids != _TOKEN_IDS:
+            raise ValueError("Rows are looked up by the token ids of the step only.")
+        (segment,) = weight.segments
+        self.kept.append(weight)
+        out = self._value(weight.dtype, weight.inputs)
+        panels = segment.panels.data_ptr()
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[weight.dtype]
+            self._program.weight_rows(out.index, dtype, segment.outputs, weight.inputs, panels)
+        else:
+            order = address(segment.input_order)
+            self._program.quantized_rows(out.index, segment.shape, panels, order)
+        return out
+
+    def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
+        _expect(x, weight.dtype, len(weight))
+        return Value(self._program.rms_norm(x.index, self._keep(weight), eps), x.dtype, x.width)
+
+    def add_rms_norm(
+        self, x: Value, delta: Value, weight: Tensor, eps: float
+    ) -> tuple[Value, Value]:
+        _expect(x, weight.dtype, len(weight))
+        _expect(delta, weight.dtype, len(weight))
+        total, out = self._program.add_rms_norm(x.index, delta.index, self._keep(weight), eps)
+        return Value(total, x.dtype, x.width), Value(out, x.dtype, x.width)
+
+    def silu_and_mul(self, gate_up: Value) -> Value:
+        index = self._program.silu_and_mul(gate_up.index)
+        return Value(index, gate_up.dtype, gate_up.width // 2)
+
+    def rotate_and_cache(
+        self,
+        qkv: Value,
+        cache: KVCache,
+        plan: AttentionPlan,  # noqa: ARG002 - it comes with every step
+        table: tuple[Value, Value],
+        norms: HeadNorms | None,
+    ) -> Value:
+        if table != (_COSINES, _SINES):
+            raise ValueError("The rotary table of the step is the only one.")
+        _, num_kv_heads, _, head_dim, _ = cache.values.shape
+        width = qkv.width - 2 * num_kv_heads * head_dim
+        index = self._program.rotate_and_cache(
+            qkv.index,
+            self._native_cache(cache),
+            width,
+            self._keep(norms.queries) if norms else 0,
+            self._keep(norms.keys) if norms else 0,
+            norms.eps if norms else 0.0,
+        )
+        return Value(index, qkv.dtype, width)
+
+    def attention(
+        self,
+        queries: Value,
+        cache: KVCache,
+        plan: AttentionPlan,  # noqa: ARG002 - it comes with every step
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Value:
+        index = self._program.attention(
+            queries.index,
+            self._native_cache(cache),
+            scale,
+            UNLIMITED if window is None else window,
+        )
+        return Value(index, queries.dtype, queries.width)
+
+    def _value(self, dtype: torch.dtype, width: int) -> Value:
+        return Value(self._program.value(DTYPES[dtype], width), dtype, width)
+
+    def _native_cache(self, cache: KVCache) -> _native.Cache:
+        self.kept.append(cache)
+        return self._make_native_cache(cache)
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that must stay where it is."""
+        if not tensor.is_contiguous():
+            raise ValueError("Weights and caches must be contiguous.")
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _expect(x: Value, dtype: torch.dtype, width: int) -> None:
+    if (x.dtype, x.width) != (dtype, width):
+        raise ValueError(
+            f"Rows of {x.width} in {x.dtype} do not fit a weight of {width} in {dtype}."
+        )
+
+
+class CompiledForward:
+    """Runs a recorded forward pass."""
+
+    def __init__(
+        self,
+        program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
+        forward: ForwardPass[PackedLinear, AttentionPlan],
+    ) -> None:
+        """Records `forward` in the empty `program`."""
+        self._program = program
+        recorder = _Recorder(program, native_cache)
+        no_plan = cast("AttentionPlan", None)
+        self._result = forward(recorder, StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan))
+        self._kept = recorder.kept
+        program.finish(self._result.index)
+
+    def __call__(self, step: StepInput[Tensor, AttentionPlan]) -> Tensor:
+        num_tokens = len(step.token_ids)
+        cosines, sines = (part.contiguous() for part in step.rotary_table)
+        if num_tokens != step.plan.native.num_tokens or len(cosines) != num_tokens:
+            raise ValueError(f"{num_tokens} tokens do not fit the plan or the rotary table.")
+        token_ids = step.token_ids.contiguous()
+        out = torch.empty((num_tokens, self._result.width), dtype=self._result.dtype)
+        self._program.run(
+            num_tokens,
+            step.plan.native,
+            token_ids.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            out.data_ptr(),
+        )
+        return out

@@ -1,0 +1,66 @@
+"""What the native kernels are told of weights, caches and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pagoda.backend import _native
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers that kernels know them by."""
+KV_DTYPES = {**DTYPES, torch.int8: 3}
+UNLIMITED = 2**62
+"""A window that no context is longer than."""
+
+
+@dataclass(frozen=True)
+class DenseSegment:
+    """Outputs of a linear map whose weights are numbers."""
+
+    panels: Tensor
+    """Bytes of the weight [out, in] in panels of 32 outputs; see csrc/kernels.h."""
+    bias: Tensor | None
+    """[out rounded up to whole panels] float32."""
+    outputs: int
+
+
+@dataclass(frozen=True)
+class QuantizedSegment:
+    """Outputs of a linear map whose weights are codes of one format."""
+
+    panels: Tensor
+    """Bytes of codes and scales in panels of 32 outputs; see csrc/kernels.h."""
+    bias: Tensor | None
+    """[out rounded up to whole panels] float32."""
+    outputs: int
+    shape: _native.QuantizedShape
+    input_order: Tensor | None
+    """See `GroupedWeight`."""
+
+
+Segment = DenseSegment | QuantizedSegment
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    segments: tuple[Segment, ...]
+    """Their outputs follow one another."""
+    dtype: torch.dtype
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    native: _native.AttentionPlan
+    num_heads: int
+    head_dim: int
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

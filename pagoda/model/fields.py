@@ -1,0 +1,76 @@
+"""Typed access to a JSON object whose author may have made mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn, TypeVar
+
+from pagoda.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Fields:
+    """Typed access to a JSON object; every error names the file and the field."""
+
+    def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
+        self.values = values
+        self.source = source
+        self._prefix = prefix
+
+    def refuse(self, name: str, rule: str) -> NoReturn:
+        value = self.values.get(name)
+        raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {value!r}.")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, (int, float), "a positive number", default)
+        if not 0 < value < float("inf"):
+            self.refuse(name, "must be a positive number")
+        return float(value)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, (int,), "a positive integer", default)
+        if value <= 0:
+            self.refuse(name, "must be a positive integer")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        return self._get(name, (str,), "a string", default)
+
+    def table(self, name: str) -> Fields | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.refuse(name, "must be a JSON object")
+        return Fields(value, self.source, f"{self._prefix}{name}.")
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.values.get(name) is None else self.number(name)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; none where the field is absent."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.refuse(name, "must be a list of strings")
+        return tuple(value)
+
+    def _get(self, name: str, types: tuple[type, ...], kind: str, default: T | None) -> T:
+        value = self.values.get(name)
+        if value is None:
+            if default is None:
+                raise ConfigError(f"{self.source} lacks {self._prefix}{name}, {kind}.")
+            return default
+        if not isinstance(value, types) or isinstance(value, bool):
+            self.refuse(name, f"must be {kind}")
+        return value  # type: ignore[return-value]

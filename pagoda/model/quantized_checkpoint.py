@@ -1,0 +1,197 @@
+"""Linear maps of ready-made quantized checkpoints: compressed-tensors, AWQ and GPTQ in safetensors files.
+
+All pack small unsigned integers into 32-bit words, the first in the lowest bits; what they mean is
+`scale * (code - zero point)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.errors import ConfigError
+from pagoda.model.quantization_config import (
+    Awq,
+    CheckpointQuantization,
+    CompressedTensors,
+    GroupScheme,
+    Int8Scheme,
+)
+from pagoda.model.weight_formats import held_group_size
+from pagoda.model.weights import READABLE, CheckpointWeights
+
+_INT8 = {"I8": "int8"}
+_INT32 = {"I32": "int32"}
+_INTEGERS = {"I32": "int32", "I64": "int64"}
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where a word holds each of its eight codes: the even ones lie below the odd ones."""
+
+
+class QuantizedCheckpoint:
+    """A checkpoint whose config.json has a `quantization_config`."""
+
+    def __init__(self, tensors: CheckpointWeights, quantization: CheckpointQuantization) -> None:
+        self._tensors = tensors
+        self._quantization = quantization
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        self._tensors.read_into(name, out)
+
+    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
+        quantization = self._quantization
+        scheme = quantization.scheme_of(name)
+        if scheme is None:
+            return self._tensors.linear(name, outputs, inputs, dtype)
+        if isinstance(scheme, Int8Scheme):
+            return self._int8(name, outputs, inputs)
+        reader = _GroupReader(self._tensors, name, outputs, inputs, scheme)
+        if isinstance(quantization, CompressedTensors):
+            return reader.compressed_tensors()
+        if isinstance(quantization, Awq):
+            return reader.awq()
+        return reader.gptq(quantization.zero_offset)
+
+    def _int8(self, name: str, outputs: int, inputs: int) -> Int8Weight:
+        tensors = self._tensors
+        values = tensors.tensor(f"{name}.weight", (outputs, inputs), _INT8)
+        scales_name = f"{name}.weight_scale"
+        flat = tensors.shape(scales_name) == (outputs,)
+        shape = (outputs,) if flat else (outputs, 1)
+        scales = tensors.tensor(scales_name, shape, READABLE).float().flatten()
+        _check_finite(tensors, scales_name, scales, "float32")
+        # Magnitude 128 has no positive counterpart. Compressors round 127.5 to it, so 127 is as near.
+        return Int8Weight(values.clamp(min=-127), scales)
+
+
+class _GroupReader:
+    """Reads one linear map of a `GroupScheme`."""
+
+    def __init__(
+        self, tensors: CheckpointWeights, name: str, outputs: int, inputs: int, scheme: GroupScheme
+    ) -> None:
+        self._tensors = tensors
+        self._name = name
+        self._outputs = outputs
+        self._inputs = inputs
+        self._scheme = scheme
+        self._held_group_size = held_group_size(name, inputs, scheme.group_size)
+        self._group_size = scheme.group_size or inputs
+        self._num_groups = inputs // self._group_size
+        self._per_word = 32 // scheme.bits
+
+    def compressed_tensors(self) -> GroupedWeight:
+        self._check_stored_shape()
+        words = self._words("weight_packed", self._outputs, self._inputs // self._per_word)
+        scales = self._scales("weight_scale", self._outputs, self._num_groups)
+        offsets = None
+        if not self._scheme.symmetric:
+            kind, packed_outputs = "weight_zero_point", -(-self._outputs // self._per_word)
+            zeros = self._unpacked(self._words(kind, packed_outputs, self._num_groups).t())
+            offsets = self._offsets(kind, scales, zeros[:, : self._outputs].t())
+        return self._weight(
+            self._unpacked(words), scales, offsets, self._input_order("weight_g_idx")
+        )
+
+    def awq(self) -> GroupedWeight:
+        packed_outputs = self._packed_outputs()
+        codes = self._unpacked(self._words("qweight", self._inputs, packed_outputs))
+        scales = self._scales("scales", self._num_groups, self._outputs).t()
+        zeros = self._unpacked(self._words("qzeros", self._num_groups, packed_outputs))
+        offsets = self._offsets("qzeros", scales, _in_awq_order(zeros).t())
+        return self._weight(_in_awq_order(codes).t(), scales, offsets, None)
+
+    def gptq(self, zero_offset: int) -> GroupedWeight:
+        words = self._words("qweight", self._inputs // self._per_word, self._outputs)
+        scales = self._scales("scales", self._num_groups, self._outputs).t()
+        zeros = self._unpacked(self._words("qzeros", self._num_groups, self._packed_outputs()))
+        # A zero point may be 2 ** bits, which bytes do not hold.
+        offsets = self._offsets("qzeros", scales, zeros.t().float() + zero_offset)
+        return self._weight(self._unpacked(words.t()), scales, offsets, self._input_order("g_idx"))
+
+    def _check_stored_shape(self) -> None:
+        name = f"{self._name}.weight_shape"
+        stored = self._tensors.tensor(name, (2,), _INTEGERS).tolist()
+        if stored != [self._outputs, self._inputs]:
+            raise ConfigError(
+                f"{self._tensors.path_of(name)}: {name} says {stored}, "
+                f"config.json calls for {[self._outputs, self._inputs]}."
+            )
+
+    def _packed_outputs(self) -> int:
+        if self._outputs % self._per_word:
+            raise ConfigError(
+                f"{self._name}.qweight has {self._outputs} outputs, "
+                f"which must be a multiple of the {self._per_word} that a 32-bit word holds."
+            )
+        return self._outputs // self._per_word
+
+    def _words(self, kind: str, *shape: int) -> Tensor:
+        return self._tensors.tensor(f"{self._name}.{kind}", shape, _INT32)
+
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """Codes [n, m * per_word] uint8 of words [n, m], the lowest bits first."""
+        # Bytes of a word lie in memory from the lowest to the highest on all machines that torch runs on.
+        octets = words.contiguous().view(torch.uint8)
+        if self._scheme.bits == 8:
+            return octets
+        return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+
+    def _scales(self, kind: str, *shape: int) -> Tensor:
+        name = f"{self._name}.{kind}"
+        scales = self._tensors.tensor(name, shape, READABLE).to(torch.float16)
+        _check_finite(self._tensors, name, scales, "float16")
+        return scales
+
+    def _input_order(self, kind: str) -> Tensor | None:
+        """Inputs by their groups; None where they lie so already."""
+        name = f"{self._name}.{kind}"
+        if not (self._scheme.act_order or self._tensors.has(name)):
+            return None
+        groups = self._tensors.tensor(name, (self._inputs,), _INTEGERS).long()
+        in_order = torch.arange(self._num_groups).repeat_interleave(self._group_size)
+        if torch.equal(groups, in_order):
+            return None
+        sorted_groups, order = groups.sort(stable=True)
+        if not torch.equal(sorted_groups, in_order):
+            raise ConfigError(
+                f"{self._tensors.path_of(name)}: {name} must put {self._group_size} inputs into each of "
+                f"{self._num_groups} groups."
+            )
+        return order
+
+    def _offsets(self, kind: str, scales: Tensor, zeros: Tensor) -> Tensor | None:
+        """From scales and zero points [out, groups]."""
+        distances = 2 ** (self._scheme.bits - 1) - zeros.float()
+        if not bool(distances.any()):
+            return None
+        offsets: Tensor = (scales.float() * distances).to(torch.float16)
+        _check_finite(self._tensors, f"{self._name}.{kind}", offsets, "float16")
+        return offsets
+
+    def _weight(
+        self, codes: Tensor, scales: Tensor, offsets: Tensor | None, order: Tensor | None
+    ) -> GroupedWeight:
+        """From codes [out, in], scales and offsets [out, groups]."""
+        repeats = self._group_size // self._held_group_size
+        if order is not None:
+            codes = codes[:, order]
+        return GroupedWeight(
+            codes=codes.contiguous(),
+            scales=scales.repeat_interleave(repeats, dim=1),
+            offsets=None if offsets is None else offsets.repeat_interleave(repeats, dim=1),
+            bits=self._scheme.bits,
+            group_size=self._held_group_size,
+            input_order=order,
+        )
+
+
+def _in_awq_order(codes: Tensor) -> Tensor:
+    return codes.view(len(codes), -1, 8)[:, :, list(_AWQ_PLACES)].flatten(1)
+
+
+def _check_finite(tensors: CheckpointWeights, name: str, scales: Tensor, dtype: str) -> None:
+    if not bool(scales.isfinite().all()):
+        raise ConfigError(
+            f"{tensors.path_of(name)}: tensor {name} holds scales that are not finite in {dtype}."
+        )

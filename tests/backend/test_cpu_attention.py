@@ -1,0 +1,249 @@
+"""Attention over the paged cache: what the reference computes, and the same bits however a sequence is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cpu_cases import (
+    DTYPES,
+    REFERENCE,
+    SETS,
+    TOLERANCE,
+    assert_close,
+    dtypes,
+    random_tensor,
+    seeds,
+    sets,
+    threads,
+    token_batch,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend.base import HeadNorms, KVCache
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.reference import ReferenceBackend
+
+KV_DTYPES = [*DTYPES, torch.int8]
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
+
+
+@pytest.fixture(autouse=True)
+def _threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None
+    normed: bool
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def tolerance(self) -> float:
+        return max(TOLERANCE[self.dtype], TOLERANCE[self.kv_dtype])
+
+
+class Sequences:
+    """Random sequences in a cache, attended to in any order, by the kernels or by the reference."""
+
+    def __init__(self, shape: Shape, lengths: list[int], seed: int) -> None:
+        self.shape = shape
+        self.lengths = lengths
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.qkv = [
+            random_tensor(n, width, seed=seed + i, dtype=shape.dtype) for i, n in enumerate(lengths)
+        ]
+        self.norms = None
+        if shape.normed:
+            weights = (
+                1 + 0.2 * random_tensor(shape.head_dim, seed=seed - i, dtype=torch.float32)
+                for i in range(2)
+            )
+            q, k = (weight.to(shape.dtype) for weight in weights)
+            self.norms = HeadNorms(q, k, 1e-6)
+        self.num_blocks = 3 + sum(-(-n // shape.block_size) for n in lengths)
+        ids = list(range(self.num_blocks))
+        random.Random(seed).shuffle(ids)
+        self.blocks = [[ids.pop() for _ in range(-(-n // shape.block_size))] for n in lengths]
+        self.frequencies = torch.logspace(0, -3, shape.head_dim // 2)
+
+    def cache(self, ops: CpuBackend | ReferenceBackend) -> KVCache:
+        shape = self.shape
+        cache = ops.allocate_kv_cache(
+            self.num_blocks,
+            shape.block_size,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.dtype,
+            shape.kv_dtype,
+        )
+        # What ended requests may have left.
+        for part in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+            if part is not None:
+                part.fill_(torch.nan if part.is_floating_point() else -128)
+        return cache
+
+    def attend(
+        self,
+        ops: CpuBackend | ReferenceBackend,
+        cache: KVCache,
+        shares: list[tuple[int, int, int]],
+    ) -> list[Tensor]:
+        """One step over (sequence, tokens before, tokens now)."""
+        shape = self.shape
+        batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
+        qkv = torch.cat([self.qkv[i][done : done + n] for i, done, n in shares])
+        plan = ops.plan_attention(batch, shape.heads, cache)
+        table = ops.rotary_table(batch.positions, self.frequencies, 1.0)
+        queries = ops.rotate_and_cache(qkv, cache, plan, table, self.norms)  # type: ignore[arg-type]
+        scale = shape.head_dim**-0.5
+        out = ops.attention(queries, cache, plan, scale=scale, window=shape.window)  # type: ignore[arg-type]
+        return list(out.split([n for _, _, n in shares]))
+
+    def everything(self) -> list[tuple[int, int, int]]:
+        return [(i, 0, n) for i, n in enumerate(self.lengths)]
+
+    def pieces(self, ops: CpuBackend, seed: int, longest: int) -> list[Tensor]:
+        """Every sequence in random pieces, in random company."""
+        rng, cache = random.Random(seed), self.cache(ops)
+        done = [0] * len(self.lengths)
+        parts: list[list[Tensor]] = [[] for _ in self.lengths]
+        while any(d < n for d, n in zip(done, self.lengths, strict=True)):
+            open_ones = [i for i, n in enumerate(self.lengths) if done[i] < n]
+            chosen = rng.sample(open_ones, rng.randint(1, len(open_ones)))
+            shares = [
+                (i, done[i], min(rng.choice([1, 1, longest]), self.lengths[i] - done[i]))
+                for i in chosen
+            ]
+            for (i, _, n), part in zip(shares, self.attend(ops, cache, shares), strict=True):
+                parts[i].append(part)
+                done[i] += n
+        return [torch.cat(part) for part in parts]
+
+
+shapes = st.builds(
+    lambda group, kv_heads, dim, block, window, normed, dtype, kv_dtype: Shape(
+        group * kv_heads, kv_heads, 2 * dim, block, window, normed, dtype, kv_dtype or dtype
+    ),
+    st.integers(1, 16),
+    st.integers(1, 3),
+    st.integers(1, 40) | st.sampled_from([32, 48, 64]),
+    st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]),
+    st.none() | st.integers(1, 200),
+    st.booleans(),
+    dtypes,
+    st.none() | st.sampled_from(KV_DTYPES),
+)
+
+
+@given(
+    sets, shapes, st.lists(st.integers(1, 180), min_size=1, max_size=4), threads, seeds,
+    st.integers(1, 60),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_attention(
+    name: str, shape: Shape, lengths: list[int], num_threads: int, seed: int, longest: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    sequences, ops = Sequences(shape, lengths, seed), CpuBackend(name)
+    whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())
+    expected = sequences.attend(REFERENCE, sequences.cache(REFERENCE), sequences.everything())
+    for actual, wanted in zip(whole, expected, strict=True):
+        assert_close(actual, wanted, 4, shape.tolerance)
+    torch.set_num_threads(1 + num_threads % 4)
+    for one, other in zip(sequences.pieces(ops, seed, longest), whole, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.int8),
+    ],
+    ids=str,
+)
+def test_long_contexts_are_split_without_a_trace(
+    name: str, window: int | None, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """A lone token's context is shared out among threads; in a large step it is not."""
+    shape = Shape(4, 2, 32, 16, window, True, dtype, kv_dtype)
+    sequences, ops = Sequences(shape, [1700, 1024, 513, 40], 3), CpuBackend(name)
+    torch.set_num_threads(1)
+    whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())
+    expected = sequences.attend(REFERENCE, sequences.cache(REFERENCE), sequences.everything())
+    for actual, wanted in zip(whole, expected, strict=True):
+        assert_close(actual, wanted, 4, shape.tolerance)
+    for num_threads in (1, 4):
+        torch.set_num_threads(num_threads)
+        cache = sequences.cache(ops)
+        for i, n in enumerate(sequences.lengths):
+            early = sequences.attend(ops, cache, [(i, 0, n - 3)])[0]
+            late = [sequences.attend(ops, cache, [(i, n - k, 1)])[0] for k in (3, 2, 1)]
+            assert torch.equal(torch.cat([early, *late]), whole[i])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_broken_sequence_breaks_no_other(
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
+) -> None:
+    """And shows it itself: a scale that is not a number makes none of what was."""
+    shape = Shape(4, 2, 32, block_size, None, False, dtype, kv_dtype)
+    sequences, ops = Sequences(shape, [40, 21], 5), CpuBackend(name)
+    whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())
+    for column in (0, 4 * 32 + 3, 6 * 32 + 3):  # of a query, a key, a value
+        kept = sequences.qkv[0][7, column].clone()
+        sequences.qkv[0][7, column] = torch.nan
+        broken, other = sequences.attend(ops, sequences.cache(ops), sequences.everything())
+        sequences.qkv[0][7, column] = kept
+        assert broken[7].isnan().any(), column
+        assert torch.equal(other, whole[1])
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_int8_caches_hold_what_the_reference_caches(
+    name: str, dtype: torch.dtype, block_size: int
+) -> None:
+    """Some elements may be rounded the other way, as rotation does not end in the same last bit."""
+    shape = Shape(2, 2, 32, block_size, None, False, dtype, torch.int8)
+    sequences, ops = Sequences(shape, [37], 6), CpuBackend(name)
+    sequences.qkv[0][3] = 0  # has no scale
+    own, expected = sequences.cache(ops), sequences.cache(REFERENCE)
+    for one, cache in ((ops, own), (REFERENCE, expected)):
+        sequences.attend(one, cache, sequences.everything())  # type: ignore[arg-type]
+    blocks = sequences.blocks[0][: 37 // block_size]  # the last may be part empty
+    keys = own.keys.permute(0, 1, 3, 2, 4).reshape(expected.keys.shape)
+    values = own.values.transpose(3, 4).reshape(expected.values.shape)
+    differences = (keys[blocks].int() - expected.keys[blocks].int()).abs()
+    assert int(differences.max()) <= 1
+    assert float(differences.float().mean()) < 0.02
+    assert torch.equal(values[blocks], expected.values[blocks])
+    for scales, wanted in (
+        (own.key_scales, expected.key_scales),
+        (own.value_scales, expected.value_scales),
+    ):
+        assert scales is not None
+        assert wanted is not None
+        torch.testing.assert_close(scales[blocks], wanted[blocks], rtol=2**-7, atol=0)

@@ -1,0 +1,449 @@
+"""Tokenizers out of GGUF metadata give the ids of the tokenizers that the metadata was made from."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter, TokenType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from transformers import Qwen2Tokenizer
+
+from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
+from pagoda.frontend.model_text import load_gguf_text, load_model_text, load_text
+from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.models.gguf import read_gguf
+from pagoda.models.resolve import EMBEDDED_MODEL, resolve_model
+
+CONTROLS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+MARKS = ["<tool_call>", "<think>"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog's tail, and it's 12345 times 67!",
+    "Über allen Gipfeln ist Ruh; in allen Wipfeln spürest du kaum einen Hauch.",
+    "def f(x):\n    return x ** 2  # ein Quadrat\n\n\tclass A:\r\n        pass\n",
+    "你好，世界。これは日本語の文です。한국어도 있습니다. Привет, мир! 😀😃 naïve café",
+    "   spaces   and\ttabs \n\n\n new lines    I'LL WE'VE don't  ",
+] * 4
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""As in the tokenizer.json of Llama 3."""
+
+
+def texts() -> st.SearchStrategy[str]:
+    """Words of the corpus, special tokens, spaces and any characters, in any order."""
+    words = sorted({word for text in CORPUS for word in text.split()})
+    pieces = st.one_of(
+        st.sampled_from(words),
+        st.sampled_from([*CONTROLS, *MARKS, "<s>", "</s>", "<unk>", "<0x41>", "▁"]),
+        st.sampled_from([" ", "  ", "\n", "\r\n\n", "\t", "'s", "'LL", "0", "１２", "e\u0301", ""]),
+        st.text(max_size=6),
+    )
+    return st.lists(pieces, max_size=12).map("".join)
+
+
+# ---- from tokenizers to metadata, as llama.cpp's converter does
+
+
+def write_tokenizer(
+    path: Path, backend: Backend, metadata: Mapping[str, Any], *, model: str = "gpt2", pad: int = 0
+) -> Path:
+    writer = GGUFWriter(path, "qwen3")
+    writer.add_tokenizer_model(model)
+    spec = json.loads(backend.to_str())
+    names = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}
+    added = backend.get_added_tokens_decoder()
+    tokens, types = [], []
+    for i in range(max(names) + 1 + pad):
+        tokens.append(names.get(i, f"[PAD{i}]"))
+        types.append(_type_of(names.get(i), added.get(i), model))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if model == "gpt2":
+        writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    add_keys(writer, metadata)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _type_of(token: str | None, added: AddedToken | None, model: str) -> TokenType:
+    if token is None:
+        return TokenType.UNUSED
+    if token == "<unk>":
+        return TokenType.UNKNOWN
+    if added is not None:
+        return TokenType.CONTROL if added.special else TokenType.USER_DEFINED
+    if model == "llama" and token.startswith("<0x") and len(token) == 6:
+        return TokenType.BYTE
+    return TokenType.NORMAL
+
+
+def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    for name, value in metadata.items():
+        key = name if "." in name else f"tokenizer.ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_string(key, value)
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    return build_tokenizer(Vocabulary(read_gguf(path).metadata))
+
+
+def train_byte_level(split: pre_tokenizers.PreTokenizer, *, ignore_merges: bool) -> Backend:
+    backend = Backend(BPE(ignore_merges=ignore_merges))
+    backend.pre_tokenizer = split
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    add_marks(backend)
+    return backend
+
+
+def add_marks(backend: Backend) -> None:
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in CONTROLS])
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKS])
+
+
+def cut(pattern: str) -> pre_tokenizers.PreTokenizer:
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
+
+
+def qwen2() -> Backend:
+    """What transformers makes of the vocabulary of a Qwen model."""
+    trained = train_byte_level(cut(LLAMA3_PATTERN), ignore_merges=False)
+    spec = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in spec["merges"]]
+    backend = Qwen2Tokenizer(vocab=spec["vocab"], merges=merges).backend_tokenizer
+    add_marks(backend)
+    return backend
+
+
+def llama3() -> Backend:
+    backend = train_byte_level(cut(LLAMA3_PATTERN), ignore_merges=True)
+    _begin_with(backend, "<|begin|>")
+    return backend
+
+
+def gpt2() -> Backend:
+    return train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), ignore_merges=False)
+
+
+def smollm() -> Backend:
+    split = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return train_byte_level(split, ignore_merges=False)
+
+
+def _begin_with(backend: Backend, token: str) -> None:
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, backend.token_to_id(token))]
+    )
+
+
+BYTE_LEVEL = {"qwen2": qwen2, "llama-bpe": llama3, "gpt-2": gpt2, "smollm": smollm}
+
+
+@pytest.fixture(scope="module", params=BYTE_LEVEL)
+def byte_level(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Backend, Tokenizer]:
+    backend = BYTE_LEVEL[request.param]()
+    begin = backend.token_to_id("<|begin|>")
+    path = tmp_path_factory.mktemp("tokenizer") / "t.gguf"
+    keys = {"pre": request.param, "bos_token_id": begin}
+    return backend, tokenizer_of(write_tokenizer(path, backend, keys, pad=3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=texts())
+def test_byte_level_ids(byte_level: tuple[Backend, Tokenizer], text: str) -> None:
+    backend, tokenizer = byte_level
+    assert_alike(backend, tokenizer, text)
+
+
+def assert_alike(backend: Backend, tokenizer: Tokenizer, text: str) -> None:
+    for special in (False, True):
+        expected = backend.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, add_special_tokens=special) == expected
+    for skip in (False, True):
+        decoded = backend.decode(expected, skip_special_tokens=skip)
+        assert tokenizer.decode(expected, skip_special_tokens=skip) == decoded
+
+
+def test_unused_places_stand_for_nothing(tmp_path: Path) -> None:
+    backend = gpt2()
+    path = write_tokenizer(tmp_path / "t.gguf", backend, {"pre": "gpt-2"}, pad=2)
+    size = backend.get_vocab_size(with_added_tokens=True)
+    tokenizer = tokenizer_of(path)
+    assert tokenizer.token(size) == ""
+    assert tokenizer.decode([size + 1, 40]) == backend.decode([40])
+
+
+# ---- SentencePiece
+
+
+def train_sentencepiece(*, prefix: bool) -> Backend:
+    """Trained as BPE; a merge makes the token with the next id, so scores go down with ids."""
+    backend = Backend(BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    backend.train_from_iterator([f"▁{word}" for t in CORPUS for word in t.split()], trainer)
+    spec = json.loads(backend.to_str())["model"]
+    # Characters that the corpus has seldom are left to bytes.
+    seldom = set("你好世界한국😃")
+    kept = [token for token in spec["vocab"] if not seldom & set(token)]
+    vocab = {token: i for i, token in enumerate([*kept[:3], *byte_tokens, *kept[3:]])}
+    merges = [
+        pair for pair in spec["merges"] if all(part in vocab for part in (*pair, "".join(pair)))
+    ]
+    backend = Backend(
+        BPE(
+            vocab=vocab,
+            merges=[tuple(pair) for pair in merges],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    )
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")]
+    )
+    add_marks(backend)
+    _begin_with(backend, "<s>")
+    return backend
+
+
+def scores_of(backend: Backend) -> list[float]:
+    size = backend.get_vocab_size(with_added_tokens=True)
+    return [0.0 if i < 259 else float(259 - i) for i in range(size)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
+def sentencepiece(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Backend, Tokenizer]:
+    backend = train_sentencepiece(prefix=request.param)
+    path = tmp_path_factory.mktemp("tokenizer") / "t.gguf"
+    keys = {"scores": scores_of(backend), "add_space_prefix": request.param}
+    return backend, tokenizer_of(write_tokenizer(path, backend, keys, model="llama"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=texts())
+def test_sentencepiece_ids(sentencepiece: tuple[Backend, Tokenizer], text: str) -> None:
+    backend, tokenizer = sentencepiece
+    assert_alike(backend, tokenizer, text)
+
+
+def test_sentencepiece_texts_come_back(sentencepiece: tuple[Backend, Tokenizer]) -> None:
+    _, tokenizer = sentencepiece
+    for text in CORPUS:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert tokenizer.decode(ids) == text
+
+
+# ---- the embedded model, and what else a file says of text
+
+
+def test_a_whole_tokenizer_in_the_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    files = resolve_model(EMBEDDED_MODEL)
+    assert files.directory is not None
+    whole = (files.directory / "tokenizer.json").read_text(encoding="utf-8")
+    expected = load_model_text(files.directory)
+    keys = {
+        "pre": "default",
+        "tokenizer.huggingface.json": whole,
+        "tokenizer.chat_template": json.loads(
+            (files.directory / "tokenizer_config.json").read_text(encoding="utf-8")
+        )["chat_template"],
+        "eos_token_id": 928,
+    }
+    path = write_tokenizer(tmp_path / "t.gguf", Backend.from_str(whole), keys)
+    found = load_gguf_text(path)
+    assert found.eos_token_ids == expected.eos_token_ids == (926, 928)
+    conversation = [{"role": "user", "content": "Say <tool_call> twice, 12 + 30."}]
+    prompt = found.require_template().render(conversation)
+    assert prompt == expected.require_template().render(conversation)
+    ids = expected.tokenizer.encode(prompt, add_special_tokens=False)
+    assert found.tokenizer.encode(prompt, add_special_tokens=False) == ids
+    assert found.tokenizer.decode(ids) == expected.tokenizer.decode(ids)
+
+
+def test_end_tokens_are_named_or_known_by_their_spelling(tmp_path: Path) -> None:
+    backend = qwen2()
+    end, text_end, begin = map(backend.token_to_id, ("<|im_end|>", "<|endoftext|>", "<|begin|>"))
+    path = write_tokenizer(
+        tmp_path / "t.gguf", backend, {"pre": "qwen2", "eot_token_id": begin, "eos_token_id": end}
+    )
+    assert load_gguf_text(path).eos_token_ids == tuple(sorted((end, text_end, begin)))
+    plain = train_sentencepiece(prefix=True)
+    path = write_tokenizer(tmp_path / "s.gguf", plain, {"scores": scores_of(plain)}, model="llama")
+    spelled = [plain.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    assert load_gguf_text(path).eos_token_ids == (2, *spelled)
+
+
+def test_the_chat_template_knows_the_special_tokens(tmp_path: Path) -> None:
+    backend = gpt2()
+    keys = {
+        "pre": "gpt-2",
+        "bos_token_id": backend.token_to_id("<|begin|>"),
+        "tokenizer.chat_template": "{{ bos_token }}{{ eos_token }}!",
+    }
+    path = write_tokenizer(tmp_path / "t.gguf", backend, keys)
+    assert load_gguf_text(path).require_template().render([]) == "<|begin|>!"
+    (tmp_path / "own.jinja").write_text("mine", encoding="utf-8")
+    own = load_gguf_text(path, chat_template=tmp_path / "own.jinja")
+    assert own.require_template().render([]) == "mine"
+    path = write_tokenizer(tmp_path / "t.gguf", backend, {"pre": "gpt-2"})
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        load_gguf_text(path).require_template()
+
+
+def test_sampling_preferences(tmp_path: Path) -> None:
+    keys = {"pre": "gpt-2", "general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    path = write_tokenizer(tmp_path / "t.gguf", gpt2(), keys)
+    files = resolve_model(str(path))
+    text = load_text(files, simulated=False, chat_template=None)
+    assert text.default_sampling == {"temperature": 0.5, "top_k": 20}
+    assert load_text(files, simulated=True, chat_template=None).default_sampling == {}
+    path = write_tokenizer(tmp_path / "t.gguf", gpt2(), {**keys, "general.sampling.temp": -1.0})
+    with pytest.raises(ConfigError, match=r"t\.gguf' prefers sampling that is not possible"):
+        load_gguf_text(path)
+
+
+@pytest.mark.parametrize(("add", "expected"), [(None, False), (True, True), (False, False)])
+def test_tokens_around_a_text(add: bool | None, expected: bool, tmp_path: Path) -> None:
+    backend = gpt2()
+    begin, end = backend.token_to_id("<|begin|>"), backend.token_to_id("<|im_end|>")
+    keys: dict[str, Any] = {"pre": "gpt-2", "bos_token_id": begin, "eos_token_id": end}
+    if add is not None:
+        keys |= {"add_bos_token": add, "add_eos_token": add}
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path / "t.gguf", backend, keys))
+    plain = tokenizer.encode("fox", add_special_tokens=False)
+    framed = [begin, *plain, end] if expected else plain
+    assert tokenizer.encode("fox", add_special_tokens=True) == framed
+
+
+def test_a_file_without_its_way_of_cutting_is_taken_as_llama_cpp_takes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tokenizer_of(write_tokenizer(tmp_path / "t.gguf", gpt2(), {}))
+    assert "has no tokenizer.ggml.pre" in caplog.text
+    text = "x == 12345, isn't it?  "
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+LETTERS = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "pre": "gpt-2", "model": "gpt2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model must be gpt2 or llama, got 'bert'."),
+        ({"model": None}, "lacks tokenizer.ggml.model, a string."),
+        ({"tokens": None}, "lacks tokenizer.ggml.tokens, a list of strings."),
+        ({"tokens": "abc"}, "tokenizer.ggml.tokens must be a list of strings, got 'abc'."),
+        ({"tokens": [""]}, "tokenizer.ggml.tokens has no token that is used."),
+        ({"tokens": ["a" * 5000]}, "tokens has a token of more than 4096 characters."),
+        ({"merges": None}, "lacks tokenizer.ggml.merges, a list of strings."),
+        ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which is not two tokens."),
+        ({"merges": ["a c"]}, "has no tokenizer that can be built: "),
+        ({"token_type": [1, 1]}, "has 3 tokens, but tokenizer.ggml.token_type has 2 values."),
+        ({"bos_token_id": 3}, "bos_token_id must be below 3, the number of tokens, got 3."),
+        ({"add_bos_token": 1, "bos_token_id": 1}, "add_bos_token must be true or false, got 1."),
+        ({"pre": "unheard-of"}, "pre must be one of default, gpt-2, qwen2, "),
+        ({"model": "llama", "merges": None}, "lacks tokenizer.ggml.scores, a list of numbers."),
+        (
+            {"model": "llama", "merges": None, "scores": [0.5]},
+            "has 3 tokens, but tokenizer.ggml.scores has 1 values.",
+        ),
+        ({"tokenizer.huggingface.json": "{}"}, "has no tokenizer that can be built: "),
+        ({"tokenizer.chat_template": "{%"}, "the chat template is not valid Jinja"),
+        ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a string, got 5."),
+    ],
+)
+def test_wrong_metadata_is_one_sentence(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    writer = GGUFWriter(tmp_path / "t.gguf", "qwen3")
+    keys = {key: value for key, value in (LETTERS | changes).items() if value is not None}
+    add_keys(writer, keys)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError) as caught:
+        load_gguf_text(tmp_path / "t.gguf")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_flipped_bytes_are_refused_or_read(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = random.Random(seed)
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    kind = rng.choice(["gpt2", "llama"])
+    keys = LETTERS | {"model": kind, "scores": [0.0, 0.0, 1.0], "token_type": [1, 1, 1]}
+    writer = GGUFWriter(path, "qwen3")
+    add_keys(writer, keys | {"bos_token_id": 1, "tokenizer.chat_template": "{{ bos_token }}"})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.randint(1, 4)):
+        data[rng.randrange(len(data))] = rng.choice((0, 1, 0xFF, rng.randrange(256)))
+    path.write_bytes(data)
+    try:
+        text = load_gguf_text(path)
+    except ConfigError:
+        return
+    text.tokenizer.encode("ab", add_special_tokens=True)

@@ -1,0 +1,168 @@
+"""Dense weights quantized as they are loaded."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend.weights import (
+    GROUP_SIZES,
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    dequantize,
+)
+from pagoda.errors import ConfigError
+from pagoda.model.config import parse_model_config
+from pagoda.model.quantization import (
+    Int4OnLoad,
+    Int8OnLoad,
+    QuantizingSource,
+    quantization_on_load,
+    quantize_int4,
+    quantize_int8,
+)
+from pagoda.model.weight_formats import format_bytes
+from pagoda.model.weights import DummyWeights
+from pagoda.models.presets import PRESETS
+
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def _weight(seed: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes, some of them zero, and values that occur with both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(outputs, inputs, generator=generator)
+    sizes = torch.randint(-12, 4, (outputs, 1), generator=generator)
+    kept = torch.rand(outputs, 1, generator=generator) > 0.2
+    return (values.mul(8).round().div(8) * 2.0**sizes * kept).to(dtype)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 5000))
+def test_int8(seed: int, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    values = _weight(seed, outputs, inputs, dtype)
+    weight = quantize_int8(values)
+    exact = values.double().numpy()
+    highest = np.abs(exact).max(1).astype(np.float32)
+    assert np.array_equal(weight.scales.numpy(), highest / np.float32(127))
+    codes = weight.values.numpy()
+    assert codes.min() >= -127
+    assert (np.abs(codes).max(1) == np.where(highest > 0, 127, 0)).all()
+    errors = np.abs(dequantize(weight).double().numpy() - exact)
+    assert (errors <= (highest / 127 * 0.5001)[:, None]).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(seeds, dtypes, st.integers(1, 9), st.integers(1, 30), st.sampled_from(GROUP_SIZES))
+def test_int4_is_q4_0(
+    seed: int, dtype: torch.dtype, outputs: int, num_groups: int, group_size: int
+) -> None:
+    values = _weight(seed, outputs, num_groups * group_size, dtype)
+    weight = quantize_int4(values, group_size)
+    assert (weight.bits, weight.offsets, weight.input_order) == (4, None, None)
+    for output in range(outputs):
+        for group in range(num_groups):
+            inputs = slice(group * group_size, (group + 1) * group_size)
+            scale, codes = _q4_0(values[output, inputs].double().tolist())
+            assert weight.scales[output, group].item() == scale
+            assert weight.codes[output, inputs].tolist() == codes
+
+
+def _q4_0(values: list[float]) -> tuple[float, list[int]]:
+    """By the words of the format, one number after the other."""
+    peak = 0.0
+    for value in values:
+        if abs(value) > abs(peak):
+            peak = value
+    scale = float(np.float16(np.float32(peak) / np.float32(-8)))
+    if scale == 0:
+        return scale, [8] * len(values)
+    return scale, [
+        min(max(int(np.rint(np.float32(v) / np.float32(scale))) + 8, 0), 15) for v in values
+    ]
+
+
+def test_pieces_of_large_weights_are_quantized_alike() -> None:
+    values = torch.randn(700, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole, rows = quantize_int4(values, 32), quantize_int4(values[300:301], 32)
+    assert torch.equal(whole.codes[300:301], rows.codes)
+    assert torch.equal(quantize_int8(values).values[300:301], quantize_int8(values[300:301]).values)
+
+
+class _Source:
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        raise NotImplementedError(name)
+
+    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:  # noqa: ARG002
+        return DenseWeight(self._values)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
+def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
+    values = torch.ones(2, 64)
+    values[1, 3] = bad
+    source = QuantizingSource(_Source(values), Int4OnLoad(32))
+    with pytest.raises(ConfigError, match=r"^a.weight holds numbers that are infinite, NaN or too"):
+        source.linear("a", 2, 64, torch.float32)
+
+
+def test_heads_and_tables_are_int8() -> None:
+    source = QuantizingSource(DummyWeights(0), Int4OnLoad(64))
+    for name, kind in (
+        ("model.layers.0.mlp.up_proj", GroupedWeight),
+        ("lm_head", Int8Weight),
+        ("model.embed_tokens", Int8Weight),
+    ):
+        assert isinstance(source.linear(name, 8, 64, torch.bfloat16), kind)
+
+
+def test_groups_that_do_not_divide_the_inputs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Int4OnLoad(64).format_of("model.layers.0.mlp.up_proj", 96)
+    assert str(caught.value) == (
+        "model.layers.0.mlp.up_proj.weight has 96 inputs, which groups of 64 do not divide; "
+        "take another --quantization-group-size, or --quantization int8."
+    )
+
+
+def test_flags() -> None:
+    assert quantization_on_load("none", 32) is None
+    assert quantization_on_load("int8", 32) == Int8OnLoad()
+    assert quantization_on_load("int4", 128) == Int4OnLoad(128)
+    with pytest.raises(ConfigError) as caught:
+        quantization_on_load("int4", 48)
+    assert str(caught.value) == "--quantization-group-size must be one of 32, 64, 128, got 48."
+
+
+def test_memory_is_reckoned_without_loading() -> None:
+    shape = parse_model_config(PRESETS["llama-3.1-8b"], source="preset")
+    tables = 2 * 128256 * 4096
+    linear = shape.weight_bytes(None, 1) - tables - 65 * 4096
+    in_tables, norms = tables + 4 * 2 * 128256, 65 * 4096 * 2
+    assert shape.weight_bytes(Int4OnLoad(32), 2) == linear * 9 // 16 + in_tables + norms
+    rows = sum(m.outputs for m in shape.linear_maps())
+    assert shape.weight_bytes(Int8OnLoad(), 2) == linear + tables + 4 * rows + norms
+
+
+@pytest.mark.parametrize("quantization", [Int8OnLoad(), Int4OnLoad(128), Int4OnLoad(32)])
+def test_reckoned_bytes_are_those_of_the_tensors(quantization: Int8OnLoad | Int4OnLoad) -> None:
+    name, outputs, inputs = "model.layers.0.mlp.up_proj", 24, 256
+    weight = QuantizingSource(DummyWeights(0), quantization).linear(
+        name, outputs, inputs, torch.bfloat16
+    )
+    assert not isinstance(weight, DenseWeight)
+    matrix = weight.codes.nbytes // 2 if isinstance(weight, GroupedWeight) else weight.values.nbytes
+    held = quantization.format_of(name, inputs)
+    assert format_bytes(held, outputs, inputs, 2) == matrix + weight.scales.nbytes

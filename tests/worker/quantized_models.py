@@ -1,0 +1,269 @@
+"""Tiny quantized checkpoints, packed here bit by bit from the published descriptions of their formats.
+
+Each weight comes with the numbers that its format says it stands for, worked out in float64.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+Stored = dict[str, Tensor]
+"""Tensors of a linear map by the ends of their names."""
+
+
+@dataclass(frozen=True)
+class Format:
+    quantization_config: dict[str, Any]
+    store: Callable[[np.ndarray], tuple[Stored, np.ndarray]]
+    """From a weight [out, in] to tensors and the weight that they stand for."""
+    head: bool = False
+    """Whether the head is quantized too."""
+    top: dict[str, Any] = field(default_factory=dict)
+    """Further fields of config.json."""
+
+
+def pack_words(codes: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> np.ndarray:
+    """Unsigned codes [n, m] in 32-bit words [n, m * bits / 32]; `places[i]` is where in its word code i lies."""
+    per_word = 32 // bits
+    words = np.zeros((codes.shape[0], codes.shape[1] // per_word), dtype=np.uint64)
+    for index in range(per_word):
+        place = index if places is None else places[index]
+        words |= codes[:, index::per_word].astype(np.uint64) << np.uint64(bits * place)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def grouped(
+    weight: np.ndarray, bits: int, groups: np.ndarray, *, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [out, in], zero points and scales [out, groups]; `groups` says where each input belongs."""
+    num_groups = int(groups.max()) + 1
+    lows = np.stack([weight[:, groups == g].min(1) for g in range(num_groups)], 1)
+    highs = np.stack([weight[:, groups == g].max(1) for g in range(num_groups)], 1)
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    if symmetric:
+        scales = np.maximum(np.abs(lows), np.abs(highs)) / (middle - 0.5)
+        zeros = np.full_like(scales, middle)
+    else:
+        lows, highs = np.minimum(lows, -1e-3), np.maximum(highs, 1e-3)
+        scales = (highs - lows) / top
+        zeros = np.clip(np.round(-lows / scales), 1, top)
+    scales = _rounded_to(scales, scale_dtype)
+    codes = np.clip(np.round(weight / scales[:, groups]) + zeros[:, groups], 0, top)
+    return codes.astype(np.int64), zeros.astype(np.int64), scales
+
+
+def _rounded_to(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(values).to(dtype).double().numpy()
+
+
+def _meant(
+    codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    return (codes - zeros[:, groups]) * scales[:, groups]
+
+
+def _tensor(values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _group_of(inputs: int, group_size: int, *, shuffled: bool = False) -> np.ndarray:
+    """The group of each input; maps of the same inputs have the same, as act-order comes from the inputs."""
+    groups = np.arange(inputs) // (inputs if group_size == -1 else group_size)
+    return np.random.default_rng(inputs).permutation(groups) if shuffled else groups
+
+
+# ---- compressed-tensors
+
+
+def int8_format(*, flat_scales: bool = False, top: str = "quantization_config") -> Format:
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        scales = np.abs(weight).max(1, keepdims=True) / 127
+        scales = _rounded_to(scales, torch.bfloat16)
+        codes = np.clip(np.round(weight / scales), -127, 127)
+        stored = _tensor(scales[:, 0] if flat_scales else scales, torch.bfloat16)
+        return {"weight": _tensor(codes, torch.int8), "weight_scale": stored}, codes * scales
+
+    inputs = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+        "group_size": None,
+        "observer": None,
+    }
+    weights = inputs | {"strategy": "channel", "dynamic": False, "observer": "minmax"}
+    config = compressed_tensors("int-quantized", weights, inputs)
+    return Format({} if top == "compression_config" else config, store, top={top: config})
+
+
+def packed_format(
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    ignore: tuple[str, ...] = ("lm_head",),
+) -> Format:
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        groups = _group_of(weight.shape[1], group_size, shuffled=act_order)
+        codes, zeros, scales = grouped(
+            weight, bits, groups, symmetric=symmetric, scale_dtype=scale_dtype
+        )
+        stored = {
+            "weight_packed": _tensor(pack_words(codes, bits)),
+            "weight_scale": _tensor(scales, scale_dtype),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            stored["weight_zero_point"] = _tensor(pack_words(zeros.T, bits).T)
+        if act_order:
+            stored["weight_g_idx"] = _tensor(groups, torch.int32)
+        return stored, _meant(codes, zeros, scales, groups)
+
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if group_size == -1 else "group",
+        "group_size": None if group_size == -1 else group_size,
+        "actorder": "group" if act_order else None,
+    }
+    config = compressed_tensors("pack-quantized", weights, None) | {"ignore": list(ignore)}
+    return Format(config, store, head="lm_head" not in ignore)
+
+
+def compressed_tensors(
+    layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group | {"output_activations": None}},
+    }
+
+
+# ---- AWQ and GPTQ
+
+AWQ_SLOTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AutoAWQ's order: slot k of a word, from the lowest bits on, holds code `AWQ_SLOTS[k]`."""
+
+
+def awq_format(group_size: int) -> Format:
+    places = tuple(AWQ_SLOTS.index(code) for code in range(8))
+
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        groups = _group_of(weight.shape[1], group_size)
+        codes, zeros, scales = grouped(
+            weight, 4, groups, symmetric=False, scale_dtype=torch.float16
+        )
+        stored = {
+            "qweight": _tensor(pack_words(codes.T, 4, places)),
+            "qzeros": _tensor(pack_words(zeros.T, 4, places)),
+            "scales": _tensor(scales.T, torch.float16),
+        }
+        return stored, _meant(codes, zeros, scales, groups)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm"}
+    return Format(config | {"zero_point": True, "modules_to_not_convert": None}, store)
+
+
+def gptq_format(
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+    version: int = 1,
+    head: bool = False,
+) -> Format:
+    def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
+        groups = _group_of(weight.shape[1], group_size, shuffled=act_order)
+        codes, zeros, scales = grouped(
+            weight, bits, groups, symmetric=symmetric, scale_dtype=torch.float16
+        )
+        stored_zeros = zeros - 1 if version == 1 else zeros
+        stored = {
+            "qweight": _tensor(pack_words(codes, bits).T),
+            "qzeros": _tensor(pack_words(stored_zeros.T, bits)),
+            "scales": _tensor(scales.T, torch.float16),
+            "g_idx": _tensor(groups, torch.int32),
+        }
+        return stored, _meant(codes, zeros, scales, groups)
+
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": symmetric,
+        "desc_act": act_order,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "lm_head": head,
+    }
+    return Format(config, store, head=head)
+
+
+# ---- whole models
+
+
+def save_quantized(
+    directory: Path, how: Format
+) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
+    """Writes a model; returns it in float32 with the weights that the files stand for, and those weights."""
+    torch.manual_seed(1)
+    config = transformers.Qwen2Config(**SHAPE | {"tie_word_embeddings": False})
+    model = transformers.Qwen2ForCausalLM(config).float().eval()
+    tensors: dict[str, Tensor] = {}
+    meant: dict[str, np.ndarray] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            module = name.removesuffix(".weight")
+            linear = name.endswith("_proj.weight") or (how.head and module == "lm_head")
+            if not linear:
+                tensors[name] = parameter.clone()
+                continue
+            stored, meant[module] = how.store(parameter.double().numpy())
+            parameter.copy_(torch.from_numpy(meant[module]))
+            tensors |= {f"{module}.{kind}": tensor for kind, tensor in stored.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(directory))
+    written = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
+    written |= {"quantization_config": how.quantization_config} if how.quantization_config else {}
+    (directory / "config.json").write_text(json.dumps(written | how.top))
+    return model, meant
+
+
+def _file(directory: Path) -> Path:
+    return directory / "model.safetensors"

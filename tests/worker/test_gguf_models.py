@@ -1,0 +1,407 @@
+"""Models in GGUF files have the weights that the `gguf` package reads, and answer as transformers does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+from driver import Driver, load
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+from gguf_models import finish, quantized, save_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import FAMILIES, continuation, make_model, save_model
+
+from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
+from pagoda.engine.messages import WorkerConfig
+from pagoda.errors import ConfigError
+from pagoda.model.config import read_model_config
+from pagoda.model.gguf import GgufWeights, gguf_model_config
+from pagoda.models.gguf import read_gguf
+from pagoda.worker.loading import load_runner
+
+WITHOUT_WINDOWS_IN_SOME_LAYERS = [name for name in FAMILIES if name != "qwen2-windowed"]
+"""A GGUF file cannot say what that model says."""
+
+TYPES = {
+    Kind.Q4_0: (4, False),
+    Kind.Q4_1: (4, True),
+    Kind.Q4_K: (4, True),
+    Kind.Q5_0: (8, False),
+    Kind.Q5_1: (8, True),
+    Kind.Q5_K: (8, True),
+    Kind.Q8_0: (8, False),
+    Kind.Q2_K: (8, False),
+    Kind.Q3_K: (8, False),
+    Kind.Q6_K: (8, False),
+}
+"""Bits, and whether there are offsets."""
+EXACT = (Kind.Q4_0, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
+ROUNDED = (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K)
+
+
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "qk_norm",
+    "qkv_bias",
+    "output_bias",
+    "mlp_bias",
+    "sliding_windows",
+)
+
+# ---- weights
+
+
+def _weights(path: Path) -> GgufWeights:
+    file = read_gguf(path)
+    return GgufWeights(file, gguf_model_config(file))
+
+
+def _save_layers(path: Path, kind: Kind, *, heads: int = 4) -> dict[str, np.ndarray]:
+    """One layer of a Llama whose matrices are all of one type; returns them as the package reads them."""
+    hidden, inner, head_dim = 256, 512, 64
+    sizes = {
+        "token_embd": (300, hidden),
+        "blk.0.attn_q": (heads * head_dim, hidden),
+        "blk.0.attn_k": (2 * head_dim, hidden),
+        "blk.0.attn_v": (2 * head_dim, hidden),
+        "blk.0.attn_output": (hidden, heads * head_dim),
+        "blk.0.ffn_gate": (inner, hidden),
+        "blk.0.ffn_up": (inner, hidden),
+        "blk.0.ffn_down": (hidden, inner),
+    }
+    writer = GGUFWriter(path, "llama")
+    add_shape(writer, hidden, inner, heads, head_dim)
+    rng, read = np.random.default_rng(0), {}
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, dtype=np.float32))
+    for name, shape in sizes.items():
+        data = quantized(rng.standard_normal(shape, dtype=np.float32), kind)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+        read[name] = gguf.dequantize(data, kind).astype(np.float32)
+    finish(writer)
+    return read
+
+
+def add_shape(writer: GGUFWriter, hidden: int, inner: int, heads: int, head_dim: int) -> None:
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_quantized_weights_are_those_of_the_package(kind: Kind, tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    expected = _save_layers(path, kind)["blk.0.ffn_down"]
+    weight = _weights(path).linear("model.layers.0.mlp.down_proj", 256, 512, torch.bfloat16)
+    assert isinstance(weight, GroupedWeight)
+    bits, has_offsets = TYPES[kind]
+    assert (weight.bits, weight.offsets is not None, weight.group_size) == (bits, has_offsets, 32)
+    assert int(weight.codes.max()) < 2**bits
+    found = dequantize(weight).numpy()
+    if kind in EXACT:
+        np.testing.assert_array_equal(found, expected)
+        return
+    groups = np.abs(expected).reshape(256, -1, 32)
+    largest = groups.max(axis=2, keepdims=True)
+    # Half a step where numbers are rounded anew; float16's precision where only scales are. Below 2**-14 that is
+    # 2**-25, which a step of the highest magnitude has 127 times.
+    allowed = largest * (0.51 / 127 if kind in ROUNDED else 2**-11 * 1.5) + 127 * 2**-25
+    assert (np.abs(found - expected).reshape(groups.shape) <= allowed).all()
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_weights_come_in_the_dtype_of_activations(
+    kind: Kind, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.gguf"
+    expected = torch.from_numpy(_save_layers(path, kind)["token_embd"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = _weights(path).linear("model.embed_tokens", 300, 256, dtype)
+    assert isinstance(weight, DenseWeight)
+    assert weight.values.dtype == dtype
+    assert torch.equal(weight.values, expected.to(dtype))
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, *TYPES], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rows_of_queries_and_keys_are_put_back(kind: Kind, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    expected = _save_layers(path, kind)[f"blk.0.attn_{name}"]
+    if name != "v":
+        neighbours = expected.reshape(-1, 32, 2, 256)
+        expected = neighbours.transpose(0, 2, 1, 3).reshape(expected.shape)
+    out = torch.empty(expected.shape)
+    _weights(path).read_into(f"model.layers.0.self_attn.{name}_proj.weight", out)
+    atol = 0 if kind in (Kind.F32, Kind.BF16, *EXACT, *ROUNDED) else 3e-4 * np.abs(expected).max()
+    np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=atol)
+
+
+def test_scales_that_float16_can_hardly_hold(tmp_path: Path) -> None:
+    """Weights of a millionth, which a scale of float16 has a few bits left for, and zeros."""
+    path = tmp_path / "one.gguf"
+    writer = GGUFWriter(path, "llama")
+    add_shape(writer, 256, 256, 4, 64)
+    kind = Kind.Q6_K
+    blocks = quantized(np.zeros((3, 256)), kind)
+    for row, size in enumerate((0, 6e-8, 1.0)):
+        blocks[row, 208:] = np.frombuffer(np.float16(size).tobytes(), dtype=np.uint8)
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
+    finish(writer)
+    weight = _weights(path).linear("model.embed_tokens", 3, 256, torch.float32)
+    found, expected = dequantize(weight).numpy(), gguf.dequantize(blocks, kind)
+    assert (found[0] == 0).all()
+    np.testing.assert_allclose(
+        found[1:], expected[1:], rtol=0, atol=np.abs(expected[2]).max() / 127
+    )
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=np.abs(expected[1]).max() / 3)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("family", WITHOUT_WINDOWS_IN_SOME_LAYERS)
+def test_the_config_is_that_of_the_directory(family: str, tmp_path: Path) -> None:
+    save_gguf(save_model(family, tmp_path), tmp_path / "m.gguf")
+    config, expected = (
+        gguf_model_config(read_gguf(tmp_path / "m.gguf")),
+        read_model_config(tmp_path),
+    )
+    for field in SHAPE:
+        assert getattr(config, field) == getattr(expected, field), field
+    assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+    if family != "llama3-rope":
+        assert config.rope_scaling == expected.rope_scaling
+
+
+@pytest.mark.parametrize("family", WITHOUT_WINDOWS_IN_SOME_LAYERS)
+def test_greedy_answers_are_those_of_transformers(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    model = make_model(family)
+    save_gguf(model, tmp_path / "m.gguf")
+    prompt = [random.Random(0).randrange(320) for _ in range(100)]
+    driver = Driver(load(tmp_path / "m.gguf", backend=backend, dtype="float32"))
+    driver.start(0, prompt)
+    driver.run([0], 48)
+    assert driver.output(0) == continuation(model, prompt, 48)
+
+
+def _mixed(name: str) -> Kind:
+    """As in files that call themselves Q4_K_M: some matrices have more bits than others."""
+    if name.startswith(("token_embd", "output")):
+        return Kind.Q8_0
+    return Kind.Q5_1 if "attn_v" in name or "ffn_down" in name else Kind.Q4_0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "mixed"])
+def test_quantized_models_answer_as_their_weights_say(
+    family: str, kind: str, backend: str, tmp_path: Path
+) -> None:
+    """The oracle has the dequantized weights; activations are rounded too, so logits are only close."""
+    model = make_model(family)
+    stored = save_gguf(
+        model, tmp_path / "m.gguf", _mixed if kind == "mixed" else lambda _: Kind[kind]
+    )
+    _load_stored(model, stored)
+    prompt = [random.Random(1).randrange(320) for _ in range(40)]
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1]
+    runner = load(tmp_path / "m.gguf", backend=backend, dtype="float32")
+    driver = Driver(runner)
+    driver.start(0, prompt)
+    driver.run([0], 1)
+    # The token that is chosen is nearly the best one.
+    (chosen,) = driver.output(0)
+    assert expected[chosen] >= expected.max() - 0.1 * expected.std()
+
+
+def _load_stored(model: Any, stored: dict[str, np.ndarray]) -> None:
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH["LLAMA" if config.model_type == "mistral" else config.model_type.upper()], 9
+    )
+    for name, parameter in model.named_parameters():
+        values = torch.from_numpy(stored[names.get_name(name, (".weight", ".bias"))])
+        heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
+        for part, count in heads.items():
+            if config.model_type == "mistral" and part in name:
+                pairs = values.reshape(count, -1, 2, *values.shape[1:])
+                values = pairs.transpose(1, 2).reshape(values.shape)
+        parameter.data.copy_(values)
+
+
+def test_parts_are_loaded_as_one_model(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    save_gguf(model, tmp_path / "whole.gguf")
+    writer = GGUFWriter(
+        tmp_path / "parts.gguf", "qwen3", split_max_tensors=9, small_first_shard=True
+    )
+    reader = gguf.GGUFReader(tmp_path / "whole.gguf")
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    finish(writer)
+    assert len(list(tmp_path.glob("parts-*.gguf"))) > 2
+    prompt = list(range(50, 90))
+    driver = Driver(load(next(iter(sorted(tmp_path.glob("parts-*.gguf")))), dtype="float32"))
+    driver.start(0, prompt)
+    driver.run([0], 16)
+    assert driver.output(0) == continuation(model, prompt, 16)
+
+
+def test_activations_are_bfloat16_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
+    save_gguf(make_model("llama"), tmp_path / "m.gguf")
+    config = WorkerConfig(model=str(tmp_path / "m.gguf"), num_blocks=64, num_threads=1)
+    assert ", bfloat16, " in load_runner(config)[1].summary
+
+
+def test_memory_is_what_the_types_take(tmp_path: Path) -> None:
+    sizes = {"Q4_0": 4.5, "Q4_K": 5, "Q8_0": 8.5, "Q5_1": 9, "Q6_K": 8.5, "F16": 16}
+    for name, bits in sizes.items():
+        path = tmp_path / f"{name}.gguf"
+        stored = _save_layers(path, Kind[name])
+        config = gguf_model_config(read_gguf(path))
+        weights = sum(values.size for values in stored.values())
+        expected = weights * bits / 8 + 3 * 256 * 2
+        assert config.weight_bytes(config.quantization, 2) == expected
+    _, ready = load_runner(
+        WorkerConfig(model=str(tmp_path / "Q4_0.gguf"), num_blocks=64, num_threads=1)
+    )
+    assert "bfloat16, GGUF Q4_0 weights, " in ready.summary
+
+
+def test_dense_files_may_be_quantized_and_others_not(tmp_path: Path) -> None:
+    save_gguf(make_model("llama"), tmp_path / "dense.gguf", lambda _: Kind.F16)
+    config = WorkerConfig(
+        model=str(tmp_path / "dense.gguf"), num_blocks=64, num_threads=1, quantization="int8"
+    )
+    assert "int8 weights" in load_runner(config)[1].summary
+    save_gguf(make_model("llama"), tmp_path / "packed.gguf", lambda _: Kind.Q4_0)
+    config = msgspec.structs.replace(config, model=str(tmp_path / "packed.gguf"))
+    with pytest.raises(ConfigError, match=r"packed\.gguf is quantized already \(GGUF Q4_0 weights"):
+        load_runner(config)
+
+
+# ---- files that are wrong
+
+
+def _rewritten(path: Path, change: Callable[[str, np.ndarray], np.ndarray | None]) -> Path:
+    """The same file with other tensors; None takes one away."""
+    reader = gguf.GGUFReader(path)
+    writer = GGUFWriter(path.with_suffix(".new"), "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        data = change(tensor.name, tensor.data)
+        if data is not None:
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    path.with_suffix(".new").rename(path)
+    return path
+
+
+def _refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, dtype="float32")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("blk.1.ffn_up.weight", lambda _: None, "lacks the tensor blk.1.ffn_up.weight."),
+        ("output_norm.weight", lambda _: None, "lacks the tensor output_norm.weight."),
+        ("blk.0.attn_k.bias", lambda _: None, "lacks the tensor blk.0.attn_k.bias."),
+        (
+            "blk.0.ffn_gate.weight",
+            lambda data: data[:32],
+            "tensor blk.0.ffn_gate.weight has shape [32, 64], the metadata calls for [96, 64].",
+        ),
+        (
+            "blk.0.attn_q.weight",
+            lambda data: np.full_like(data, 255),
+            "blk.0.attn_q.weight has scales that are no numbers or beyond float16.",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_sentence(
+    name: str,
+    change: Callable[[np.ndarray], np.ndarray | None],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "m.gguf"
+    save_gguf(make_model("llama"), path, lambda _: Kind.Q8_0)
+    _rewritten(path, lambda found, data: change(data) if found == name else data)
+    text = _refusal(path)
+    assert text.startswith(str(path))
+    assert text.endswith(message)
+
+
+def test_tensors_that_no_model_has(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    add_shape(writer, 64, 64, 2, 32)
+    writer.add_tensor("token_embd.weight", np.zeros((9, 64), dtype=np.float32))
+    writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(9, dtype=np.float32))
+    finish(writer)
+    assert "has a tensor 'blk.0.attn_sinks.weight', which is in no model" in _refusal(path)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_factors_of_frequencies_that_are_no_numbers(factor: float, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    save_gguf(make_model("llama3-rope"), path)
+    _rewritten(
+        path,
+        lambda name, data: np.full_like(data, factor) if name == "rope_freqs.weight" else data,
+    )
+    assert _refusal(path).endswith("tensor rope_freqs.weight must hold positive numbers.")
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_flipped_bytes_are_refused_or_loaded(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "whole.gguf"
+    if not path.exists():
+        save_gguf(make_model("llama3-rope"), path, lambda _: Kind.Q8_0)
+    rng, data = random.Random(seed), bytearray(path.read_bytes())
+    header = min(tensor.start for tensor in read_gguf(path).tensors.values())
+    for _ in range(rng.randint(1, 3)):
+        data[rng.randrange(8, header)] = rng.choice((0, 1, 0xFF, rng.randrange(256)))
+    flipped = path.with_name("flipped.gguf")
+    flipped.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        load(flipped, dtype="float32", max_model_len=1, num_blocks=8)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagoda.worker.pinning import bind_threads, places
+
+
+def _siblings(topology: Path, pairs: list[tuple[int, int]]) -> None:
+    for pair in pairs:
+        for core in pair:
+            directory = topology / f"cpu{core}" / "topology"
+            directory.mkdir(parents=True)
+            (directory / "thread_siblings_list").write_text(f"{pair[0]},{pair[1]}\n")
+
+
+def test_each_core_once_before_any_twice(tmp_path: Path) -> None:
+    _siblings(tmp_path, [(0, 1), (2, 3), (4, 5)])
+    assert places({0, 1, 2, 3, 4, 5}, tmp_path) == [0, 2, 4, 1, 3, 5]
+    assert places({1, 2, 3}, tmp_path) == [1, 2, 3]
+
+
+def test_siblings_may_be_numbered_far_apart(tmp_path: Path) -> None:
+    _siblings(tmp_path, [(0, 2), (1, 3)])
+    assert places({3, 2, 1, 0}, tmp_path) == [0, 1, 2, 3]
+    assert places({0, 2, 3}, tmp_path) == [0, 3, 2]
+
+
+def test_without_topology_all_cores_are_alike(tmp_path: Path) -> None:
+    assert places({7, 5}, tmp_path) == [5, 7]
+
+
+def test_a_place_is_one_core() -> None:
+    environment = {"OMP_PLACES": "threads"}
+    bind_threads([4, 0], environment)
+    assert environment == {"OMP_PROC_BIND": "close", "OMP_PLACES": "{4},{0}"}

@@ -1,0 +1,273 @@
+"""Ready-made quantized checkpoints answer as transformers does on the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driver import Driver, load
+from quantized_models import (
+    Format,
+    awq_format,
+    gptq_format,
+    int8_format,
+    packed_format,
+    save_quantized,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.engine.messages import SamplingParams, WorkerConfig
+from pagoda.errors import ConfigError
+from pagoda.model.config import read_model_config
+from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
+from pagoda.model.weights import open_checkpoint
+from pagoda.worker.loading import load_runner
+from pagoda.worker.memory import format_bytes
+
+FORMATS: dict[str, Format] = {
+    "int8": int8_format(),
+    "int8-flat": int8_format(flat_scales=True),
+    "int8-compression-config": int8_format(top="compression_config"),
+    "packed-int4-g128": packed_format(4, 128),
+    "packed-int4-g32": packed_format(4, 32, scale_dtype=torch.float16),
+    "packed-int4-g64-zeros": packed_format(4, 64, symmetric=False),
+    "packed-int4-channel": packed_format(4, -1),
+    "packed-int4-float32-scales": packed_format(4, 128, scale_dtype=torch.float32),
+    "packed-int8-channel": packed_format(8, -1),
+    "packed-int8-g128-zeros": packed_format(8, 128, symmetric=False, scale_dtype=torch.float16),
+    "packed-int4-g256": packed_format(4, 256),
+    "packed-int4-act-order": packed_format(4, 32, act_order=True),
+    "packed-int4-head": packed_format(4, 128, ignore=()),
+    "awq-g128": awq_format(128),
+    "awq-g64": awq_format(64),
+    "awq-channel": awq_format(-1),
+    "gptq-g128": gptq_format(4, 128),
+    "gptq-int8-g32": gptq_format(8, 32),
+    "gptq-zeros": gptq_format(4, 128, symmetric=False),
+    "gptq-v2-zeros": gptq_format(4, 64, symmetric=False, version=2),
+    "gptq-int8-zeros": gptq_format(8, 128, symmetric=False),
+    "gptq-act-order": gptq_format(4, 64, act_order=True),
+    "gptq-act-order-zeros": gptq_format(4, 128, act_order=True, symmetric=False),
+    "gptq-channel": gptq_format(4, -1),
+    "gptq-head": gptq_format(4, 128, head=True),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_and_answers(name: str, tmp_path: Path) -> None:
+    model, meant = save_quantized(tmp_path, FORMATS[name])
+    for module, expected in meant.items():
+        weight = _linear(tmp_path, module, *expected.shape)
+        actual = dequantize(weight).double().numpy()
+        if isinstance(weight, GroupedWeight) and weight.offsets is not None:
+            rounded = weight.offsets.abs().max().item() * 2**-11
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=rounded * 1.01)
+        else:
+            rounded = 2**-11 if name == "packed-int4-float32-scales" else 1e-7
+            np.testing.assert_allclose(actual, expected, rtol=rounded, atol=0)
+    _assert_answers_alike(tmp_path, model)
+
+
+def test_int8_weights_of_magnitude_128_become_127(tmp_path: Path) -> None:
+    _, meant = save_quantized(tmp_path, int8_format())
+    name, shape = next((name, weight.shape) for name, weight in meant.items())
+    _change(tmp_path, {f"{name}.weight": torch.full(shape, -128, dtype=torch.int8)})
+    weight = _linear(tmp_path, name, *shape)
+    assert isinstance(weight, Int8Weight)
+    assert bool((weight.values == -127).all())
+
+
+def test_some_maps_may_be_dense(tmp_path: Path) -> None:
+    ignore = ("lm_head", r"re:.*\.mlp\..*", "model.layers.1.self_attn.v_proj")
+    how = packed_format(4, 128, ignore=ignore)
+    model, meant = save_quantized(tmp_path, how)
+    dense = {
+        f"{name}.weight": torch.from_numpy(weight).float()
+        for name, weight in meant.items()
+        if ".mlp." in name or name == "model.layers.1.self_attn.v_proj"
+    }
+    assert len(dense) == 7
+    _change(tmp_path, dense)
+    _assert_answers_alike(tmp_path, model)
+
+
+def _change(directory: Path, tensors: Mapping[str, Tensor | None]) -> None:
+    path = directory / "model.safetensors"
+    kept = load_file(path) | tensors
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, path)
+
+
+def test_memory_is_what_the_formats_take(tmp_path: Path) -> None:
+    save_quantized(tmp_path, gptq_format(4, 64, act_order=True, symmetric=False))
+    linear = 2 * (256 * 256 * 2 + 128 * 256 * 2 + 3 * 256 * 512)
+    inputs = 2 * (6 * 256 + 512)
+    tables, vectors = 2 * 320 * 256, 2 * (2 * 256 + 256 + 2 * 128) + 256
+    expected = linear // 2 + linear // 64 * 4 + inputs * 8 + (tables + vectors) * 4
+    config = read_model_config(tmp_path)
+    assert config.weight_bytes(config.quantization, 4) == expected
+    _, ready = load_runner(WorkerConfig(model=str(tmp_path), num_blocks=64, num_threads=1))
+    assert f"gptq int4 weights (groups of 64), {format_bytes(expected)} weights" in ready.summary
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("how", "changes", "message"),
+    [
+        (
+            packed_format(4, 128),
+            {"weight_packed": torch.zeros(256, 31, dtype=torch.int32)},
+            f"FILE: tensor {Q_PROJ}.weight_packed has shape [256, 31], "
+            "config.json calls for [256, 32].",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_packed": torch.zeros(256, 128, dtype=torch.uint8)},
+            f"FILE: tensor {Q_PROJ}.weight_packed is stored as U8; Pagoda reads int32.",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_scale": None},
+            f"DIRECTORY: no file holds the tensor {Q_PROJ}.weight_scale, which config.json calls for.",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_scale": torch.ones(256, 3)},
+            f"FILE: tensor {Q_PROJ}.weight_scale has shape [256, 3], config.json calls for [256, 2].",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_scale": torch.full((256, 2), 1e5)},
+            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float16.",
+        ),
+        (
+            packed_format(4, 128),
+            {"weight_shape": torch.tensor([256, 2**60])},
+            f"FILE: {Q_PROJ}.weight_shape says [256, {2**60}], config.json calls for [256, 256].",
+        ),
+        (
+            int8_format(),
+            {"weight_scale": torch.full((256, 1), torch.nan)},
+            f"FILE: tensor {Q_PROJ}.weight_scale holds scales that are not finite in float32.",
+        ),
+        (
+            int8_format(),
+            {"weight": torch.zeros(256, 256)},
+            f"FILE: tensor {Q_PROJ}.weight is stored as F32; Pagoda reads int8.",
+        ),
+        (
+            awq_format(128),
+            {"qzeros": torch.zeros(1, 32, dtype=torch.int32)},
+            f"FILE: tensor {Q_PROJ}.qzeros has shape [1, 32], config.json calls for [2, 32].",
+        ),
+        (
+            awq_format(128),
+            {"scales": torch.full((2, 256), 60000.0)},
+            f"FILE: tensor {Q_PROJ}.qzeros holds scales that are not finite in float16.",
+        ),
+        (
+            gptq_format(4, 128, act_order=True),
+            {"g_idx": torch.zeros(256, dtype=torch.int32)},
+            f"FILE: {Q_PROJ}.g_idx must put 128 inputs into each of 2 groups.",
+        ),
+        (
+            gptq_format(4, 128, act_order=True),
+            {"g_idx": (torch.arange(256) % 2).int()},
+            f"{Q_PROJ} and model.layers.0.self_attn.k_proj have the same inputs but group them in "
+            "different orders (act-order); quantize them with one order.",
+        ),
+        (
+            gptq_format(4, 128, act_order=True),
+            {"g_idx": None},
+            f"DIRECTORY: no file holds the tensor {Q_PROJ}.g_idx, which config.json calls for.",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_sentence(
+    how: Format, changes: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    save_quantized(tmp_path, how)
+    _change(tmp_path, {f"{Q_PROJ}.{kind}": tensor for kind, tensor in changes.items()})
+    expected = message.replace("FILE", str(tmp_path / "model.safetensors"))
+    assert _refusal(tmp_path) == expected.replace("DIRECTORY", str(tmp_path))
+
+
+def _refusal(directory: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, backend="reference", **options)
+    return str(caught.value)
+
+
+def test_truncated_files(tmp_path: Path) -> None:
+    save_quantized(tmp_path, awq_format(128))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert _refusal(tmp_path).startswith(f"{path} is not a complete safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("group_size", "message"),
+    [
+        (
+            96,
+            "model.layers.0.self_attn.q_proj.weight has 256 inputs, which groups of 96 do not divide; "
+            "the number of inputs must be a multiple of the group size.",
+        ),
+        (
+            16,
+            "model.layers.0.self_attn.q_proj.weight has groups of 16 inputs; "
+            "Pagoda computes with groups of 32, 64, 128 or multiples of them.",
+        ),
+    ],
+)
+def test_group_sizes_that_do_not_fit(group_size: int, message: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, awq_format(128))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["group_size"] = group_size
+    path.write_text(json.dumps(config))
+    assert _refusal(tmp_path) == message
+
+
+def test_nothing_is_quantized_twice_or_made_up(tmp_path: Path) -> None:
+    save_quantized(tmp_path, awq_format(128))
+    assert _refusal(tmp_path, quantization="int8") == (
+        f"{tmp_path} is quantized already (awq int4 weights (groups of 128)); leave out --quantization."
+    )
+    assert _refusal(tmp_path, load_format="dummy") == (
+        f"{tmp_path}/config.json: there are no dummy weights for its quantization_config; "
+        "take that out and add --quantization int8 or int4."
+    )
+
+
+def _linear(directory: Path, name: str, outputs: int, inputs: int) -> LinearWeight:
+    quantization = read_model_config(directory).quantization
+    assert quantization is not None
+    with open_checkpoint(directory) as tensors:
+        source = QuantizedCheckpoint(tensors, quantization)
+        return source.linear(name, outputs, inputs, torch.float32)
+
+
+def _assert_answers_alike(directory: Path, model: Any) -> None:
+    """Log-probabilities along an answer; rounded inputs make the difference."""
+    prompt = torch.randint(320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    driver = Driver(load(directory, backend="reference"))
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=100, logprobs=20)
+    driver.start(0, prompt, sampling)
+    driver.run([0], 8)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + driver.output(0)])).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 :]
+    tops = [result.logprobs[0] for result in driver.results if 0 in result.logprobs]
+    ours = torch.tensor([top.top_logprobs for top in tops])
+    theirs = expected[:-1].gather(1, torch.tensor([top.top_token_ids for top in tops]))
+    assert (ours - theirs).abs().mean() < 0.04
+    assert (ours - theirs).abs().max() < 0.2
