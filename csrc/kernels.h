@@ -111,6 +111,19 @@ struct QuantizedRow {
     }
 };
 
+// Memory to bring to the cache meanwhile: so many lines, 0 to 2, for every two lines of a panel that are read.
+struct Prefetch {
+    const void* from = nullptr;
+    int lines = 0;
+
+    // Of a panel, null for none, in the course of the tile-th pass of so many over another.
+    static Prefetch share(const void* panel, int64_t panel_bytes, int64_t tile, int64_t tiles) {
+        if (panel == nullptr || tile > 1) return {};
+        if (tiles == 1) return {panel, 2};
+        return {static_cast<const char*>(panel) + tile * (panel_bytes / 2), 1};
+    }
+};
+
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
@@ -118,13 +131,15 @@ struct KernelTable {
     void (*pack_rows)(Dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed);
     // Outputs [rows, cols] of one panel; bias [kPanel] or null.
     void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k,
-                         const float* bias, void* out, int64_t out_stride, int cols);
+                         const float* bias, void* out, int64_t out_stride, int cols, Prefetch);
     // Bytes of a code of an activation.
     int64_t code_size;
     void (*quantize_row)(Dtype, const QuantizedFormat&, const void* x, int64_t inputs, void* packed);
-    // Outputs [n, cols] of one panel for quantized rows that lie row_bytes apart; bias [kPanel] or null.
+    // Outputs [n, cols] of one panel for quantized rows that lie row_bytes apart; bias [kPanel] or null; `next` is
+    // the panel that will be read next or null.
     void (*quantized_panel)(Dtype, const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes,
-                            int64_t n, const float* bias, void* out, int64_t out_stride, int cols);
+                            int64_t n, const float* bias, void* out, int64_t out_stride, int cols,
+                            const void* next);
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
     void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
                            int64_t inputs, void* out);

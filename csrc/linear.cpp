@@ -23,12 +23,15 @@ struct Column {
 template <class Element>
 void pack_column(const void* row, int64_t row_bytes, int64_t elements, char* to) {
     const auto size = static_cast<int64_t>(sizeof(Element));
-    for (int64_t i = 0; i < elements; ++i) {
-        // The last pair of an odd row has no second half.
-        Element element{};
-        std::memcpy(&element, at(row, i * size), static_cast<size_t>(std::min(size, row_bytes - i * size)));
-        std::memcpy(to + i * kPanel * size, &element, sizeof(Element));
+    const int64_t whole = row_bytes / size;
+    for (int64_t i = 0; i < whole; ++i) {
+        std::memcpy(to + i * kPanel * size, at(row, i * size), sizeof(Element));
     }
+    if (whole == elements) return;
+    // The last pair of an odd row has no second half.
+    Element element{};
+    std::memcpy(&element, at(row, whole * size), static_cast<size_t>(row_bytes - whole * size));
+    std::memcpy(to + whole * kPanel * size, &element, sizeof(Element));
 }
 
 }  // namespace
@@ -72,7 +75,7 @@ void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids
 }
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n) {
-    return static_cast<size_t>(n * shape.padded_inputs() * table.packed_size(shape.dtype));
+    return sizeof(Claims) + static_cast<size_t>(n * shape.padded_inputs() * table.packed_size(shape.dtype));
 }
 
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
@@ -81,6 +84,8 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
     const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
     const int64_t item = size_of(shape.dtype);
+    Claims& claims = Claims::reset(scratch);
+    scratch = at(scratch, sizeof(Claims));
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = tile * tile_rows;
@@ -88,16 +93,18 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
                         static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
                         at(scratch, first * packed_row));
     }
-    share_panels(shape.panels(), tiles, [&](int64_t panel, int64_t begin, int64_t end) {
+    share_panels(claims, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
+        const void* next_panel = fetches_ahead(n) && next >= 0 ? at(packed, next * shape.panel_bytes()) : nullptr;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t first = tile * tile_rows;
             table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
                                at(scratch, first * packed_row),
                                static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
                                bias ? bias + column : nullptr,
-                               at(out, (first * out_stride + column) * item), out_stride, columns);
+                               at(out, (first * out_stride + column) * item), out_stride, columns,
+                               Prefetch::share(next_panel, shape.panel_bytes(), tile - begin, end - begin));
         }
     });
 }

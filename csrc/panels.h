@@ -4,26 +4,47 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <new>
 
 namespace pagoda {
 
 inline const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
 inline char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
-// Calls work(panel, first tile, last tile) for all tiles of rows and all panels.
+// The first panel that no thread has claimed yet. It lies in front of an operation's scratch memory.
+struct alignas(64) Claims {
+    std::atomic<int64_t> next;
+
+    // A barrier has to follow.
+    static Claims& reset(void* scratch) {
+        auto* claims = static_cast<Claims*>(scratch);
+#pragma omp single nowait
+        new (claims) Claims{0};
+        return *claims;
+    }
+};
+
+// Whether to fetch the next panel while rows are multiplied. A single one leaves no time in which memory would idle;
+// there the processor reads ahead best by itself.
+inline bool fetches_ahead(int64_t rows) { return rows > 1; }
+
+// Calls work(panel, next, first tile, last tile) for all tiles of rows and all panels. A thread claims a panel
+// while it works on another, so as to know which is `next` to come from memory; -1 if none.
 template <class Work>
-void share_panels(int64_t panels, int64_t tiles, Work work) {
+void share_panels(Claims& claims, int64_t panels, int64_t tiles, Work work) {
     const int64_t threads = omp_get_num_threads();
     // A panel stays in the cache while all rows go by; only when there are few panels are the rows shared out.
     const int64_t parts = panels >= 4 * threads ? 1 : std::min(tiles, 4 * threads);
     const int64_t tasks = panels * parts;
-    const int64_t chunk = std::max<int64_t>(1, tasks / (8 * threads));
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < tasks; ++task) {
+    for (int64_t task = claims.next.fetch_add(1), claimed; task < tasks; task = claimed) {
+        claimed = claims.next.fetch_add(1);
         const int64_t panel = task / parts, part = task % parts;
-        work(panel, tiles * part / parts, tiles * (part + 1) / parts);
+        const int64_t next = claimed < tasks && claimed / parts != panel ? claimed / parts : -1;
+        work(panel, next, tiles * part / parts, tiles * (part + 1) / parts);
     }
+#pragma omp barrier
 }
 
 }  // namespace pagoda

@@ -11,10 +11,14 @@ namespace {
 // Rows that are shared out together where there are few panels.
 constexpr int64_t kRows = 24;
 
-// Four codes of an output.
+// Four codes of an output, zeros where there are fewer.
 uint32_t load_codes(const uint8_t* codes, int64_t n) {
     uint32_t word = 0;
-    std::memcpy(&word, codes, static_cast<size_t>(std::min<int64_t>(n, 4)));
+    if (n >= 4) {
+        std::memcpy(&word, codes, 4);
+    } else if (n > 0) {
+        std::memcpy(&word, codes, static_cast<size_t>(n));
+    }
     return word;
 }
 
@@ -75,8 +79,10 @@ void pack_quantized(const QuantizedShape& shape, const void* codes, const void* 
         const int64_t outputs = std::min<int64_t>(kPanel, shape.outputs - first);
         char* to = at(packed, panel * format.panel_bytes());
         if (outputs < kPanel) std::memset(to, 0, static_cast<size_t>(format.panel_bytes()));
-        pack_panel(shape, static_cast<const uint8_t*>(codes) + first * shape.inputs, at(scales, first * scale_row),
-                   offsets ? at(offsets, first * scale_row) : nullptr, outputs, reinterpret_cast<uint8_t*>(to));
+        const auto* own_codes = static_cast<const uint8_t*>(codes) + first * shape.inputs;
+        const char* own_offsets = offsets ? at(offsets, first * scale_row) : nullptr;
+        pack_panel(shape, own_codes, at(scales, first * scale_row), own_offsets, outputs,
+                   reinterpret_cast<uint8_t*>(to));
     }
 }
 
@@ -112,7 +118,7 @@ void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n) {
     const int64_t reordered = order ? n * shape.inputs * size_of(shape.dtype) : 0;
-    return static_cast<size_t>(packed_rows_bytes(table, shape, n) + reordered);
+    return sizeof(Claims) + static_cast<size_t>(packed_rows_bytes(table, shape, n) + reordered);
 }
 
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
@@ -121,6 +127,8 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
     const QuantizedFormat& format = shape.format;
     const int64_t row_bytes = QuantizedRow::bytes(format, table.code_size);
     const int64_t item = size_of(shape.dtype);
+    Claims& claims = Claims::reset(scratch);
+    scratch = at(scratch, sizeof(Claims));
     if (order) {
         char* reordered = at(scratch, packed_rows_bytes(table, shape, n));
         reorder(x, row_stride, order, shape.inputs, n, item, reordered);
@@ -132,12 +140,14 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
         table.quantize_row(shape.dtype, format, at(x, row * row_stride * item), shape.inputs,
                            at(scratch, row * row_bytes));
     }
-    share_panels(shape.panels(), (n + kRows - 1) / kRows, [&](int64_t panel, int64_t begin, int64_t end) {
+    const int64_t tiles = (n + kRows - 1) / kRows;
+    share_panels(claims, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel, first = begin * kRows;
         table.quantized_panel(shape.dtype, format, at(packed, panel * format.panel_bytes()),
                               at(scratch, first * row_bytes), row_bytes, std::min(end * kRows, n) - first,
                               bias ? bias + column : nullptr, at(out, (first * out_stride + column) * item),
-                              out_stride, static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)));
+                              out_stride, static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)),
+                              fetches_ahead(n) && next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
     });
 }
 

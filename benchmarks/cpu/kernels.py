@@ -16,6 +16,7 @@ from typing import TypeVar
 
 # Read when torch is loaded: threads wait as they do in a worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from pagoda.backend.base import KVCache, TokenBatch
 from pagoda.backend.cpu import CpuBackend, choose_instruction_set
-from pagoda.backend.weights import DenseWeight
+from pagoda.backend.cpu_types import PackedLinear
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output
 from pagoda.cli.bandwidth import measure_read_bandwidth
 from pagoda.ipc.machine import available_cores, available_memory_bytes
@@ -32,7 +34,7 @@ from pagoda.ipc.machine import available_cores, available_memory_bytes
 _ROUNDS = 9
 _STREAMED_BYTES = 2**28
 _SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072))
-_ROWS = (1, 4, 16, 64, 256)
+_ROWS = (1, 4, 8, 16, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 16
 _CONTEXTS = (1024, 4096, 16384, 32768)
 _KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
@@ -66,6 +68,8 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         )
         head = ("kernel", "dtype", "rows", "GB/s", "GFLOP/s", "of the limit", "of PyTorch")
         console.print(output.table("Linear", head, _linear_rows(ops, limits)))
+        head = ("kernel", "weights", "rows", "GB/s", "GOP/s", "of the limit", "of own bf16")
+        console.print(output.table("Linear, quantized", head, _quantized_rows(ops, limits)))
         columns = ("step", "KV cache", "context", "GB/s", "GFLOP/s", "of the limit")
         console.print(output.table("Attention", columns, _attention_rows(ops, limits)))
 
@@ -119,6 +123,60 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
                     _share(moved, flops, limits) if dtype == torch.bfloat16 else "",
                     f"{torchs / own:.2f} x",
                 )
+
+
+def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
+    for outputs, inputs in _SHAPES:
+        held_as = _random_weights(outputs, inputs)
+        packed = {name: _streamed(ops, weight) for name, weight in held_as.items()}
+        for rows in _ROWS:
+            x = torch.randn(rows, inputs).bfloat16()
+            runs = [
+                partial(_each, partial(ops.linear, x), packed[name][: _passes(rows)])
+                for name in held_as
+            ]
+            seconds = [
+                taken / len(packed[name][: _passes(rows)])
+                for name, taken in zip(held_as, _median_seconds(*runs), strict=True)
+            ]
+            for name, taken in list(zip(held_as, seconds, strict=True))[1:]:
+                moved = sum(part.panels.nbytes for part in packed[name][0].segments) / taken
+                operations = 2 * rows * outputs * inputs / taken
+                yield (
+                    f"{outputs} x {inputs}",
+                    name,
+                    str(rows),
+                    f"{moved / 1e9:.1f}",
+                    f"{operations / 1e9:.0f}",
+                    _share(moved, operations, limits),
+                    f"{seconds[0] / taken:.2f} x",
+                )
+
+
+def _random_weights(outputs: int, inputs: int) -> dict[str, LinearWeight]:
+    """bfloat16 and the quantized formats."""
+    int8 = torch.randint(-127, 128, (outputs, inputs)).to(torch.int8)
+    codes = torch.randint(0, 16, (outputs, inputs)).to(torch.uint8)
+    weights: dict[str, LinearWeight] = {
+        "bfloat16": DenseWeight(torch.randn(outputs, inputs).bfloat16()),
+        "int8": Int8Weight(int8, torch.rand(outputs)),
+    }
+    for size in (128, 32):
+        scales = torch.rand(outputs, inputs // size).half()
+        weights[f"int4, groups of {size}"] = GroupedWeight(codes, scales, None, 4, size)
+    return weights
+
+
+def _streamed(ops: CpuBackend, weight: LinearWeight) -> list[PackedLinear]:
+    """Copies that no cache holds together."""
+    first = ops.prepare_linear([weight], None, torch.bfloat16)
+    count = _STREAMED_BYTES // sum(part.panels.nbytes for part in first.segments)
+    return [first, *(ops.prepare_linear([weight], None, torch.bfloat16) for _ in range(count))]
+
+
+def _passes(rows: int) -> int | None:
+    """How many copies are multiplied in a round; where arithmetic takes the time, a few do."""
+    return None if rows <= 16 else 8
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,17 @@
 namespace {
 
 using pagoda::kPanel;
+using pagoda::Prefetch;
+
+// With the i-th two lines of a panel.
+PAGODA_INLINE void fetch_ahead(const Prefetch& ahead, int64_t i) {
+    const char* from = static_cast<const char*>(ahead.from);
+    if (ahead.lines > 0) _mm_prefetch(from + 64 * ahead.lines * i, _MM_HINT_T1);
+    if (ahead.lines > 1) _mm_prefetch(from + 64 * (ahead.lines * i + 1), _MM_HINT_T1);
+}
 
 template <int Rows, class T>
-PAGODA_INLINE void linear_tile(const T* panel, const float* x, int stride, int64_t k, float* c) {
+PAGODA_INLINE void linear_tile(const T* panel, const float* x, int stride, int64_t k, const Prefetch&, float* c) {
     multiply<Rows, kRegisterCols>([=](int r, int64_t i) { return x[i * stride + r]; }, panel, kPanel, k,
                                   nullptr, c, kPanel);
 }
@@ -18,12 +26,14 @@ PAGODA_INLINE void linear_tile(const T* panel, const float* x, int stride, int64
 using PackedPair = uint32_t;
 
 template <int Rows>
-PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int stride, int64_t k, float* c) {
+PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int stride, int64_t k,
+                               const Prefetch& ahead, float* c) {
     vec sums[Rows][2];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = zero();
     const int64_t pairs = (k + 1) / 2;
     for (int64_t i = 0; i < pairs; ++i) {
+        fetch_ahead(ahead, i);
         const __m512i left = _mm512_loadu_si512(panel + i * 2 * kPanel);
         const __m512i right = _mm512_loadu_si512(panel + i * 2 * kPanel + kPanel);
 #pragma GCC unroll 12
@@ -45,7 +55,8 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* x, int strid
 using PackedPair = float[2];
 
 template <int Rows>
-PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int stride, int64_t k, float* c) {
+PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int stride, int64_t k,
+                               const Prefetch& ahead, float* c) {
     const float* x = packed[0];
     vec sums[Rows][kRegisterCols];
 #pragma GCC unroll 12
@@ -54,6 +65,7 @@ PAGODA_INLINE void linear_tile(const bf16* panel, const PackedPair* packed, int 
     }
     const int64_t pairs = (k + 1) / 2;
     for (int64_t i = 0; i < pairs; ++i) {
+        fetch_ahead(ahead, i);
         vec even[kRegisterCols], odd[kRegisterCols];
 #pragma GCC unroll 2
         for (int j = 0; j < kRegisterCols; ++j) {
@@ -120,7 +132,7 @@ void store_outputs(const float* c, int rows, const float* bias, T* out, int64_t 
 }
 
 void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, int64_t k,
-                  const float* bias, void* out, int64_t out_stride, int cols) {
+                  const float* bias, void* out, int64_t out_stride, int cols, Prefetch ahead) {
     alignas(64) float c[kTileRows * kPanel];
     with_type(dtype, [&](auto* type) {
         using T = Pointee<decltype(type)>;
@@ -132,7 +144,7 @@ void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, 
                 const X* x = static_cast<const X*>(packed) + row;
                 const int left = rows - row < kRegisterRows ? rows - row : kRegisterRows;
                 with_count<kRegisterRows>(left, [&](auto count) {
-                    linear_tile<decltype(count)::value>(weights, x, rows, k, c + row * kPanel + column);
+                    linear_tile<decltype(count)::value>(weights, x, rows, k, ahead, c + row * kPanel + column);
                 });
             }
         }

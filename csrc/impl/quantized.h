@@ -191,10 +191,11 @@ PAGODA_INLINE void add_quads(const ints (&codes)[Cols], const Code* x, int64_t s
 
 template <int Bits, int Rows, int Cols>
 PAGODA_INLINE void add_group(const uint8_t* codes, const Code* x, int64_t stride, int64_t inputs,
-                             ints (&sums)[Rows][Cols]) {
+                             const Prefetch& ahead, int64_t& lines, ints (&sums)[Rows][Cols]) {
     // One code of 8 bits, or two of 4 bits, in a byte.
     constexpr int step = 4 * (8 / Bits);
     for (int64_t i = 0; i < inputs; i += step, codes += 4 * kPanel) {
+        fetch_ahead(ahead, lines++);
         ints bytes[Cols], nibbles[Cols];
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) bytes[j] = load_ints(codes + j * kVectorBytes);
@@ -214,7 +215,9 @@ PAGODA_INLINE void add_group(const uint8_t* codes, const Code* x, int64_t stride
 // c [Rows, Cols vectors] of a panel from its column on; Scale is the type of a weight's scale.
 template <int Rows, int Cols, int Bits, class Scale>
 PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* panel, int column,
-                                  const QuantizedRow& row, int64_t row_bytes, float* c) {
+                                  const QuantizedRow& row, int64_t row_bytes, const Prefetch& ahead,
+                                  float* c) {
+    int64_t lines = 0;
     const int64_t stride = row_bytes / static_cast<int64_t>(sizeof(Code)), meta = row_bytes / 4;
     const Code* x = static_cast<const Code*>(row.codes);
     vec results[Rows][Cols];
@@ -229,7 +232,7 @@ PAGODA_INLINE void quantized_tile(const QuantizedFormat& format, const uint8_t* 
             for (int j = 0; j < Cols; ++j) sums[r][j] = broadcast_ints(row.starts[r * meta + g]);
         }
         add_group<Bits, Rows, Cols>(panel + 4 * column, x + g * format.group_inputs, stride,
-                                    format.group_inputs, sums);
+                                    format.group_inputs, ahead, lines, sums);
         const auto* scales = reinterpret_cast<const Scale*>(panel + format.code_bytes()) + column;
 #pragma GCC unroll 2
         for (int j = 0; j < Cols; ++j) {
@@ -267,37 +270,42 @@ constexpr int kInt8Rows = 4, kGroupedRows = 2;
 
 template <int MaxRows, int Bits, class Scale>
 void quantized_panel(Dtype dtype, const QuantizedFormat& format, const uint8_t* panel, char* rows,
-                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols) {
+                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols,
+                     const void* next) {
     alignas(64) float c[MaxRows * kPanel];
     const int64_t tiles = (n + MaxRows - 1) / MaxRows;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = n * tile / tiles;
         const int count = static_cast<int>(n * (tile + 1) / tiles - first);
         const QuantizedRow row(format, sizeof(Code), rows + first * row_bytes);
+        const auto ahead = Prefetch::share(next, format.panel_bytes(), tile, tiles);
         for (int column = 0; column < kPanel; column += kRegisterCols * kWidth) {
             with_count<MaxRows>(count, [&](auto known) {
                 quantized_tile<decltype(known)::value, kRegisterCols, Bits, Scale>(format, panel, column, row,
-                                                                                   row_bytes, c + column);
+                                                                                   row_bytes, ahead, c + column);
             });
         }
         with_type(dtype, [&](auto* type) {
-            store_outputs(c, count, bias, static_cast<decltype(type)>(out) + first * out_stride, out_stride, cols);
+            auto* to = static_cast<decltype(type)>(out) + first * out_stride;
+            store_outputs(c, count, bias, to, out_stride, cols);
         });
     }
 }
 
 void quantized_panel(Dtype dtype, const QuantizedFormat& format, const void* panel_, void* rows_,
-                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols) {
+                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols,
+                     const void* next) {
     const auto* panel = static_cast<const uint8_t*>(panel_);
     auto* rows = static_cast<char*>(rows_);
     if (!format.grouped) {
-        quantized_panel<kInt8Rows, 8, float>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride, cols);
+        quantized_panel<kInt8Rows, 8, float>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
+                                             cols, next);
     } else if (format.bits == 8) {
         quantized_panel<kGroupedRows, 8, f16>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
-                                              cols);
+                                              cols, next);
     } else {
         quantized_panel<kGroupedRows, 4, f16>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
-                                              cols);
+                                              cols, next);
     }
 }
 
