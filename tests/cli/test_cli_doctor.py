@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from pagoda.cli import machine_facts
 from pagoda.cli.bandwidth import measure_read_bandwidth
-from pagoda.cli.weight_traffic import is_quantized, read_config, stored_traffic, weight_traffic
+from pagoda.cli.weight_traffic import (
+    gguf_traffic,
+    is_quantized,
+    read_config,
+    stored_traffic,
+    weight_traffic,
+)
 from pagoda.errors import ConfigError
+from pagoda.models.gguf import read_gguf
 
 QWEN3_0_6B = {
     "hidden_size": 1024,
@@ -128,3 +137,28 @@ def test_bandwidth_is_measured_on_buffers_beyond_the_caches() -> None:
     assert bandwidth.buffer_bytes >= 2**26
     assert bandwidth.threads == 1
     assert bandwidth.bytes_per_s > 0
+
+
+def test_weight_traffic_of_a_gguf_file(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    q4 = gguf.GGMLQuantizationType.Q4_0
+    for name in ("token_embd", "output"):
+        packed = gguf.quantize(np.ones((100, 64), dtype=np.float32), q4)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=q4)
+    writer.add_tensor("blk.0.ffn_up.weight", np.ones((64, 64), dtype=np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(64, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(tmp_path / "m.gguf")
+    traffic = gguf_traffic(file, "auto")
+    assert (traffic.dtype, traffic.weights) == ("Q4_0", 100 * 64 + 64 * 64)
+    assert traffic.num_bytes == 100 * 64 * 4.5 / 8 + 64 * 64 * 2
+    assert gguf_traffic(file, "float32").num_bytes == traffic.num_bytes + 64 * 64 * 2
