@@ -20,18 +20,31 @@ struct Column {
           element_size(inputs * size_of(shape.dtype)) {}
 };
 
+// Elements of a column that are packed before those of the next: the lines of a panel they go to stay in the cache.
+constexpr int64_t kElementsAtOnce = 64;
+
+// The elements of a row from `begin` to `end`; the last pair of an odd row has no second half.
 template <class Element>
-void pack_column(const void* row, int64_t row_bytes, int64_t elements, char* to) {
+void pack_elements(const char* row, int64_t row_bytes, int64_t begin, int64_t end, char* to) {
     const auto size = static_cast<int64_t>(sizeof(Element));
-    const int64_t whole = row_bytes / size;
-    for (int64_t i = 0; i < whole; ++i) {
-        std::memcpy(to + i * kPanel * size, at(row, i * size), sizeof(Element));
+    const int64_t whole = std::min(end, row_bytes / size);
+    for (int64_t i = begin; i < whole; ++i) {
+        std::memcpy(to + i * kPanel * size, row + i * size, sizeof(Element));
     }
-    if (whole == elements) return;
-    // The last pair of an odd row has no second half.
+    if (whole == end) return;
     Element element{};
-    std::memcpy(&element, at(row, whole * size), static_cast<size_t>(row_bytes - whole * size));
+    std::memcpy(&element, row + whole * size, static_cast<size_t>(row_bytes - whole * size));
     std::memcpy(to + whole * kPanel * size, &element, sizeof(Element));
+}
+
+template <class Element>
+void pack_panel(const Column& column, const char* rows, int64_t row_bytes, int64_t outputs, char* to) {
+    for (int64_t begin = 0; begin < column.elements; begin += kElementsAtOnce) {
+        const int64_t end = std::min(begin + kElementsAtOnce, column.elements);
+        for (int64_t j = 0; j < outputs; ++j) {
+            pack_elements<Element>(rows + j * row_bytes, row_bytes, begin, end, to + j * column.element_size);
+        }
+    }
 }
 
 }  // namespace
@@ -46,14 +59,11 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
         const int64_t first = panel * kPanel;
         const int64_t outputs = std::min<int64_t>(kPanel, shape.outputs - first);
         if (outputs < kPanel) std::memset(to, 0, static_cast<size_t>(shape.panel_bytes()));
-        for (int64_t j = 0; j < outputs; ++j) {
-            const char* row = at(weight, (first + j) * row_bytes);
-            char* begin = to + j * column.element_size;
-            if (column.element_size == 4) {
-                pack_column<uint32_t>(row, row_bytes, column.elements, begin);
-            } else {
-                pack_column<uint16_t>(row, row_bytes, column.elements, begin);
-            }
+        const char* rows = at(weight, first * row_bytes);
+        if (column.element_size == 4) {
+            pack_panel<uint32_t>(column, rows, row_bytes, outputs, to);
+        } else {
+            pack_panel<uint16_t>(column, rows, row_bytes, outputs, to);
         }
     }
 }

@@ -22,7 +22,10 @@ uint32_t load_codes(const uint8_t* codes, int64_t n) {
     return word;
 }
 
-// Codes of one output, of the group's inputs that are there, to a panel.
+// Inputs of one output that are packed before those of the next: the lines they go to stay in the cache.
+constexpr int64_t kInputsAtOnce = 256;
+
+// Codes of one output, of n inputs, to a panel.
 void pack_codes(const QuantizedFormat& format, const uint8_t* codes, int64_t n, uint8_t* to) {
     const int64_t step = 32 / format.bits;
     // Signed codes become unsigned ones.
@@ -40,9 +43,15 @@ void pack_panel(const QuantizedShape& shape, const uint8_t* codes, const char* s
     const auto item = static_cast<size_t>(format.grouped ? 2 : 4);
     for (int64_t g = 0; g < format.groups; ++g, to += format.group_bytes()) {
         const int64_t first = g * format.group_inputs;
+        const int64_t end = std::min(first + format.group_inputs, shape.inputs);
+        for (int64_t begin = first; begin < end; begin += kInputsAtOnce) {
+            uint8_t* words = to + (begin - first) * format.bits / 8 * kPanel;
+            const int64_t n = std::min(kInputsAtOnce, end - begin);
+            for (int64_t j = 0; j < outputs; ++j) {
+                pack_codes(format, codes + j * shape.inputs + begin, n, words + 4 * j);
+            }
+        }
         for (int64_t j = 0; j < outputs; ++j) {
-            const int64_t n = std::min(format.group_inputs, shape.inputs - first);
-            pack_codes(format, codes + j * shape.inputs + first, n, to + 4 * j);
             const int64_t from = (j * format.groups + g) * static_cast<int64_t>(item);
             uint8_t* scale = to + format.code_bytes() + j * static_cast<int64_t>(item);
             std::memcpy(scale, scales + from, item);

@@ -159,6 +159,6 @@ def test_weight_traffic_of_a_gguf_file(tmp_path: Path) -> None:
     writer.close()
     file = read_gguf(tmp_path / "m.gguf")
     traffic = gguf_traffic(file, "auto")
-    assert (traffic.dtype, traffic.weights) == ("Q4_0", 100 * 64 + 64 * 64)
+    assert traffic.dtype == "Q4_0"
     assert traffic.num_bytes == 100 * 64 * 4.5 / 8 + 64 * 64 * 2
     assert gguf_traffic(file, "float32").num_bytes == traffic.num_bytes + 64 * 64 * 2
