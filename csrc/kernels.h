@@ -96,9 +96,9 @@ struct KernelTable {
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
-// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and four numbers.
+// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and five numbers.
 inline int64_t attend_scratch(int rows, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16 + 4);
+    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16) + 5 * (int64_t{rows} + 16);
 }
 
 extern const KernelTable kAvx2;
