@@ -84,8 +84,8 @@ struct KernelTable {
     Math (*math)(Dtype activations, Dtype cache);
     // A row of d elements in the dtype of the cache; `scale` is set for i8.
     void (*to_cache)(Dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale);
-    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries words. Returns what scores are
-    // to be multiplied by.
+    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries words. Returns what scores
+    // are to be multiplied by.
     float (*pack_query)(Math, Dtype, const void* x, int64_t d, int row, int rows, void* packed);
     // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
     void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);

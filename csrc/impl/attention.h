@@ -128,8 +128,8 @@ PAGODA_INLINE const Cell* value_at(const AttendTile& tile, Place place) {
     return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
 }
 
-// Where the groups of a tile are. Blocks lie anywhere, so the processor cannot guess which memory comes next: `soon`
-// says where those of the next tile are.
+// Where the groups of a tile are. Blocks lie anywhere, so the processor cannot guess which memory comes next:
+// `soon` says where those of the next tile are.
 struct Places {
     Place now[kGroups], soon[kGroups];
 
@@ -356,8 +356,8 @@ struct AttendMemory {
     }
 };
 
-// Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing. Returns the
-// highest.
+// Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing.
+// Returns the highest.
 PAGODA_INLINE float scale_scores(float* scores, int first, int last, float factor, const float* key_scales) {
     for (int j = 0; j < kKeyTile; j += kWidth) {
         const vec scaled = mul(load(scores + j), broadcast(factor));
