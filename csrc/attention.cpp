@@ -12,7 +12,7 @@ namespace {
 
 // Query rows that share one gathering of keys and values.
 constexpr int kQueryRows = 48;
-// A larger part of a thread's work than one in so many is shared out among threads: they may not all be equally fast.
+// A larger part of a thread's work than one in so many is shared out: threads may not all be equally fast.
 constexpr int64_t kItemsPerThread = 16;
 constexpr float kLog2E = 1.44269504f;
 

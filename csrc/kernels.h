@@ -158,8 +158,8 @@ struct KernelTable {
     Math (*math)(Dtype activations, Dtype cache);
     // A row of d elements in the dtype of the cache; `scale` is set for i8.
     void (*to_cache)(Dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale);
-    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries words. Returns what scores are
-    // to be multiplied by.
+    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries words. Returns what scores
+    // are to be multiplied by.
     float (*pack_query)(Math, Dtype, const void* x, int64_t d, int row, int rows, void* packed);
     // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
     void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
@@ -170,9 +170,9 @@ struct KernelTable {
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }
 
-// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and four numbers.
+// Keys and values of a tile and their scales; of each row its weights, 16 partial totals and five numbers.
 inline int64_t attend_scratch(int rows, int padded_dim) {
-    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16 + 4);
+    return 2 * int64_t{kKeyTile} * (padded_dim + 1) + int64_t{rows} * (kKeyTile + 16) + 5 * (int64_t{rows} + 16);
 }
 
 extern const KernelTable kAvx2;

@@ -8,8 +8,8 @@
 
 namespace pagoda {
 
-// Large pages where the system gives them: blocks of a cache lie anywhere, and to look up a small page for each takes
-// as long as to read it.
+// Large pages where the system gives them: blocks of a cache lie anywhere, and to look up a small page for each
+// takes as long as to read it.
 inline void advise_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t page = 1 << 21;

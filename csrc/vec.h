@@ -257,8 +257,8 @@ PAGODA_INLINE vec exp(vec x) {
     return unless_below(x, lowest, mul(p, power_of_two(n)));
 }
 
-// 2^x within 2 units in the last place, for x up to 127; exactly 1 at 0, and 0 from kLowestPower down. The polynomial
-// has the least relative error of its degree between -1/2 and 1/2.
+// 2^x within 2 units in the last place, for x up to 127; exactly 1 at 0, and 0 from kLowestPower down. The
+// polynomial has the least relative error of its degree between -1/2 and 1/2.
 PAGODA_INLINE vec exp2(vec x) {
     const vec bounded = max(broadcast(kLowestPower), x);
     const vec n = round_to_int(bounded);

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "rows.h"
 #include "words.h"
@@ -116,34 +117,44 @@ PAGODA_INLINE Place place_of(const AttendTile& tile, int64_t position) {
 
 // Where the words of a key begin, which are block_size apart.
 template <class M, class Cell>
-PAGODA_INLINE const Cell* key_at(const AttendTile& tile, int64_t position) {
-    const Place place = place_of(tile, position);
+PAGODA_INLINE const Cell* key_at(const AttendTile& tile, Place place) {
     return static_cast<const Cell*>(tile.cache.keys) +
            place.block * tile.block_size * (tile.head_dim / M::pair) + place.offset;
 }
 // The words of a value, of which those of the next token or pair follow.
 template <class M, class Cell>
-PAGODA_INLINE const Cell* value_at(const AttendTile& tile, int64_t position) {
-    const Place place = place_of(tile, position);
+PAGODA_INLINE const Cell* value_at(const AttendTile& tile, Place place) {
     const int64_t row = (place.block * tile.block_size + place.offset) / M::pair;
     return static_cast<const Cell*>(tile.cache.values) + row * tile.head_dim;
 }
 
-// Where the groups of a tile of keys or values begin. Blocks lie anywhere, so the processor cannot guess which memory
-// comes next: `soon` says where the groups of the next tile are.
+// Where the groups of a tile are. Blocks lie anywhere, so the processor cannot guess which memory comes next:
+// `soon` says where those of the next tile are.
+struct Places {
+    Place now[kGroups], soon[kGroups];
+
+    // Beyond the last of the tokens stands any group.
+    Places(const AttendTile& tile, int64_t first, int64_t end) {
+        for (int g = 0; g < kGroups; ++g) {
+            const int64_t position = first + g * kGroup, later = position + kKeyTile;
+            now[g] = place_of(tile, position < end ? position : first);
+            soon[g] = later < tile.end ? place_of(tile, later) : now[g];
+        }
+    }
+};
+
+// Where the groups of a tile of keys or values begin.
 template <class Cell>
 struct Groups {
     const Cell* now[kGroups];
     const Cell* soon[kGroups];
     int64_t stride;  // from word to word of a key, from value to value
 
-    // `find` says where the group of a position is. Beyond the last of the tokens stands any group.
-    template <class Find>
-    Groups(const AttendTile& tile, int64_t first, int64_t end, int64_t stride_, Find find) : stride(stride_) {
+    template <class At>
+    Groups(const Places& places, int64_t stride_, At at) : stride(stride_) {
         for (int g = 0; g < kGroups; ++g) {
-            const int64_t position = first + g * kGroup, later = position + kKeyTile;
-            now[g] = find(position < end ? position : first);
-            soon[g] = later < tile.end ? find(later) : now[g];
+            now[g] = at(places.now[g]);
+            soon[g] = at(places.soon[g]);
         }
     }
     // Of a tile that was gathered.
@@ -153,13 +164,12 @@ struct Groups {
 };
 
 template <class M, class Cell>
-Groups<Cell> key_groups(const AttendTile& tile, int64_t first, int64_t end) {
-    return {tile, first, end, tile.block_size, [&](int64_t position) { return key_at<M, Cell>(tile, position); }};
+Groups<Cell> key_groups(const AttendTile& tile, const Places& places) {
+    return {places, tile.block_size, [&](Place place) { return key_at<M, Cell>(tile, place); }};
 }
 template <class M, class Cell>
-Groups<Cell> value_groups(const AttendTile& tile, int64_t first, int64_t end) {
-    return {tile, first, end, tile.head_dim,
-            [&](int64_t position) { return value_at<M, Cell>(tile, position); }};
+Groups<Cell> value_groups(const AttendTile& tile, const Places& places) {
+    return {places, tile.head_dim, [&](Place place) { return value_at<M, Cell>(tile, place); }};
 }
 
 bool reads_keys(const AttendTile& tile) { return tile.block_size % kGroup == 0; }
@@ -170,7 +180,7 @@ template <class M, class Cell>
 void gather_keys(const AttendTile& tile, int64_t first, int count, typename M::Word* out) {
     const int64_t size = tile.block_size, words = tile.head_dim / M::pair;
     for (int j = 0; j < count; ++j) {
-        const Cell* key = key_at<M, Cell>(tile, first + j);
+        const Cell* key = key_at<M, Cell>(tile, place_of(tile, first + j));
         for (int64_t i = 0; i < words; ++i) out[i * kKeyTile + j] = M::word(key[i * size]);
     }
 }
@@ -191,7 +201,7 @@ void gather_values(const AttendTile& tile, int64_t first, int count, typename M:
                 continue;
             }
         }
-        const Cell* value = value_at<M, Cell>(tile, first + j);
+        const Cell* value = value_at<M, Cell>(tile, place_of(tile, first + j));
         for (int64_t i = 0; i < d; ++i) out[i] = M::word(value[i]);
     }
 }
@@ -324,7 +334,8 @@ struct AttendMemory {
     float* value_scales;
     float* scores;  // [rows, kKeyTile], later the weights as words
     float* totals;  // [rows, kWidth], which add up to the total
-    float* peaks;   // [rows] from here on
+    float* highest;  // [rows rounded up to vectors] from here on
+    float* peaks;
     float* decay;   // what earlier sums are worth now
     float* base;    // the score that has the weight 1
     float* scale;   // of the weights
@@ -340,15 +351,13 @@ struct AttendMemory {
         value_scales = take(kKeyTile);
         scores = take(int64_t{tile.rows} * kKeyTile);
         totals = take(int64_t{tile.rows} * kWidth);
-        peaks = take(tile.rows);
-        decay = take(tile.rows);
-        base = take(tile.rows);
-        scale = take(tile.rows);
+        const int rows = (tile.rows + kWidth - 1) / kWidth * kWidth;
+        for (float** of_rows : {&highest, &peaks, &decay, &base, &scale}) *of_rows = take(rows);
     }
 };
 
-// Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing. Returns the
-// highest.
+// Brings scores to powers of two, those of the keys from `first` to before `last`; others count nothing.
+// Returns the highest.
 PAGODA_INLINE float scale_scores(float* scores, int first, int last, float factor, const float* key_scales) {
     for (int j = 0; j < kKeyTile; j += kWidth) {
         const vec scaled = mul(load(scores + j), broadcast(factor));
@@ -362,15 +371,15 @@ PAGODA_INLINE float scale_scores(float* scores, int first, int last, float facto
 }
 
 // What the peaks of the tile make of the highest scores: `base` and `decay`.
-void raise_highest(const AttendMemory& memory, int rows, float* highest_scores) {
-    for_vectors(rows, [&](auto get, auto put) {
-        const vec before = get(highest_scores);
-        const vec now = max(before, get(memory.peaks));
+PAGODA_INLINE void raise_highest(const AttendMemory& memory, int rows) {
+    for (int row = 0; row < rows; row += kWidth) {
+        const vec before = load(memory.highest + row);
+        const vec now = max(before, load(memory.peaks + row));
         const vec base = max(now, broadcast(-3e38f));
-        put(highest_scores, now);
-        put(memory.base, base);
-        put(memory.decay, exp2(sub(before, base)));
-    });
+        store(memory.highest + row, now);
+        store(memory.base + row, base);
+        store(memory.decay + row, exp2(sub(before, base)));
+    }
 }
 
 // Reads the first tile of an item ahead of its use, all of it at once.
@@ -413,16 +422,16 @@ void score(const AttendTile& tile, const Panel& panel, const Groups<Cell>& keys,
 }
 
 template <class M>
-void soften(const AttendTile& tile, int rows, int64_t first, const AttendMemory& memory, float* highest_scores) {
+void soften(const AttendTile& tile, int64_t first, const AttendMemory& memory) {
     const float* key_scales = std::is_same_v<M, I16Math> ? memory.key_scales : nullptr;
-    for (int row = 0; row < rows; ++row) {
+    for (int row = 0; row < tile.rows; ++row) {
         const int64_t position = tile.first_position + row / tile.group;
         memory.peaks[row] = scale_scores(memory.scores + row * kKeyTile,
                                          clamp_to_tile(position - tile.window + 1 - first),
                                          clamp_to_tile(position + 1 - first), tile.factors[row], key_scales);
     }
-    raise_highest(memory, rows, highest_scores);
-    for (int row = 0; row < rows; ++row) {
+    raise_highest(memory, tile.rows);
+    for (int row = 0; row < tile.rows; ++row) {
         const vec sums = M::soften(memory.scores + row * kKeyTile, broadcast(memory.base[row]),
                                    memory.value_scales, memory.scale + row);
         float* totals = memory.totals + row * kWidth;
@@ -449,7 +458,7 @@ void attend_tile(const AttendTile& tile, int64_t first, const Groups<KeyCell>& k
     for (int row = 0; row < tile.rows; row += step) {
         score<M>(tile, Panel(tile, row, first), keys, memory.scores);
     }
-    soften<M>(tile, tile.rows, first, memory, part.highest);
+    soften<M>(tile, first, memory);
     for (int row = 0; row < tile.rows; row += step) {
         add_values<M>(tile, Panel(tile, row, first), values, memory, part.out);
     }
@@ -475,12 +484,14 @@ void attend_as(const AttendTile& tile, int64_t begin, int64_t end, const AttendM
             if (!reads_keys(tile)) {
                 attend_tile<M>(tile, first, key_words, value_words, memory, part);
             } else {
-                attend_tile<M>(tile, first, key_groups<M, Cell>(tile, first, end), value_words, memory, part);
+                const auto keys = key_groups<M, Cell>(tile, Places(tile, first, end));
+                attend_tile<M>(tile, first, keys, value_words, memory, part);
             }
             continue;
         }
-        const auto keys = key_groups<M, Cell>(tile, first, end);
-        const auto values = value_groups<M, Cell>(tile, first, end);
+        const Places places(tile, first, end);
+        const auto keys = key_groups<M, Cell>(tile, places);
+        const auto values = value_groups<M, Cell>(tile, places);
         if (first == begin && begin <= tile.begin) {
             prefetch(keys, tile.head_dim / M::pair, kGroup);
             prefetch(values, kGroup / M::pair, tile.head_dim);
@@ -492,7 +503,7 @@ void attend_as(const AttendTile& tile, int64_t begin, int64_t end, const AttendM
 // Online softmax (FlashAttention, Dao et al. 2022) over key tiles at fixed positions.
 void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, Partial part) {
     const AttendMemory memory(scratch, tile);
-    for (int row = 0; row < tile.rows; ++row) part.highest[row] = -INFINITY;
+    for (int row = 0; row < tile.rows; ++row) memory.highest[row] = memory.peaks[row] = -INFINITY;
     std::memset(memory.totals, 0, sizeof(float) * static_cast<size_t>(tile.rows) * kWidth);
     std::memset(part.out, 0, sizeof(float) * static_cast<size_t>(tile.rows) * tile.padded_dim);
     const int64_t oldest = tile.first_position - tile.window + 1;
@@ -500,7 +511,10 @@ void attend(const AttendTile& tile, int64_t begin, int64_t end, float* scratch, 
     with_cells(tile, [&](auto way, auto* cell) {
         attend_as<decltype(way), Pointee<decltype(cell)>>(tile, begin, end, memory, part);
     });
-    for (int row = 0; row < tile.rows; ++row) part.total[row] = sum(load(memory.totals + row * kWidth));
+    for (int row = 0; row < tile.rows; ++row) {
+        part.highest[row] = memory.highest[row];
+        part.total[row] = sum(load(memory.totals + row * kWidth));
+    }
 }
 
 void merge(int rows, int padded_dim, Partial whole, Partial part) {
