@@ -16,8 +16,6 @@ constexpr int kQueryRows = 48;
 constexpr int64_t kItemsPerThread = 16;
 constexpr float kLog2E = 1.44269504f;
 
-const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
-char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
 int round_up_to_16(int d) { return (d + 15) / 16 * 16; }
 

@@ -124,6 +124,13 @@ struct Prefetch {
     }
 };
 
+// Of the outputs of a row seen so far.
+struct Highest {
+    float value;
+    int32_t finite;  // whether all are
+    int64_t column;  // the first of the highest
+};
+
 struct KernelTable {
     // Bytes that one activation takes when packed for weights of the dtype.
     int64_t (*packed_size)(Dtype);
@@ -143,6 +150,8 @@ struct KernelTable {
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
     void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
                            int64_t inputs, void* out);
+    // Takes outputs [rows, cols] that lie kPanel apart, of the columns from `first` on, into those seen so far.
+    void (*highest)(Dtype, const void* outputs, int rows, int cols, int64_t first, Highest* seen);
     // A weight's row of inputs to codes and scales: one scale for all, or for each group.
     void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,

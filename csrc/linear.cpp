@@ -89,13 +89,14 @@ size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t
 }
 
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
-            const void* x, int64_t row_stride, int64_t n, void* out, int64_t out_stride, void* scratch) {
+            const void* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch) {
     const int64_t tiles = (n + kTileRows - 1) / kTileRows;
     const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
     const int64_t item = size_of(shape.dtype);
     Claims& claims = Claims::reset(scratch);
     scratch = at(scratch, sizeof(Claims));
+    out.begin(n);
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = tile * tile_rows;
@@ -109,12 +110,13 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
         const void* next_panel = fetches_ahead(n) && next >= 0 ? at(packed, next * shape.panel_bytes()) : nullptr;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t first = tile * tile_rows;
+            const auto rows = static_cast<int>(std::min(tile_rows, n - first));
             table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
-                               at(scratch, first * packed_row),
-                               static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
-                               bias ? bias + column : nullptr,
-                               at(out, (first * out_stride + column) * item), out_stride, columns,
+                               at(scratch, first * packed_row), rows, shape.inputs,
+                               bias ? bias + column : nullptr, out.panel(first, column, item), out.stride(),
+                               columns,
                                Prefetch::share(next_panel, shape.panel_bytes(), tile - begin, end - begin));
+            out.take(table, shape.dtype, first, rows, column, columns);
         }
     });
 }

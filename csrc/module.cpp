@@ -83,8 +83,8 @@ class Kernels {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
         void* scratch = buffer_.take(linear_scratch(*table_, shape, n));
         in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
-            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, to(out),
-                           out_stride, scratch);
+            pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n,
+                           Outputs(to(out), out_stride), scratch);
         });
     }
 
@@ -112,8 +112,28 @@ class Kernels {
         void* scratch = buffer_.take(quantized_scratch(*table_, shape, to<int64_t>(order), n));
         in_team(n * shape.inputs * shape.outputs > 4 * kWorthThreads, [&] {
             pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias), to(x),
-                                     row_stride, n, to(out), out_stride, scratch);
+                                     row_stride, n, Outputs(to(out), out_stride), scratch);
         });
+    }
+
+    void linear_highest(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
+                        int64_t row_stride, int64_t n, Address columns, Address finite) {
+        const PanelShape shape{Dtype(dtype), inputs, outputs};
+        highest(shape.dtype, n, inputs * outputs, linear_scratch(*table_, shape, n), columns, finite,
+                [&](const Outputs& seen, void* scratch) {
+                    pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, seen,
+                                   scratch);
+                });
+    }
+
+    void quantized_highest(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
+                           int64_t row_stride, int64_t n, Address columns, Address finite) {
+        highest(shape.dtype, n, shape.inputs * shape.outputs,
+                quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, finite,
+                [&](const Outputs& seen, void* scratch) {
+                    pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
+                                             to(x), row_stride, n, seen, scratch);
+                });
     }
 
     void add_rms_norm(int dtype, Address x, Address delta, Address weight, float eps, int64_t n, int64_t d,
@@ -156,6 +176,24 @@ class Kernels {
     const KernelTable& table() const { return *table_; }
 
    private:
+    // Of a linear map of n rows; `multiply` computes it.
+    template <class Multiply>
+    void highest(Dtype dtype, int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address finite,
+                 Multiply multiply) {
+        scratch_bytes = (scratch_bytes + 63) / 64 * 64;
+        auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::highest_scratch(n, dtype)));
+        const Outputs seen = Outputs::highest(scratch + scratch_bytes, n, dtype);
+        in_team(n * weights > 4 * kWorthThreads, [&] {
+            multiply(seen, scratch);
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < n; ++row) {
+                const Highest best = seen.highest_of(row);
+                to<int64_t>(columns)[row] = best.column;
+                to<bool>(finite)[row] = best.finite != 0;
+            }
+        });
+    }
+
     const KernelTable* table_ = nullptr;
     Buffer buffer_;
 };
@@ -209,6 +247,8 @@ NB_MODULE(_native, m) {
         .def("pack_weight", &Kernels::pack_weight)
         .def("weight_rows", &Kernels::weight_rows)
         .def("linear", &Kernels::linear)
+        .def("linear_highest", &Kernels::linear_highest)
+        .def("quantized_highest", &Kernels::quantized_highest)
         .def("quantize_int8", &Kernels::quantize_int8)
         .def("quantize_int4", &Kernels::quantize_int4)
         .def("quantized_rows", &Kernels::quantized_rows)

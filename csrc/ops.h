@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "outputs.h"
 
 namespace pagoda {
 
@@ -57,7 +58,7 @@ void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
-            const void* x, int64_t row_stride, int64_t n, void* out, int64_t out_stride, void* scratch);
+            const void* x, int64_t row_stride, int64_t n, const Outputs& out, void* scratch);
 
 // Of a dense weight, codes [outputs, inputs] with a scale for each output, or 4-bit ones with one for each group
 // (float16). Called by one thread.
@@ -77,7 +78,7 @@ void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                       const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
-                      void* out, int64_t out_stride, void* scratch);
+                      const Outputs& out, void* scratch);
 
 // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
 void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,

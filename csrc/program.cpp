@@ -56,7 +56,7 @@ void Program::linear(Value x, Value out, int64_t column, const PanelShape& shape
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
-                           address(out, step, column), info(out).width, scratch);
+                           Outputs(address(out, step, column), info(out).width), scratch);
         },
         [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
 }
@@ -67,7 +67,7 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
-                                     step.num_tokens, address(out, step, column), info(out).width, scratch);
+                                     step.num_tokens, Outputs(address(out, step, column), info(out).width), scratch);
         },
         [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
 }

@@ -132,12 +132,13 @@ size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, 
 
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                       const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
-                      void* out, int64_t out_stride, void* scratch) {
+                      const Outputs& out, void* scratch) {
     const QuantizedFormat& format = shape.format;
     const int64_t row_bytes = QuantizedRow::bytes(format, table.code_size);
     const int64_t item = size_of(shape.dtype);
     Claims& claims = Claims::reset(scratch);
     scratch = at(scratch, sizeof(Claims));
+    out.begin(n);
     if (order) {
         char* reordered = at(scratch, packed_rows_bytes(table, shape, n));
         reorder(x, row_stride, order, shape.inputs, n, item, reordered);
@@ -152,11 +153,14 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
     const int64_t tiles = (n + kRows - 1) / kRows;
     share_panels(claims, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel, first = begin * kRows;
+        const int64_t rows = std::min(end * kRows, n) - first;
+        const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
         table.quantized_panel(shape.dtype, format, at(packed, panel * format.panel_bytes()),
-                              at(scratch, first * row_bytes), row_bytes, std::min(end * kRows, n) - first,
-                              bias ? bias + column : nullptr, at(out, (first * out_stride + column) * item),
-                              out_stride, static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)),
+                              at(scratch, first * row_bytes), row_bytes, rows,
+                              bias ? bias + column : nullptr, out.panel(first, column, item), out.stride(),
+                              columns,
                               fetches_ahead(n) && next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
+        out.take(table, shape.dtype, first, rows, column, columns);
     });
 }
 

@@ -2,13 +2,6 @@
 
 namespace pagoda {
 
-namespace {
-
-const char* at(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
-char* at(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
-
-}  // namespace
-
 void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,
                   const void* weight, float eps, int64_t n, int64_t d, void* sum, void* out) {
     const int64_t stride = d * size_of(dtype);

@@ -1,10 +1,13 @@
 // Rows times one panel of a dense weight.
 #pragma once
 
+#include <cmath>
+
 #include "products.h"
 
 namespace {
 
+using pagoda::Highest;
 using pagoda::kPanel;
 using pagoda::Prefetch;
 
@@ -149,6 +152,28 @@ void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, 
             }
         }
         store_outputs(c, rows, bias, static_cast<T*>(out), out_stride, cols);
+    });
+}
+
+void highest_outputs(Dtype dtype, const void* outputs, int rows, int cols, int64_t first, Highest* seen) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        for (int r = 0; r < rows; ++r) {
+            const T* row = static_cast<const T*>(outputs) + r * kPanel;
+            vec top = broadcast(-INFINITY), poison = zero();
+            for (int j = 0; j < cols; j += kWidth) {
+                const vec v = cols - j >= kWidth ? load(row + j) : load_last(row + j, cols - j, row[0]);
+                top = max(v, top);
+                poison = fma(v, zero(), poison);
+            }
+            if (sum(poison) != 0.0f) seen[r].finite = 0;
+            const float value = highest(top);
+            if (!(value > seen[r].value)) continue;
+            int column = 0;
+            while (as_float(row[column]) != value) ++column;
+            seen[r].value = value;
+            seen[r].column = first + column;
+        }
     });
 }
 

@@ -81,6 +81,31 @@ class Kernels:
         out: int,
         out_stride: int,
     ) -> None: ...
+    def linear_highest(
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        bias: int,
+        x: int,
+        row_stride: int,
+        n: int,
+        columns: int,
+        finite: int,
+    ) -> None: ...
+    def quantized_highest(
+        self,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        bias: int,
+        x: int,
+        row_stride: int,
+        n: int,
+        columns: int,
+        finite: int,
+    ) -> None: ...
     def quantize_int8(
         self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
     ) -> None: ...

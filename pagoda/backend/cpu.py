@@ -246,18 +246,21 @@ class CpuBackend:
         return panels
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        self._checked(x, weight.dtype)
-        x = x.flatten(1)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        if x.shape[1] != weight.inputs:
-            raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
+        x = self._fitting(x, weight)
         out = x.new_empty((x.shape[0], weight.outputs))
         first = 0
         for segment in weight.segments:
             self._multiply(x, segment, out[:, first:])
             first += segment.outputs
         return out
+
+    def _fitting(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        """x as rows that kernels can read."""
+        self._checked(x, weight.dtype)
+        x = x.flatten(1)
+        if x.shape[1] != weight.inputs:
+            raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
+        return x if x.stride(1) == 1 else x.contiguous()
 
     def _multiply(self, x: Tensor, segment: Segment, out: Tensor) -> None:
         """To the first columns of `out`."""
@@ -301,8 +304,22 @@ class CpuBackend:
         return out
 
     def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
-        outputs = self.linear(x, weight)
-        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+        if len(weight.segments) > 1:
+            outputs = self.linear(x, weight)
+            return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+        x = self._fitting(x, weight)
+        columns = torch.empty(len(x), dtype=torch.int64)
+        finite = torch.empty(len(x), dtype=torch.bool)
+        (segment,) = weight.segments
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
+        rows = (x.data_ptr(), x.stride(0), len(x), columns.data_ptr(), finite.data_ptr())
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[x.dtype]
+            self._kernels.linear_highest(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
+        else:
+            order = address(segment.input_order)
+            self._kernels.quantized_highest(segment.shape, panels, order, bias, *rows)
+        return columns, finite
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, x = self._checked(x, weight.dtype), x.contiguous()

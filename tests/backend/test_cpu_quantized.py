@@ -358,3 +358,42 @@ def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> No
     ops = CpuBackend(name)
     assert ops.quantize_int8(values).scales.isfinite().tolist() == [True, False]
     assert ops.quantize_int4(values, 32).scales.isfinite().tolist() == [[True, True], [True, False]]
+
+
+@given(
+    name=sets,
+    dtype=dtypes,
+    kind=st.sampled_from(["dense", "int8", "int4"]),
+    rows=st.integers(0, 30),
+    outputs=st.integers(1, 200),
+    num_threads=st.integers(1, 4),
+    rounded=st.booleans(),
+    seed=seeds,
+)
+@examples
+def test_greedy_is_the_first_of_the_highest_outputs(
+    name: str,
+    dtype: torch.dtype,
+    kind: str,
+    rows: int,
+    outputs: int,
+    num_threads: int,
+    rounded: bool,
+    seed: int,
+) -> None:
+    torch.set_num_threads(num_threads)
+    ops = CpuBackend(name)
+    values = _dense("normal", outputs, 64, seed, dtype)
+    x = _dense("ties" if rounded else "normal", rows, 64, seed + 1, dtype)
+    if rounded:  # many outputs are equal
+        values = values.round()
+    weight: LinearWeight = DenseWeight(values)
+    if kind != "dense":
+        weight = ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
+    prepared = ops.prepare_linear([weight], None, dtype)
+    if rows > 2:
+        x[1, 3], x[2, 5] = float("nan"), float("inf")
+    expected = ops.linear(x, prepared)
+    columns, finite = ops.greedy(x, prepared)
+    assert torch.equal(finite, expected.isfinite().all(dim=1))
+    assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])
