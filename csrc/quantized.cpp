@@ -127,7 +127,7 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
                               at(scratch, first * row_bytes), row_bytes, std::min(end * kRows, n) - first,
                               bias ? bias + column : nullptr, at(out, (first * out_stride + column) * item),
                               out_stride, static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column)),
-                              fetches_ahead(n) && next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
+                              next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
     });
 }
 
