@@ -107,7 +107,9 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
     share_panels(claims, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
-        const void* next_panel = fetches_ahead(n) && next >= 0 ? at(packed, next * shape.panel_bytes()) : nullptr;
+        // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
+        const bool fetch = n > 1 && next >= 0;
+        const void* next_panel = fetch ? at(packed, next * shape.panel_bytes()) : nullptr;
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t first = tile * tile_rows;
             const auto rows = static_cast<int>(std::min(tile_rows, n - first));

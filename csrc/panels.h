@@ -26,10 +26,6 @@ struct alignas(64) Claims {
     }
 };
 
-// Whether to fetch the next panel while rows are multiplied. A single one leaves no time in which memory would idle;
-// there the processor reads ahead best by itself.
-inline bool fetches_ahead(int64_t rows) { return rows > 1; }
-
 // Calls work(panel, next, first tile, last tile) for all tiles of rows and all panels. A thread claims a panel
 // while it works on another, so as to know which is `next` to come from memory; -1 if none.
 template <class Work>

@@ -159,7 +159,7 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
                               at(scratch, first * row_bytes), row_bytes, rows,
                               bias ? bias + column : nullptr, out.panel(first, column, item), out.stride(),
                               columns,
-                              fetches_ahead(n) && next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
+                              next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
         out.take(table, shape.dtype, first, rows, column, columns);
     });
 }
