@@ -13,7 +13,7 @@ import time
 
 # Read when torch is loaded: threads wait as they do in a worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
 from cyclopts import App

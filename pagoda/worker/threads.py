@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-SPIN_COUNT = "20000"
-"""About half a millisecond: the threads of one step wait for each other awake, those of an idle worker sleep."""
+SPIN_COUNT = "2000"
+"""Some fifty microseconds: the threads of one step wait for each other awake, those of an idle worker sleep."""
 
 
 def set_thread_waiting(environ: MutableMapping[str, str]) -> None:
