@@ -4,16 +4,20 @@
 #include <memory>
 #include <new>
 
+#include "pages.h"
+
 namespace pagoda {
 
 // Memory that is kept from call to call and grows when more is needed.
 class Buffer {
    public:
-    // Bytes at a multiple of a cache line, with arbitrary contents.
+    // Bytes at a multiple of a page, large where there are many, with arbitrary contents.
     void* take(size_t bytes) {
         if (bytes > size_) {
-            const size_t rounded = (bytes + 4095) / 4096 * 4096;
-            memory_.reset(std::aligned_alloc(64, rounded));
+            const size_t page = bytes < kLargePage ? 4096 : kLargePage;
+            const size_t rounded = (bytes + page - 1) / page * page;
+            memory_.reset(std::aligned_alloc(page, rounded));
+            if (memory_) advise_large_pages(memory_.get(), static_cast<int64_t>(rounded));
             size_ = memory_ ? rounded : 0;
             if (!memory_) throw std::bad_alloc();
         }

@@ -1,7 +1,6 @@
 #include <cstring>
 
 #include "ops.h"
-#include "pages.h"
 #include "panels.h"
 
 namespace pagoda {
@@ -52,7 +51,6 @@ void pack_panel(const Column& column, const char* rows, int64_t row_bytes, int64
 void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
     const Column column(shape);
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
-    advise_large_pages(packed, shape.bytes());
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < shape.panels(); ++panel) {
         char* to = at(packed, panel * shape.panel_bytes());

@@ -1,7 +1,6 @@
 #include <cstring>
 
 #include "ops.h"
-#include "pages.h"
 #include "panels.h"
 
 namespace pagoda {
@@ -81,7 +80,6 @@ void pack_quantized(const QuantizedShape& shape, const void* codes, const void* 
                     void* packed) {
     const QuantizedFormat& format = shape.format;
     const int64_t scale_row = format.groups * (format.grouped ? 2 : 4);
-    advise_large_pages(packed, shape.bytes());
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < shape.panels(); ++panel) {
         const int64_t first = panel * kPanel;

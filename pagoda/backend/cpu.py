@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.cpu_memory import WeightMemory
 from pagoda.backend.cpu_program import CompiledForward
 from pagoda.backend.cpu_types import (
     DTYPES,
@@ -98,6 +99,7 @@ class CpuBackend:
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._instruction_set = instruction_set
         self._reference = ReferenceBackend()
+        self._memory = WeightMemory(self._native.advise_large_pages)
         self.device = torch.device("cpu")
         self.capabilities: Capabilities = self._reference.capabilities
 
@@ -203,7 +205,7 @@ class CpuBackend:
         outputs, inputs = weight.shape
         dtype = DTYPES[weight.dtype]
         size = self._native.packed_bytes(dtype, outputs, inputs)
-        panels = torch.empty(size, dtype=torch.uint8)
+        panels = self._memory.take(size)
         self._kernels.pack_weight(dtype, outputs, inputs, weight.data_ptr(), panels.data_ptr())
         return DenseSegment(panels, bias, outputs)
 
@@ -239,7 +241,7 @@ class CpuBackend:
     def _pack_codes(
         self, shape: _native.QuantizedShape, codes: Tensor, scales: Tensor, offsets: Tensor | None
     ) -> Tensor:
-        panels = torch.empty(shape.bytes, dtype=torch.uint8)
+        panels = self._memory.take(shape.bytes)
         self._native.pack_quantized(
             shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
         )
