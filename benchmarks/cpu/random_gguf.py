@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.cpu.random_model import MERGE, WEIGHTS_FILE, GgufType, vocabulary
+from pagoda.model.gguf import ggml_name
 
 _TYPES = {
     "bf16": gguf.GGMLQuantizationType.BF16,
@@ -23,23 +23,6 @@ _FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
 }
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def write_gguf(directory: Path, config: Mapping[str, Any], path: Path, kind: GgufType) -> None:
@@ -52,24 +35,17 @@ def write_gguf(directory: Path, config: Mapping[str, Any], path: Path, kind: Ggu
     with safe_open(directory / WEIGHTS_FILE, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - not a mapping
             tensor = weights.get_tensor(name).to(torch.float32).numpy()
+            stored_name = f"{ggml_name(name.removesuffix('.weight'))}.weight"
             if tensor.ndim == 1:
-                writer.add_tensor(_gguf_name(name), tensor)
+                writer.add_tensor(stored_name, tensor)
             else:
                 quantized = gguf.quants.quantize(tensor, _TYPES[kind])
-                writer.add_tensor(_gguf_name(name), quantized, raw_dtype=_TYPES[kind])
+                writer.add_tensor(stored_name, quantized, raw_dtype=_TYPES[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     unfinished.rename(path)
-
-
-def _gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    layer = _LAYER.fullmatch(stem)
-    if layer is None:
-        return f"{_NAMES[stem]}.weight"
-    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.weight"
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:

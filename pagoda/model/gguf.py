@@ -104,7 +104,7 @@ class GgufQuantization:
         Raises:
             ConfigError: there is no such linear map.
         """
-        return held_as(self.file.tensor(f"{_ggml_name(name)}.weight").type)
+        return held_as(self.file.tensor(f"{ggml_name(name)}.weight").type)
 
 
 def _matrices(file: GgufFile) -> Iterator[GgufTensor]:
@@ -130,7 +130,7 @@ class GgufWeights:
             ConfigError: there is no such tensor of this shape.
         """
         stem, _, kind = name.rpartition(".")
-        tensor = _checked(self._file, f"{_ggml_name(stem)}.{kind}", tuple(out.shape))
+        tensor = _checked(self._file, f"{ggml_name(stem)}.{kind}", tuple(out.shape))
         values = floats(self._mapped.rows(tensor), tensor.type).view(out.shape)
         out.copy_(self._half_split(stem, values))
 
@@ -140,7 +140,7 @@ class GgufWeights:
         Raises:
             ConfigError: there is no such map of this shape, or its scales are beyond float16.
         """
-        tensor = _checked(self._file, f"{_ggml_name(name)}.weight", (outputs, inputs))
+        tensor = _checked(self._file, f"{ggml_name(name)}.weight", (outputs, inputs))
         rows = self._half_split(name, self._mapped.rows(tensor))
         weight = linear_weight(rows, tensor.type, dtype)
         if isinstance(weight, GroupedWeight):
@@ -181,7 +181,8 @@ class _Mapped:
         return self._files[path]
 
 
-def _ggml_name(name: str) -> str:
+def ggml_name(name: str) -> str:
+    """What GGUF files call a linear map or norm, by its name in a Hugging Face checkpoint."""
     layer = _LAYER.match(name)
     if layer is None:
         return _NAMES[name]
