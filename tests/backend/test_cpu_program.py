@@ -1,0 +1,147 @@
+"""A compiled forward pass gives the bits of its operations one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from cpu_cases import SETS, random_tensor, sets, threads, token_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, ValueT
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_types import AttentionPlan, PackedLinear
+from pagoda.backend.weights import DenseWeight, LinearWeight
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 4, 2, 32, 64, 96, 50
+DTYPE = torch.bfloat16
+
+
+def _linear(ops: CpuBackend, kind: str, outputs: int, inputs: int, seed: int) -> PackedLinear:
+    values = random_tensor(outputs, inputs, seed=seed, dtype=DTYPE) * inputs**-0.5
+    quantize: dict[str, Callable[[Tensor], LinearWeight]] = {
+        "dense": DenseWeight,
+        "int8": ops.quantize_int8,
+        "int4": lambda part: ops.quantize_int4(part, 32),
+    }
+    if kind == "mixed":  # one segment after the other
+        parts = zip(
+            ("dense", "int4"), values.split([outputs // 2, outputs - outputs // 2]), strict=True
+        )
+        return ops.prepare_linear([quantize[name](part) for name, part in parts], None, DTYPE)
+    return ops.prepare_linear([quantize[kind](values)], None, DTYPE)
+
+
+@dataclasses.dataclass
+class _Layer:
+    """One decoder layer of random weights."""
+
+    ops: CpuBackend
+    kind: str
+    cache: KVCache
+
+    def __post_init__(self) -> None:
+        ops, kind, width = self.ops, self.kind, HEADS * HEAD_DIM
+        self.embedding = _linear(ops, "dense" if kind == "mixed" else kind, VOCAB, HIDDEN, 1)
+        self.qkv = _linear(ops, kind, width + 2 * KV_HEADS * HEAD_DIM, HIDDEN, 2)
+        self.out = _linear(ops, kind, HIDDEN, width, 3)
+        self.gate_up = _linear(ops, kind, 2 * INNER, HIDDEN, 4)
+        self.down = _linear(ops, kind, HIDDEN, INNER, 5)
+        self.norm = random_tensor(HIDDEN, seed=6, dtype=DTYPE)
+        head_norm = random_tensor(HEAD_DIM, seed=7, dtype=DTYPE)
+        self.head_norms = HeadNorms(head_norm, head_norm, 1e-6)
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, PackedLinear, AttentionPlan],
+        step: StepInput[ValueT, AttentionPlan],
+    ) -> ValueT:
+        x = ops.linear_rows(step.token_ids, self.embedding)
+        qkv = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.qkv)
+        queries = ops.rotate_and_cache(
+            qkv, self.cache, step.plan, step.rotary_table, self.head_norms
+        )
+        attended = ops.attention(queries, self.cache, step.plan, scale=0.2, window=None)
+        x, h = ops.add_rms_norm(x, ops.linear(attended, self.out), self.norm, 1e-6)
+        mixed = ops.linear(ops.silu_and_mul(ops.linear(h, self.gate_up)), self.down)
+        return ops.add_rms_norm(x, mixed, self.norm, 1e-6)[1]
+
+
+def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
+    ops = CpuBackend(name)
+    cache = ops.allocate_kv_cache(12, 16, KV_HEADS, HEAD_DIM, DTYPE, kv_dtype)
+    for part in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
+        if part is not None:
+            part.zero_()
+    return _Layer(ops, kind, cache)
+
+
+def _step(
+    ops: CpuBackend, cache: KVCache, lengths: list[int], token_ids: list[int]
+) -> StepInput[Tensor, AttentionPlan]:
+    batch = token_batch([(0, n, list(range(3 * i, 3 * i + 3))) for i, n in enumerate(lengths)])
+    frequencies = torch.linspace(1, 0.01, HEAD_DIM // 2)
+    return StepInput(
+        torch.tensor(token_ids),
+        ops.rotary_table(batch.positions, frequencies, 1.0),
+        ops.plan_attention(batch, HEADS, cache),
+    )
+
+
+@given(
+    name=sets,
+    kind=st.sampled_from(["dense", "int8", "int4", "mixed"]),
+    kv_dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+    steps=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=3),
+    num_threads=threads,
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_program_gives_the_bits_of_its_operations(
+    name: str,
+    kind: str,
+    kv_dtype: torch.dtype,
+    steps: list[list[int]],
+    num_threads: int,
+    data: st.DataObject,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        layer = _layer(name, kind, kv_dtype)
+        compiled = layer.ops.compile(layer)
+        for lengths in steps:  # larger and smaller ones in turn use the same memory
+            ids = st.lists(st.integers(0, VOCAB - 1), min_size=sum(lengths), max_size=sum(lengths))
+            step = _step(layer.ops, layer.cache, lengths, data.draw(ids))
+            assert torch.equal(compiled(step), layer(layer.ops, step))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB])
+def test_a_token_that_does_not_exist_is_refused(token_id: int) -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    step = _step(layer.ops, layer.cache, [3], [0, token_id, 1])
+    with pytest.raises(IndexError, match="A token id is not from 0 to 49"):
+        layer.ops.compile(layer)(step)
+
+
+def test_a_step_that_does_not_fit_its_plan_is_refused() -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    step = _step(layer.ops, layer.cache, [3], [0, 1, 2])
+    longer = dataclasses.replace(step, token_ids=torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(ValueError, match="4 tokens do not fit the plan"):
+        layer.ops.compile(layer)(longer)
+
+
+def test_weights_that_do_not_fit_are_refused_while_recording() -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    layer.down = layer.out
+    with pytest.raises(ValueError, match=r"Rows of 96 in torch\.bfloat16 do not fit a weight of 128"):
+        layer.ops.compile(layer)
