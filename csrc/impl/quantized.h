@@ -19,7 +19,13 @@ PAGODA_INLINE ints low_nibbles(ints x) { return _mm512_and_si512(x, _mm512_set1_
 PAGODA_INLINE ints high_nibbles(ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 PAGODA_INLINE vec to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
 PAGODA_INLINE ints to_ints(vec x) { return _mm512_cvtps_epi32(x); }
-PAGODA_INLINE int32_t sum(ints x) { return _mm512_reduce_add_epi32(x); }
+// Codes of what is not finite add up to anything; vectors may overflow where integers of C++ may not.
+PAGODA_INLINE int32_t sum(ints x) {
+    const __m256i folded = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(folded), _mm256_extracti128_si256(folded, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
 PAGODA_INLINE vec magnitude(vec x) { return _mm512_abs_ps(x); }
 
 #else
