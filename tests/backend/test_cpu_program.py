@@ -143,5 +143,7 @@ def test_a_step_that_does_not_fit_its_plan_is_refused() -> None:
 def test_weights_that_do_not_fit_are_refused_while_recording() -> None:
     layer = _layer(SETS[-1], "dense", DTYPE)
     layer.down = layer.out
-    with pytest.raises(ValueError, match=r"Rows of 96 in torch\.bfloat16 do not fit a weight of 128"):
+    with pytest.raises(
+        ValueError, match=r"Rows of 96 in torch\.bfloat16 do not fit a weight of 128"
+    ):
         layer.ops.compile(layer)
