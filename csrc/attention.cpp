@@ -16,7 +16,6 @@ constexpr int kQueryRows = 48;
 constexpr int64_t kItemsPerThread = 16;
 constexpr float kLog2E = 1.44269504f;
 
-
 int round_up_to_16(int d) { return (d + 15) / 16 * 16; }
 
 int64_t partial_size(int rows, int padded_dim) { return int64_t{rows} * (padded_dim + 2); }

@@ -7,46 +7,40 @@ are larger than the processor's caches, so that they come from memory, as in a d
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 # Read when torch is loaded: threads wait as they do in a worker.
+from pagoda.worker.threads import SPIN_COUNT
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 import torch
 import torch.nn.functional as F
 from cyclopts import App
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, TokenBatch
+from benchmarks.cpu.limits import Limits, measure_limits, median_seconds
+from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.cpu import CpuBackend, choose_instruction_set
 from pagoda.backend.cpu_types import PackedLinear
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output
-from pagoda.cli.bandwidth import measure_read_bandwidth
-from pagoda.ipc.machine import available_cores, available_memory_bytes
+from pagoda.ipc.machine import available_cores
 
-_ROUNDS = 9
 _STREAMED_BYTES = 2**28
 _SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072))
 _ROWS = (1, 4, 8, 16, 64, 256)
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 16, 8, 128, 16
+_TOKENS = 8192
 _CONTEXTS = (1024, 4096, 16384, 32768)
 _KV_DTYPES = (torch.bfloat16, torch.int8, torch.float16)
 
 _T = TypeVar("_T")
 _app = App()
-
-
-@dataclass(frozen=True)
-class Limits:
-    bytes_per_s: float
-    flops: float
 
 
 @_app.default
@@ -61,41 +55,21 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
     ops = CpuBackend(isa or choose_instruction_set())
     console = output.stdout()
     with torch.inference_mode():
-        limits = _limits(ops)
-        console.print(
-            f"{ops.summary}: reads {limits.bytes_per_s / 1e9:.1f} GB/s from memory, multiplies "
-            f"{limits.flops / 1e9:.0f} GFLOP/s in bf16 (256 rows by 8192 x 4096)"
-        )
+        limits = measure_limits(ops)
+        console.print(f"{ops.summary}: {limits}")
         head = ("kernel", "dtype", "rows", "GB/s", "GFLOP/s", "of the limit", "of PyTorch")
         console.print(output.table("Linear", head, _linear_rows(ops, limits)))
         head = ("kernel", "weights", "rows", "GB/s", "GOP/s", "of the limit", "of own bf16")
         console.print(output.table("Linear, quantized", head, _quantized_rows(ops, limits)))
+        titles = ("kernel", "tokens", "GB/s", "of the limit")
+        console.print(output.table("Token by token, bf16", titles, _token_rows(ops, limits)))
         columns = ("step", "KV cache", "context", "GB/s", "GFLOP/s", "of the limit")
         console.print(output.table("Attention", columns, _attention_rows(ops, limits)))
-
-
-def _median_seconds(*runs: Callable[[], object]) -> list[float]:
-    """Of each, in turn, so that what else the machine does falls on all alike."""
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(_ROUNDS):
-        for run, taken in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in seconds]
 
 
 def _each(operation: Callable[[_T], object], arguments: Iterable[_T]) -> None:
     for argument in arguments:
         operation(argument)
-
-
-def _limits(ops: CpuBackend) -> Limits:
-    x, weight = torch.randn(256, 4096).bfloat16(), torch.randn(8192, 4096).bfloat16()
-    packed = ops.prepare_linear([DenseWeight(weight)], None, weight.dtype)
-    seconds = min(_median_seconds(lambda: ops.linear(x, packed), lambda: F.linear(x, weight)))
-    bandwidth = measure_read_bandwidth(torch.get_num_threads(), available_memory_bytes())
-    return Limits(bandwidth.bytes_per_s, 2 * 256 * weight.numel() / seconds)
 
 
 def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
@@ -108,7 +82,7 @@ def _linear_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
             ]
             for rows in _ROWS:
                 x = torch.randn(rows, inputs).to(dtype)
-                own, torchs = _median_seconds(
+                own, torchs = median_seconds(
                     partial(_each, partial(ops.linear, x), packed),
                     partial(_each, partial(F.linear, x), weights),
                 )
@@ -137,7 +111,7 @@ def _quantized_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
             ]
             seconds = [
                 taken / len(packed[name][: _passes(rows)])
-                for name, taken in zip(held_as, _median_seconds(*runs), strict=True)
+                for name, taken in zip(held_as, median_seconds(*runs), strict=True)
             ]
             for name, taken in list(zip(held_as, seconds, strict=True))[1:]:
                 moved = sum(part.panels.nbytes for part in packed[name][0].segments) / taken
@@ -177,6 +151,33 @@ def _streamed(ops: CpuBackend, weight: LinearWeight) -> list[PackedLinear]:
 def _passes(rows: int) -> int | None:
     """How many copies are multiplied in a round; where arithmetic takes the time, a few do."""
     return None if rows <= 16 else 8
+
+
+def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
+    """Of so many tokens that what is read and written comes from memory."""
+    hidden, inner, heads = 1024, 3072, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
+    x, delta = (torch.randn(_TOKENS, hidden).bfloat16() for _ in range(2))
+    gate_up, qkv = (torch.randn(_TOKENS, width).bfloat16() for width in (2 * inner, heads))
+    norm, head_norm = torch.ones(hidden).bfloat16(), torch.ones(_HEAD_DIM).bfloat16()
+    step = Step("", 1, _TOKENS, _TOKENS, torch.bfloat16)
+    num_blocks = _TOKENS // _BLOCK_SIZE
+    cache = ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
+    plan = ops.plan_attention(_batch(step, num_blocks), _HEADS, cache)
+    table = ops.rotary_table(torch.arange(_TOKENS), torch.linspace(1, 0.01, _HEAD_DIM // 2), 1.0)
+    norms = HeadNorms(head_norm, head_norm, 1e-6)
+    kernels: dict[str, tuple[int, Callable[[], object]]] = {
+        "residual and RMS norm": (4 * hidden, lambda: ops.add_rms_norm(x, delta, norm, 1e-6)),
+        "SiLU and product": (3 * inner, lambda: ops.silu_and_mul(gate_up)),
+        "QK norm, rotation, KV write": (
+            2 * heads,
+            lambda: ops.rotate_and_cache(qkv, cache, plan, table, norms),
+        ),
+    }
+    for name, (elements, run) in kernels.items():
+        (seconds,) = median_seconds(run)
+        moved = _TOKENS * elements * 2 / seconds
+        share = f"{moved / limits.bytes_per_s:.0%} of memory"
+        yield name, str(_TOKENS), f"{moved / 1e9:.1f}", share
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _attention_seconds(ops: CpuBackend, step: Step) -> float:
         scale = _HEAD_DIM**-0.5
         return [ops.attention(queries, cache, plan, scale=scale, window=None) for cache in caches]
 
-    (seconds,) = _median_seconds(attend)
+    (seconds,) = median_seconds(attend)
     return seconds / num_layers
 
 

@@ -1,8 +1,8 @@
 """A worker's steps without the engine: prompts of 256 tokens, then one token for each of 1, 4 and 16 requests.
 
-`python -m benchmarks.cpu.steps [--model qwen3-0.6b] [--dtype bfloat16]`. Beside each is the share of the machine's
-limit, measured in the same minute: memory for decoding (weights and cached keys and values, read once), matrix
-products for prompts.
+`python -m benchmarks.cpu.steps [--model qwen3-0.6b] [--dtype bfloat16] [--quantization int8]`. Beside each is the
+share of the machine's limit, measured in the same minute: memory for decoding (weights and cached keys and values,
+read once), bf16 products of matrices for prompts.
 """
 
 from __future__ import annotations
@@ -10,22 +10,30 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Iterable
 
 # Read when torch is loaded: threads wait as they do in a worker.
+from pagoda.worker.threads import SPIN_COUNT
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 import torch
 from cyclopts import App
 
+from benchmarks.cpu.limits import measure_limits
+from pagoda.backend.cpu import CpuBackend, choose_instruction_set
 from pagoda.cli import output
+from pagoda.cli.weight_traffic import weight_traffic
 from pagoda.engine.messages import SamplingParams, SlotStart, StepPlan, WorkerConfig
 from pagoda.ipc.machine import available_cores
+from pagoda.model.config import parse_model_config
+from pagoda.models.presets import PRESETS
 from pagoda.worker.loading import load_runner
 from pagoda.worker.runner import Runner
 
 _PROMPT, _BLOCK_SIZE, _BLOCKS = 256, 16, 24
-_DECODE_STEPS, _ROUNDS = 24, 5
+_DECODE_STEPS = 24
 _app = App()
 
 
@@ -42,6 +50,7 @@ def main(
     Args:
         model: A shape preset.
         dtype: Of weights and activations.
+        quantization: Of weights: none, int8 or int4.
         threads: By default all usable cores.
     """
     config = WorkerConfig(
@@ -56,30 +65,56 @@ def main(
     )
     began = time.perf_counter()
     runner, ready = load_runner(config)
-    output.stdout().print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
-    steps = _Steps(runner)
-    prefill = statistics.median(steps.prefill(slot) for slot in range(16))
-    output.stdout().print(
-        f"prompt of {_PROMPT}: {prefill * 1e3:.1f} ms, {_PROMPT / prefill:.0f} tokens/s"
+    console = output.stdout()
+    console.print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
+    with torch.inference_mode():
+        limits = measure_limits(CpuBackend(choose_instruction_set()))
+    console.print(f"the machine {limits}")
+    steps, cost = _Steps(runner), _Cost(model, dtype, quantization)
+    # Memory of the cache is taken when it is first written; that is not part of a step.
+    for slot in range(16):
+        steps.prefill(slot)
+    steps.free(range(16))
+    seconds = statistics.median(steps.prefill(slot) for slot in range(16))
+    console.print(
+        f"prompt of {_PROMPT}: {seconds * 1e3:.1f} ms, {_PROMPT / seconds:.0f} tokens/s, "
+        f"{_PROMPT * cost.flops_per_token / seconds / limits.flops:.0%} of the arithmetic"
     )
     for count in (1, 4, 16):
         seconds = statistics.median(steps.decode(count) for _ in range(_DECODE_STEPS))
-        output.stdout().print(
-            f"decode of {count}: {seconds * 1e3:.1f} ms, {count / seconds:.1f} tokens/s"
+        moved = cost.weight_bytes + count * steps.context(count) * cost.kv_bytes_per_token
+        console.print(
+            f"decode of {count}: {seconds * 1e3:.1f} ms, {count / seconds:.1f} tokens/s, "
+            f"{moved / seconds / limits.bytes_per_s:.0%} of the bandwidth"
         )
+
+
+class _Cost:
+    """What a step must do at least."""
+
+    def __init__(self, model: str, dtype: str, quantization: str) -> None:
+        shape = parse_model_config(PRESETS[model], source=model)
+        itemsize = getattr(torch, dtype).itemsize
+        self.weight_bytes = weight_traffic(PRESETS[model], dtype, model, quantization).num_bytes
+        self.kv_bytes_per_token = (
+            2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+        )
+        dense = weight_traffic(PRESETS[model], dtype, model).num_bytes // itemsize
+        # The head is for the last token of a prompt only.
+        self.flops_per_token = 2 * (dense - shape.vocab_size * shape.hidden_size)
 
 
 class _Steps:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._step = 0
+        self._decoded: list[int] = [0] * 16
 
     def prefill(self, slot: int) -> float:
-        tokens = torch.randint(1000, (_PROMPT,)).tolist()
         start = SlotStart(
             slot=slot,
             request_id=str(slot),
-            token_ids=tokens,
+            token_ids=torch.randint(1000, (_PROMPT,)).tolist(),
             num_prompt_tokens=_PROMPT,
             num_computed_tokens=0,
             block_ids=list(range(slot * _BLOCKS, (slot + 1) * _BLOCKS)),
@@ -88,10 +123,31 @@ class _Steps:
         return self._run([start], [slot], [_PROMPT])
 
     def decode(self, count: int) -> float:
+        for slot in range(count):
+            self._decoded[slot] += 1
         return self._run([], list(range(count)), [1] * count)
 
-    def _run(self, starts: list[SlotStart], slots: list[int], num_tokens: list[int]) -> float:
-        plan = StepPlan(step=self._step, slots=slots, num_tokens=num_tokens, starts=starts)
+    def free(self, slots: Iterable[int]) -> None:
+        self._run([], [], [], freed=list(slots))
+
+    def context(self, count: int) -> float:
+        """Tokens of a request behind the last step, on average over the first `count`."""
+        return _PROMPT + statistics.mean(self._decoded[:count])
+
+    def _run(
+        self,
+        starts: list[SlotStart],
+        slots: list[int],
+        num_tokens: list[int],
+        freed: list[int] | None = None,
+    ) -> float:
+        plan = StepPlan(
+            step=self._step,
+            slots=slots,
+            num_tokens=num_tokens,
+            starts=starts,
+            freed_slots=freed or [],
+        )
         self._step += 1
         began = time.perf_counter()
         self._runner.step(plan)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from cpu_cases import token_batch
 from torch import Tensor
 
-from pagoda.backend.base import KVCache, TokenBatch
+from pagoda.backend.base import KVCache
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 
@@ -82,21 +83,6 @@ def test_head_norms_of_a_slice(width: int) -> None:
     )
 
 
-def _sequence_batch(spans: list[tuple[int, int, list[int]]]) -> TokenBatch:
-    """Of (tokens computed before, tokens computed now, block ids) per sequence."""
-    width = max(len(blocks) for _, _, blocks in spans)
-    counts = torch.tensor([count for _, count, _ in spans])
-    positions = torch.cat([torch.arange(done, done + count) for done, count, _ in spans])
-    return TokenBatch(
-        token_ids=torch.zeros_like(positions),
-        positions=positions,
-        sequence_ids=torch.repeat_interleave(counts),
-        query_lens=counts,
-        context_lens=torch.tensor([done + count for done, count, _ in spans]),
-        block_tables=torch.tensor([b + [0] * (width - len(b)) for _, _, b in spans]),
-    )
-
-
 class _Sequences:
     """Random queries, keys and values of some sequences, attended to in any order."""
 
@@ -117,7 +103,7 @@ class _Sequences:
 
     def attend(self, shares: list[tuple[int, int, int]]) -> list[Tensor]:
         """One step over (sequence, tokens before, tokens now)."""
-        batch = _sequence_batch([(done, n, self.blocks[i]) for i, done, n in shares])
+        batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
         plan = self.ops.plan_attention(batch, self.heads, self.cache)
         k, v, q = (
             torch.cat([x[i][done : done + n] for i, done, n in shares])
@@ -176,7 +162,7 @@ def test_cache_is_laid_out_by_block_and_head() -> None:
     cache = ops.allocate_kv_cache(4, BLOCK_SIZE, 2, 8, torch.bfloat16)
     assert isinstance(cache, KVCache)
     assert cache.keys.shape == cache.values.shape == (4, 2, BLOCK_SIZE, 8)
-    batch = _sequence_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
+    batch = token_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
     plan = ops.plan_attention(batch, 4, cache)
     keys = _random(1, 2, 8).bfloat16()
     ops.write_kv(cache, keys, -keys, plan)

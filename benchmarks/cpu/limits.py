@@ -1,0 +1,51 @@
+"""What this machine can do at most, measured right before what is compared with it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.weights import DenseWeight
+from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.ipc.machine import available_memory_bytes
+
+_ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class Limits:
+    bytes_per_s: float
+    """Reading memory."""
+    flops: float
+    """Products of bf16 matrices: 256 rows by 8192 x 4096, with PyTorch or our own kernel, whichever is faster."""
+
+    def __str__(self) -> str:
+        return (
+            f"reads {self.bytes_per_s / 1e9:.1f} GB/s from memory, multiplies "
+            f"{self.flops / 1e9:.0f} GFLOP/s in bf16"
+        )
+
+
+def measure_limits(ops: CpuBackend) -> Limits:
+    x, weight = torch.randn(256, 4096).bfloat16(), torch.randn(8192, 4096).bfloat16()
+    packed = ops.prepare_linear([DenseWeight(weight)], None, weight.dtype)
+    seconds = min(median_seconds(lambda: ops.linear(x, packed), lambda: F.linear(x, weight)))
+    bandwidth = measure_read_bandwidth(torch.get_num_threads(), available_memory_bytes())
+    return Limits(bandwidth.bytes_per_s, 2 * 256 * weight.numel() / seconds)
+
+
+def median_seconds(*runs: Callable[[], object]) -> list[float]:
+    """Of each, in turn, so that what else the machine does falls on all alike."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(_ROUNDS):
+        for run, taken in zip(runs, seconds, strict=True):
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
