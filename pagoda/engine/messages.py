@@ -2,8 +2,8 @@
 
     GenerateRequest ─> engine ─> StepPlan ─> worker ─> StepResult ─> engine ─> TokenChunk
 
-All of them are `msgspec.Struct`s, written as msgpack (`pagoda.ipc.codec`); nothing is pickled. This module
-is on the ground floor: it imports nothing of Pagoda but the errors, and both ends of every wire import it.
+All of them are `msgspec.Struct`s, written as msgpack (`pagoda.ipc.codec`); nothing is pickled. This module is on
+the ground floor: it imports nothing of Pagoda but errors and topology, and both ends of every wire import it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Annotated
 import msgspec
 
 from pagoda.errors import InvalidRequestError
+from pagoda.parallel.config import ParallelConfig, RankPlace
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes in a way that an older process would misread."""
 
 MIN_TEMPERATURE = 1e-5
@@ -377,6 +378,50 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None takes the cores that this process may use."""
     pin_threads: bool = False
     """Whether each thread stays on one core."""
+    parallel: ParallelConfig = ParallelConfig()
+    place: RankPlace = RankPlace()
+    """Which of its ranks this worker is."""
+    workers_on_host: int = 1
+    """Workers that share this host's cores and memory, this one among them."""
+    host_memory_bytes: int | None = None
+    """What was free on the host before any of them started; None means to look."""
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """What a worker on another host needs to talk to its engine and its peers (CurveZMQ); keys are in Z85."""
+
+    server_key: str
+    """Public, of whoever binds a socket."""
+    public_key: str
+    """Of whoever connects."""
+    secret_key: str
+    """Belongs to `public_key`."""
+    server_secret_key: str
+    """Belongs to `server_key`: workers bind sockets for their peers."""
+
+
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
+    """The first message of a worker that is one of several; the engine answers all with `WorkerPeers`."""
+
+    host: str
+    """The same for processes that can share memory."""
+    stage_address: str = ""
+    """Where this rank takes what the stage before it computed; empty on the first stage."""
+    group_address: str = ""
+    """`host:port` where tensor-parallel rank 0 of a stage serves as the meeting point of its group."""
+    shared_memory: str = ""
+    """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
+    num_blocks: int
+    """How large a KV cache this worker has room for."""
+
+
+class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers"):
+    """All workers of a replica have said hello."""
+
+    hellos: list[WorkerHello]
+    """In the order of `ParallelConfig.places`."""
+    num_blocks: int
+    """The size of every rank's KV cache."""
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -442,6 +487,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     new_blocks: list[tuple[int, list[int]]] = []
     """(slot, block ids appended to its block table)."""
     freed_slots: list[int] = []
+    appended: list[tuple[int, int]] = []
+    """(slot, token id) sampled by the last of several stages; the others learn of it here, before computing."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):

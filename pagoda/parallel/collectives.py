@@ -1,0 +1,54 @@
+"""What the tensor-parallel ranks of one stage do together: all call the same operations in the same order."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Collectives(Protocol):
+    """The ranks of one group, on one host or several."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, of one shape and dtype; the same bits on all ranks. x may be overwritten."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, of one shape and dtype, in order of rank: [size, *x.shape]."""
+        ...
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """What rank 0 gives, on all ranks; the others give None."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of memory and sockets. Waits for nobody."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        if payload is None:
+            raise ValueError("Rank 0 gives what is broadcast.")
+        return payload
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,116 @@
+"""How many devices a server uses, and which rank owns which: the only place that knows.
+
+A replica of the model is `pipeline × tensor` ranks; a server has `data` replicas. Ranks are counted replica by
+replica, in it stage by stage, in it tensor rank by tensor rank, and take the devices in that order. So the ranks
+of one stage, which talk most, sit next to each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from pagoda.errors import ConfigError
+
+MAX_RANKS = 4096
+_DEVICE = re.compile(r"(cpu|cuda|npu):(0|[1-9][0-9]{0,4})")
+
+
+class RankPlace(msgspec.Struct, frozen=True, order=True):
+    """One worker's coordinates."""
+
+    dp: int = 0
+    """Which replica."""
+    pp: int = 0
+    """Which stage of it."""
+    tp: int = 0
+    """Which of the stage's tensor-parallel ranks."""
+
+    def __str__(self) -> str:
+        return f"dp{self.dp} pp{self.pp} tp{self.tp}"
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and devices.
+
+    Raises:
+        ConfigError: a size is not positive, or the devices do not fit the sizes.
+    """
+
+    data_parallel_size: int = 1
+    """Replicas of the model, each with an engine of its own."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer."""
+    pipeline_parallel_size: int = 1
+    """Stages, each with some of the layers."""
+    devices: tuple[str, ...] = ()
+    """Such as `cpu:0`; empty means the first devices there are. `cpu:i` is the i-th equal part of the cores."""
+    expert_parallel: bool = False
+    """Whether the tensor-parallel ranks share out whole experts instead of parts of every expert."""
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
+            size = getattr(self, name)
+            if not 1 <= size <= MAX_RANKS:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} must be from 1 to {MAX_RANKS}, got {size}.")
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"{self._product()} devices; a server takes at most {MAX_RANKS}: lower one of the sizes."
+            )
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        if not self.devices:
+            return
+        for device in self.devices:
+            if not _DEVICE.fullmatch(device):
+                raise ConfigError(
+                    f"--devices takes names such as cpu:0, separated by commas, got {device!r}."
+                )
+        duplicates = sorted({d for d in self.devices if self.devices.count(d) > 1})
+        if duplicates:
+            raise ConfigError(
+                f"--devices names {', '.join(duplicates)} more than once; every rank needs a device of its own."
+            )
+        kinds = sorted({device.partition(":")[0] for device in self.devices})
+        if len(kinds) > 1:
+            raise ConfigError(f"--devices mixes {' and '.join(kinds)}; name devices of one kind.")
+        if len(self.devices) != self.num_ranks:
+            raise ConfigError(
+                f"{self._product()} devices, {len(self.devices)} given (--devices {','.join(self.devices)}); "
+                f"name {self.num_ranks}, or change a size."
+            )
+
+    def _product(self) -> str:
+        sizes = (self.data_parallel_size, self.tensor_parallel_size, self.pipeline_parallel_size)
+        return f"dp × tp × pp = {' × '.join(str(size) for size in sizes)} = {self.num_ranks}"
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data_parallel_size * self.replica_size
+
+    def places(self, dp: int) -> Iterator[RankPlace]:
+        """The ranks of a replica, in order."""
+        for pp in range(self.pipeline_parallel_size):
+            for tp in range(self.tensor_parallel_size):
+                yield RankPlace(dp, pp, tp)
+
+    def rank_in_replica(self, place: RankPlace) -> int:
+        return place.pp * self.tensor_parallel_size + place.tp
+
+    def sampling_place(self, dp: int) -> RankPlace:
+        """The rank that samples for its replica, and answers the engine."""
+        return RankPlace(dp, self.pipeline_parallel_size - 1, 0)
+
+    def device_of(self, place: RankPlace) -> str:
+        """Such as `cpu:3`."""
+        rank = place.dp * self.replica_size + self.rank_in_replica(place)
+        return self.devices[rank] if self.devices else f"cpu:{rank}"
