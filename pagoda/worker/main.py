@@ -46,8 +46,9 @@ def main() -> None:
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PAIR)
+    socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, _FAREWELL_MS)
+    socket.setsockopt_string(zmq.IDENTITY, str(config.parallel.rank_in_replica(config.place)))
     socket.connect(address)
     codec = Codec[WorkerMessage](WorkerMessage)
     loaded = _load(config)
