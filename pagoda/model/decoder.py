@@ -89,7 +89,8 @@ class Decoder(Generic[LinearT, PlanT]):
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token of each row of hidden states [m, hidden], and whether its logits are finite."""
-        return self._backend.greedy(hidden, self._head)
+        tokens, _, finite = self._backend.greedy(hidden, self._head)
+        return tokens, finite
 
     def _hidden_states(
         self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
