@@ -78,7 +78,7 @@ class Decoder(Generic[LinearT, PlanT]):
         self._frequencies = frequencies.to(backend.device)
         self._caches = caches
         self._compiled = backend.compile(
-            self._compute, hidden=None if shard.is_first else (dtype, config.hidden_size)
+            self._compute, hidden=None if shard.is_first else (config.hidden_size, dtype)
         )
 
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
@@ -145,8 +145,8 @@ class Decoder(Generic[LinearT, PlanT]):
         self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
     ) -> ValueT:
         if self._embedding is not None:
-            first_id = self._shard.vocabulary.start
-            return ops.all_reduce(ops.linear_rows(step.token_ids, self._embedding, first_id))
+            ids = self._shard.vocabulary.start, self._shard.config.vocab_size
+            return ops.all_reduce(ops.linear_rows(step.token_ids, self._embedding, *ids))
         if step.hidden is None:
             raise ValueError("This stage starts from hidden states.")
         return step.hidden
