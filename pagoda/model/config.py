@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from pagoda.errors import ConfigError
 from pagoda.model.fields import Fields
 from pagoda.model.quantization_config import parse_quantization
-from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
+from pagoda.model.weight_formats import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,12 +58,49 @@ class FrequencyFactors:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
+class Split(enum.Enum):
+    """How tensor-parallel ranks share a linear map: what its outputs, or its inputs, are cut along."""
+
+    HEADS = enum.auto()
+    """Outputs, by query heads."""
+    KV_HEADS = enum.auto()
+    """Outputs, by KV heads."""
+    FROM_HEADS = enum.auto()
+    """Inputs, by query heads."""
+    INNER = enum.auto()
+    """Outputs, by the inner channels of an MLP."""
+    FROM_INNER = enum.auto()
+    """Inputs, by the inner channels of an MLP."""
+    VOCABULARY = enum.auto()
+    """Outputs, by tokens."""
+
+
 @dataclass(frozen=True)
 class LinearMap:
     name: str
     """Such as `model.layers.0.mlp.up_proj`; its weight is the tensor of that name with `.weight` behind."""
     outputs: int
     inputs: int
+    split: Split
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The linear maps of one layer's attention."""
+
+    q: LinearMap
+    k: LinearMap
+    v: LinearMap
+    out: LinearMap
+
+
+@dataclass(frozen=True)
+class MlpMaps:
+    """The linear maps of one layer's MLP."""
+
+    gate: LinearMap
+    up: LinearMap
+    down: LinearMap
 
 
 @dataclass(frozen=True)
@@ -100,45 +138,47 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def linear_maps(self) -> Iterator[LinearMap]:
-        """All that the decoder keeps; a tied head is the embedding table."""
-        for index in range(self.num_layers):
-            yield from self._layer_maps(f"model.layers.{index}")
-        yield LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size)
-        if not self.tie_word_embeddings:
-            yield LinearMap("lm_head", self.vocab_size, self.hidden_size)
+    @property
+    def embedding(self) -> LinearMap:
+        return LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size, Split.VOCABULARY)
 
-    def _layer_maps(self, prefix: str) -> Iterator[LinearMap]:
-        hidden, inner = self.hidden_size, self.intermediate_size
+    @property
+    def head(self) -> LinearMap:
+        """Of logits; it may be the embedding table."""
+        if self.tie_word_embeddings:
+            return self.embedding
+        return LinearMap("lm_head", self.vocab_size, self.hidden_size, Split.VOCABULARY)
+
+    def attention_maps(self, layer: int) -> AttentionMaps:
+        prefix, hidden = f"model.layers.{layer}.self_attn", self.hidden_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield LinearMap(f"{attention}.q_proj", q_size, hidden)
-        yield LinearMap(f"{attention}.k_proj", kv_size, hidden)
-        yield LinearMap(f"{attention}.v_proj", kv_size, hidden)
-        yield LinearMap(f"{attention}.o_proj", hidden, q_size)
-        yield LinearMap(f"{mlp}.gate_proj", inner, hidden)
-        yield LinearMap(f"{mlp}.up_proj", inner, hidden)
-        yield LinearMap(f"{mlp}.down_proj", hidden, inner)
-
-    def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of all weights in memory; `itemsize` is that of the activations' dtype.
-
-        Raises:
-            ConfigError: a linear map cannot be quantized so.
-        """
-        maps = sum(
-            format_bytes(
-                DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs),
-                m.outputs,
-                m.inputs,
-                itemsize,
-            )
-            for m in self.linear_maps()
+        return AttentionMaps(
+            q=LinearMap(f"{prefix}.q_proj", q_size, hidden, Split.HEADS),
+            k=LinearMap(f"{prefix}.k_proj", kv_size, hidden, Split.KV_HEADS),
+            v=LinearMap(f"{prefix}.v_proj", kv_size, hidden, Split.KV_HEADS),
+            out=LinearMap(f"{prefix}.o_proj", hidden, q_size, Split.FROM_HEADS),
         )
-        return maps + self._num_vector_elements() * itemsize
 
-    def _num_vector_elements(self) -> int:
-        """Of all norms and biases."""
+    def mlp_maps(self, layer: int) -> MlpMaps:
+        prefix, hidden, inner = (
+            f"model.layers.{layer}.mlp",
+            self.hidden_size,
+            self.intermediate_size,
+        )
+        return MlpMaps(
+            gate=LinearMap(f"{prefix}.gate_proj", inner, hidden, Split.INNER),
+            up=LinearMap(f"{prefix}.up_proj", inner, hidden, Split.INNER),
+            down=LinearMap(f"{prefix}.down_proj", hidden, inner, Split.FROM_INNER),
+        )
+
+    def layer_maps(self, layer: int) -> Iterator[LinearMap]:
+        """All linear maps of a layer."""
+        attention, mlp = self.attention_maps(layer), self.mlp_maps(layer)
+        yield from (attention.q, attention.k, attention.v, attention.out)
+        yield from (mlp.gate, mlp.up, mlp.down)
+
+    def num_vector_elements(self, num_layers: int) -> int:
+        """Of the norms and biases of so many layers, and of the norm behind the last one."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = 2 * hidden + 2 * self.head_dim * self.qk_norm
@@ -147,7 +187,7 @@ class ModelConfig:
             + hidden * self.output_bias
             + (2 * inner + hidden) * self.mlp_bias
         )
-        return self.num_layers * (norms + biases) + hidden
+        return num_layers * (norms + biases) + hidden
 
 
 def read_model_config(directory: Path) -> ModelConfig:

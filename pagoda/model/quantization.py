@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pagoda.backend.weights import GROUP_SIZES, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.errors import ConfigError
+from pagoda.model.config import LinearMap
 from pagoda.model.quantization_config import EMBEDDING, HEAD
+from pagoda.model.sharding import Part, PartialWeights
 from pagoda.model.weight_formats import GroupedFormat, Int8Format, WeightFormat
-from pagoda.model.weights import WeightSource
 
 QUANTIZATIONS = ("none", "int8", "int4")
 
@@ -73,11 +74,11 @@ class Quantizer(Protocol):
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight: ...
 
 
-class QuantizingSource:
-    """Quantizes what another source gives."""
+class QuantizedWeights:
+    """Quantizes what another source gives, part by part."""
 
     def __init__(
-        self, dense: WeightSource, quantization: QuantizationOnLoad, quantizer: Quantizer
+        self, dense: PartialWeights, quantization: QuantizationOnLoad, quantizer: Quantizer
     ) -> None:
         self._dense = dense
         self._quantizer = quantizer
@@ -86,11 +87,12 @@ class QuantizingSource:
     def read_into(self, name: str, out: Tensor) -> None:
         self._dense.read_into(name, out)
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
-        weight = self._dense.linear(name, outputs, inputs, dtype)
+    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:
+        name = linear_map.name
+        weight = self._dense.linear(linear_map, part, dtype)
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{name} is quantized already.")
-        held_as = self._quantization.format_of(name, inputs)
+        held_as = self._quantization.format_of(name, part.num_inputs)
         quantized: Int8Weight | GroupedWeight
         if isinstance(held_as, GroupedFormat):
             quantized = self._quantizer.quantize_int4(weight.values, held_as.group_size)

@@ -53,10 +53,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str) -> transformers.PreTrainedModel:
-    """A float32 model with biases that are not all zero, the same every time."""
+def make_model(family: str, **sizes: Any) -> transformers.PreTrainedModel:
+    """A float32 model with biases that are not all zero, the same every time; `sizes` are other than usual."""
     name, changes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**_SHAPE | changes)
+    config = getattr(transformers, f"{name}Config")(**_SHAPE | changes | sizes)
     torch.manual_seed(len(family))
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     with torch.no_grad():
