@@ -150,12 +150,18 @@ class ParallelOptions:
         """
         options = _checked(self)
         given = options.devices or ()
-        return ParallelConfig(
+        config = ParallelConfig(
             data_parallel_size=options.data_parallel_size,
             tensor_parallel_size=options.tensor_parallel_size,
             pipeline_parallel_size=options.pipeline_parallel_size,
             devices=tuple(given.split(",")) if isinstance(given, str) else given,
         )
+        for device in config.devices:
+            if not device.startswith("cpu:"):
+                raise ConfigError(
+                    f"--devices names {device}, but no backend computes there; name cpu devices."
+                )
+        return config
 
 
 SYNTHETIC_MODEL = "synthetic"

@@ -103,6 +103,11 @@ def test_a_topology_is_refused_before_the_model_is_looked_for() -> None:
         ExecutorOptions().resolve(EngineOptions(), "nowhere", parallel)
 
 
+def test_devices_without_a_backend_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--devices names cuda:1, but no backend"):
+        ParallelOptions(tensor_parallel_size=2, devices="cuda:1,cuda:0").config()
+
+
 def test_a_body_holds_only_what_was_given() -> None:
     assert SamplingOptions().body(None) == {}
     options = SamplingOptions(temperature=0.0, max_tokens=5, stop=("a", "b"))
