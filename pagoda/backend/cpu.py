@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
 from pagoda.backend.cpu_memory import WeightMemory
 from pagoda.backend.cpu_program import CompiledForward
 from pagoda.backend.cpu_types import (
@@ -29,6 +29,7 @@ from pagoda.backend.cpu_types import (
     QuantizedSegment,
     Segment,
     address,
+    check_experts,
 )
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import (
@@ -372,6 +373,49 @@ class CpuBackend:
         self._kernels.silu_and_mul(dtype, gate_up.data_ptr(), num_tokens, width, out.data_ptr())
         return out
 
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]) -> Tensor:
+        x = self._fitting(x, experts.gate[0])
+        self._checked(logits, x.dtype)
+        if logits.shape != (len(x), experts.routing.num_experts):
+            raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
+        logits, out = logits.contiguous(), x.new_empty(x.shape)
+        self._kernels.experts(
+            self._native_experts(experts),
+            x.data_ptr(),
+            x.stride(0),
+            logits.data_ptr(),
+            len(x),
+            out.data_ptr(),
+        )
+        return out
+
+    def _native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
+        routing, hidden = experts.routing, experts.gate[0].inputs
+        check_experts(experts, self._native.MAX_EXPERTS)
+        native: _native.Experts = self._native.Experts(
+            self._kernels,
+            DTYPES[experts.gate[0].dtype],
+            hidden,
+            routing.num_experts,
+            routing.experts_per_token,
+            routing.renormalize,
+            experts.first,
+            experts.counts.data_ptr(),
+        )
+        for maps in zip(experts.gate, experts.up, experts.down, strict=True):
+            native.add(*map(self._native_map, maps))
+        return native
+
+    def _native_map(self, weight: PackedLinear) -> _native.LinearMap:
+        (segment,) = weight.segments
+        panels, kind = segment.panels.data_ptr(), self._native.LinearMap
+        native: _native.LinearMap
+        if isinstance(segment, DenseSegment):
+            native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
+        else:
+            native = kind.quantized(segment.shape, panels, address(segment.input_order))
+        return native
+
     # ---- attention
 
     def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
@@ -456,7 +500,9 @@ class CpuBackend:
     def compile(
         self, forward: ForwardPass[PackedLinear, AttentionPlan]
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
-        return CompiledForward(self._native.Program(self._kernels), self._native_cache, forward)
+        return CompiledForward(
+            self._native.Program(self._kernels), self._native_cache, self._native_experts, forward
+        )
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""

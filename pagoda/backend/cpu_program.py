@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu_types import (
     DTYPES,
     UNLIMITED,
@@ -42,10 +42,14 @@ class _Recorder:
     """Takes operations down instead of computing them."""
 
     def __init__(
-        self, program: _native.Program, native_cache: Callable[[KVCache], _native.Cache]
+        self,
+        program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
     ) -> None:
         self._program = program
         self._make_native_cache = native_cache
+        self._native_experts = native_experts
         self.kept: list[object] = []
         """What the program has only the address of."""
 
@@ -100,6 +104,14 @@ class _Recorder:
     def silu_and_mul(self, gate_up: Value) -> Value:
         index = self._program.silu_and_mul(gate_up.index)
         return Value(index, gate_up.dtype, gate_up.width // 2)
+
+    def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
+        weight = experts.gate[0]
+        _expect(x, weight.dtype, weight.inputs)
+        _expect(logits, weight.dtype, experts.routing.num_experts)
+        self.kept.append(experts)
+        index = self._program.experts(x.index, logits.index, self._native_experts(experts))
+        return Value(index, x.dtype, x.width)
 
     def rotate_and_cache(
         self,
@@ -169,11 +181,12 @@ class CompiledForward:
         self,
         program: _native.Program,
         native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         forward: ForwardPass[PackedLinear, AttentionPlan],
     ) -> None:
         """Records `forward` in the empty `program`."""
         self._program = program
-        recorder = _Recorder(program, native_cache)
+        recorder = _Recorder(program, native_cache, native_experts)
         no_plan = cast("AttentionPlan", None)
         self._result = forward(recorder, StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan))
         self._kept = recorder.kept

@@ -1,4 +1,4 @@
-"""The shape of a dense decoder model, read from a Hugging Face config.json."""
+"""The shape of a decoder model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -66,6 +66,48 @@ class LinearMap:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the maps of its experts, behind the name of the layer."""
+
+    router: str
+    experts: str
+    """Expert 3 is below this name and `.3`."""
+    gate: str
+    up: str
+    down: str
+
+
+QWEN_EXPERTS = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_EXPERTS = ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Layers whose MLP is several, of which every token goes through a few (Shazeer et al. 2017)."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of each expert."""
+    renormalize: bool
+    """Whether the probabilities of a token's experts are made to add up to one."""
+    layers: frozenset[int]
+    """The other layers are dense."""
+    names: ExpertNames
+
+    def router_name(self, layer: str) -> str:
+        return f"{layer}.{self.names.router}"
+
+    def map_names(self, layer: str, expert: int) -> tuple[str, str, str]:
+        """Of its gate, up and down projections."""
+        names = self.names
+        prefix = f"{layer}.{names.experts}.{expert}"
+        return f"{prefix}.{names.gate}", f"{prefix}.{names.up}", f"{prefix}.{names.down}"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """All that the decoder needs to know; the families differ in nothing else."""
 
@@ -95,6 +137,8 @@ class ModelConfig:
     """Of the checkpoint; of a quantized one, that of activations."""
     quantization: Quantization | None
     """How the checkpoint holds its linear maps; None where all are dense."""
+    experts: ExpertsConfig | None
+    """None where all layers are dense."""
 
     @property
     def queries_per_kv(self) -> int:
@@ -103,22 +147,38 @@ class ModelConfig:
     def linear_maps(self) -> Iterator[LinearMap]:
         """All that the decoder keeps; a tied head is the embedding table."""
         for index in range(self.num_layers):
-            yield from self._layer_maps(f"model.layers.{index}")
+            prefix = f"model.layers.{index}"
+            yield from self._attention_maps(prefix)
+            if self.experts is not None and index in self.experts.layers:
+                yield from self._expert_maps(self.experts, prefix)
+            else:
+                yield from self._mlp_maps(prefix)
         yield LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size)
         if not self.tie_word_embeddings:
             yield LinearMap("lm_head", self.vocab_size, self.hidden_size)
 
-    def _layer_maps(self, prefix: str) -> Iterator[LinearMap]:
-        hidden, inner = self.hidden_size, self.intermediate_size
+    def _attention_maps(self, prefix: str) -> Iterator[LinearMap]:
+        hidden, attention = self.hidden_size, f"{prefix}.self_attn"
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         yield LinearMap(f"{attention}.q_proj", q_size, hidden)
         yield LinearMap(f"{attention}.k_proj", kv_size, hidden)
         yield LinearMap(f"{attention}.v_proj", kv_size, hidden)
         yield LinearMap(f"{attention}.o_proj", hidden, q_size)
+
+    def _mlp_maps(self, prefix: str) -> Iterator[LinearMap]:
+        hidden, inner, mlp = self.hidden_size, self.intermediate_size, f"{prefix}.mlp"
         yield LinearMap(f"{mlp}.gate_proj", inner, hidden)
         yield LinearMap(f"{mlp}.up_proj", inner, hidden)
         yield LinearMap(f"{mlp}.down_proj", hidden, inner)
+
+    def _expert_maps(self, experts: ExpertsConfig, prefix: str) -> Iterator[LinearMap]:
+        hidden, inner = self.hidden_size, experts.intermediate_size
+        yield LinearMap(experts.router_name(prefix), experts.num_experts, hidden)
+        for expert in range(experts.num_experts):
+            gate, up, down = experts.map_names(prefix, expert)
+            yield LinearMap(gate, inner, hidden)
+            yield LinearMap(up, inner, hidden)
+            yield LinearMap(down, hidden, inner)
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Of all weights in memory; `itemsize` is that of the activations' dtype.
@@ -188,7 +248,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
     # A Qwen3 head is 128 wide unless the file says otherwise, whatever the hidden size.
-    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    usual_head_dim = 128 if architecture in QWEN3 else hidden_size // num_heads
     head_dim = fields.positive("head_dim", max(1, usual_head_dim))
     if head_dim % 2:
         fields.refuse("head_dim", "must be even")
@@ -208,22 +268,26 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
         rope_scaling=scaling,
         max_position_embeddings=_longest_sequence(fields, scaling),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in QWEN3,
         qkv_bias=attention_bias,
         output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         quantization=parse_quantization(fields),
+        experts=_experts(fields, architecture, num_layers),
     )
 
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
+QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def _architecture(fields: Fields) -> str:
@@ -242,6 +306,48 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "must be 'silu'")
+
+
+def _experts(fields: Fields, architecture: str, num_layers: int) -> ExpertsConfig | None:
+    if architecture == "MixtralForCausalLM":
+        return ExpertsConfig(
+            *_expert_counts(fields, "num_local_experts", 8, 2),
+            intermediate_size=fields.positive("intermediate_size"),
+            renormalize=True,
+            layers=frozenset(range(num_layers)),
+            names=MIXTRAL_EXPERTS,
+        )
+    # Zero experts are how Qwen3-MoE says that all layers are dense.
+    if architecture != "Qwen3MoeForCausalLM" or fields.values.get("num_experts") == 0:
+        return None
+    return ExpertsConfig(
+        *_expert_counts(fields, "num_experts", 128, 8),
+        intermediate_size=fields.positive("moe_intermediate_size", 768),
+        renormalize=fields.flag("norm_topk_prob", False),
+        layers=_sparse_layers(fields, num_layers),
+        names=QWEN_EXPERTS,
+    )
+
+
+def _expert_counts(fields: Fields, name: str, usual: int, usual_per_token: int) -> tuple[int, int]:
+    num_experts = fields.positive(name, usual)
+    per_token = fields.positive("num_experts_per_tok", usual_per_token)
+    if per_token > num_experts:
+        fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")
+    return num_experts, per_token
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer but those that `mlp_only_layers` names."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(
+        not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers
+        for layer in dense
+    ):
+        fields.refuse("mlp_only_layers", f"must be a list of layers from 0 to {num_layers - 1}")
+    return frozenset(range(step - 1, num_layers, step)) - frozenset(dense)
 
 
 def _dtype(fields: Fields) -> str:
@@ -311,6 +417,9 @@ def _longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
 def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
+    if architecture == "MixtralForCausalLM":
+        windowed = fields.values.get("sliding_window") is not None
+        return (fields.positive("sliding_window") if windowed else None,) * num_layers
     if architecture == "MistralForCausalLM":
         # An absent field means 4096 (the first Mistral), an explicit null means none.
         windowed = (
@@ -320,6 +429,8 @@ def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tupl
     if not fields.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = fields.positive("sliding_window", 4096)
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * num_layers
     return tuple(
         window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
     )
