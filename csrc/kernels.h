@@ -158,6 +158,8 @@ struct KernelTable {
     void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
                           void* scales);
+    // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
+    void (*add_up)(Dtype, const void* const* parts, int count, int64_t d, void* out);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
     void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
                      void* sum, void* out);

@@ -72,10 +72,10 @@ class Kernels {
         pagoda::pack_weight({Dtype(dtype), inputs, outputs}, to(weight), to(packed));
     }
 
-    void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, Address ids, int64_t n,
-                     Address out) const {
+    void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id,
+                     Address ids, int64_t n, Address out) const {
         in_team(n * inputs > kWorthThreads, [&] {
-            pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), to<int64_t>(ids), n, to(out));
+            pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n, to(out));
         });
     }
 
@@ -101,10 +101,11 @@ class Kernels {
                               to<uint8_t>(codes), to(scales));
     }
 
-    void quantized_rows(const QuantizedShape& shape, Address packed, Address order, Address ids, int64_t n,
-                        Address out) const {
+    void quantized_rows(const QuantizedShape& shape, Address packed, Address order, int64_t first_id, Address ids,
+                        int64_t n, Address out) const {
         in_team(n * shape.inputs > kWorthThreads, [&] {
-            pagoda::quantized_rows(*table_, shape, to(packed), to<int64_t>(order), to<int64_t>(ids), n, to(out));
+            pagoda::quantized_rows(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
+                                   to(out));
         });
     }
 
@@ -118,9 +119,9 @@ class Kernels {
     }
 
     void linear_highest(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                        int64_t row_stride, int64_t n, Address columns, Address finite) {
+                        int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
-        highest(shape.dtype, n, inputs * outputs, linear_scratch(*table_, shape, n), columns, finite,
+        highest(shape.dtype, n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, seen,
                                    scratch);
@@ -128,13 +129,18 @@ class Kernels {
     }
 
     void quantized_highest(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                           int64_t row_stride, int64_t n, Address columns, Address finite) {
+                           int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
         highest(shape.dtype, n, shape.inputs * shape.outputs,
-                quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, finite,
+                quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
                                              to(x), row_stride, n, seen, scratch);
                 });
+    }
+
+    void add(int dtype, Address x, Address delta, int64_t n, int64_t d, Address out) const {
+        in_team(n * d > kWorthThreads,
+                [&] { pagoda::add(*table_, Dtype(dtype), to(x), to(delta), n, d, to(out)); });
     }
 
     void add_rms_norm(int dtype, Address x, Address delta, Address weight, float eps, int64_t n, int64_t d,
@@ -185,8 +191,8 @@ class Kernels {
    private:
     // Of a linear map of n rows; `multiply` computes it.
     template <class Multiply>
-    void highest(Dtype dtype, int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address finite,
-                 Multiply multiply) {
+    void highest(Dtype dtype, int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values,
+                 Address finite, Multiply multiply) {
         scratch_bytes = (scratch_bytes + 63) / 64 * 64;
         auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::highest_scratch(n, dtype)));
         const Outputs seen = Outputs::highest(scratch + scratch_bytes, n, dtype);
@@ -196,6 +202,7 @@ class Kernels {
             for (int64_t row = 0; row < n; ++row) {
                 const Highest best = seen.highest_of(row);
                 to<int64_t>(columns)[row] = best.column;
+                to<float>(values)[row] = best.value;
                 to<bool>(finite)[row] = best.finite != 0;
             }
         });
@@ -205,10 +212,11 @@ class Kernels {
     Buffer buffer_;
 };
 
-void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address cosines,
-         Address sines, Address out) {
+void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address hidden,
+         Address cosines, Address sines, Address out) {
     nb::gil_scoped_release released;
-    program.run({num_tokens, &plan, to<int64_t>(token_ids), to<float>(cosines), to<float>(sines)}, to(out));
+    program.run({num_tokens, &plan, to<int64_t>(token_ids), to(hidden), to<float>(cosines), to<float>(sines)},
+                to(out));
 }
 
 }  // namespace
@@ -261,6 +269,7 @@ NB_MODULE(_native, m) {
         .def("quantize_int4", &Kernels::quantize_int4)
         .def("quantized_rows", &Kernels::quantized_rows)
         .def("quantized_linear", &Kernels::quantized_linear)
+        .def("add", &Kernels::add)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
         .def("experts", &Kernels::experts)
@@ -291,14 +300,19 @@ NB_MODULE(_native, m) {
             [](Program* self, const Kernels& kernels) { new (self) Program(kernels.table()); })
         .def("value",
              [](Program& self, int dtype, int64_t width) { return self.value(Dtype(dtype), width); })
+        .def("input",
+             [](Program& self, int dtype, int64_t width) { return self.input(Dtype(dtype), width); })
         .def("weight_rows",
-             [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed) {
-                 self.weight_rows(out, {Dtype(dtype), inputs, outputs}, to(packed));
+             [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
+                int64_t first_id, int64_t num_ids) {
+                 self.weight_rows(out, {Dtype(dtype), inputs, outputs}, to(packed), first_id, num_ids);
              })
         .def("quantized_rows",
-             [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order) {
-                 self.quantized_rows(out, shape, to(packed), to<int64_t>(order));
+             [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order,
+                int64_t first_id, int64_t num_ids) {
+                 self.quantized_rows(out, shape, to(packed), to<int64_t>(order), first_id, num_ids);
              })
+        .def("add", &Program::add)
         .def("linear",
              [](Program& self, int x, int out, int64_t column, int dtype, int64_t outputs, int64_t inputs,
                 Address packed, Address bias) {

@@ -52,7 +52,15 @@ class Kernels:
         self, dtype: int, outputs: int, inputs: int, weight: int, packed: int
     ) -> None: ...
     def weight_rows(
-        self, dtype: int, outputs: int, inputs: int, packed: int, ids: int, n: int, out: int
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        first_id: int,
+        ids: int,
+        n: int,
+        out: int,
     ) -> None: ...
     def linear(
         self,
@@ -68,7 +76,14 @@ class Kernels:
         out_stride: int,
     ) -> None: ...
     def quantized_rows(
-        self, shape: QuantizedShape, packed: int, order: int, ids: int, n: int, out: int
+        self,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        first_id: int,
+        ids: int,
+        n: int,
+        out: int,
     ) -> None: ...
     def quantized_linear(
         self,
@@ -93,6 +108,7 @@ class Kernels:
         row_stride: int,
         n: int,
         columns: int,
+        values: int,
         finite: int,
     ) -> None: ...
     def quantized_highest(
@@ -105,6 +121,7 @@ class Kernels:
         row_stride: int,
         n: int,
         columns: int,
+        values: int,
         finite: int,
     ) -> None: ...
     def quantize_int8(
@@ -120,6 +137,7 @@ class Kernels:
         codes: int,
         scales: int,
     ) -> None: ...
+    def add(self, dtype: int, x: int, delta: int, n: int, d: int, out: int) -> None: ...
     def add_rms_norm(
         self,
         dtype: int,
@@ -195,8 +213,27 @@ class Program:
 
     def __init__(self, kernels: Kernels) -> None: ...
     def value(self, dtype: int, width: int) -> int: ...
-    def weight_rows(self, out: int, dtype: int, outputs: int, inputs: int, packed: int) -> None: ...
-    def quantized_rows(self, out: int, shape: QuantizedShape, packed: int, order: int) -> None: ...
+    def input(self, dtype: int, width: int) -> int: ...
+    def weight_rows(
+        self,
+        out: int,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        first_id: int,
+        num_ids: int,
+    ) -> None: ...
+    def quantized_rows(
+        self,
+        out: int,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        first_id: int,
+        num_ids: int,
+    ) -> None: ...
+    def add(self, x: int, delta: int) -> int: ...
     def linear(
         self,
         x: int,
@@ -238,6 +275,7 @@ class Program:
         num_tokens: int,
         plan: AttentionPlan,
         token_ids: int,
+        hidden: int,
         cosines: int,
         sines: int,
         out: int,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from pagoda.backend.cpu_types import (
     address,
     check_experts,
 )
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.reference import ReferenceBackend, check_token_ids, highest_outputs
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,
@@ -42,6 +44,7 @@ from pagoda.backend.weights import (
 )
 from pagoda.engine.messages import Capabilities
 from pagoda.errors import ConfigError
+from pagoda.parallel.collectives import Alone, Collectives
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -91,8 +94,10 @@ def choose_instruction_set() -> str:
 class CpuBackend:
     """Native kernels of one instruction set."""
 
-    def __init__(self, instruction_set: str) -> None:
-        """Raises:
+    def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
+        """Without a group, alone.
+
+        Raises:
         BackendUnavailableError: the kernels are not installed.
         ValueError: the CPU does not have the instruction set.
         """
@@ -100,8 +105,12 @@ class CpuBackend:
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._instruction_set = instruction_set
         self._reference = ReferenceBackend()
+        self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
+            WeakKeyDictionary()
+        )
         self._memory = WeightMemory(self._native.advise_large_pages)
         self.device = torch.device("cpu")
+        self.group = group or Alone()
         self.capabilities: Capabilities = self._reference.capabilities
 
     @property
@@ -277,27 +286,33 @@ class CpuBackend:
             order = address(segment.input_order)
             self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
-    def linear_rows(self, token_ids: Tensor, weight: PackedLinear) -> Tensor:
-        if (
-            len(token_ids)
-            and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < weight.outputs
-        ):
-            raise IndexError(f"A token id is not from 0 to {weight.outputs - 1}.")
+    def linear_rows(
+        self,
+        token_ids: Tensor,
+        weight: PackedLinear,
+        first_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        check_token_ids(token_ids, first_id + weight.outputs if vocab_size is None else vocab_size)
         if len(weight.segments) == 1:
-            return self._rows(token_ids, weight.segments[0], weight)
-        out = torch.empty((len(token_ids), weight.inputs), dtype=weight.dtype)
-        first = 0
+            return self._rows(token_ids, first_id, weight.segments[0], weight)
+        out = torch.zeros((len(token_ids), weight.inputs), dtype=weight.dtype)
         for segment in weight.segments:
-            own = (token_ids >= first) & (token_ids < first + segment.outputs)
-            out[own] = self._rows(token_ids[own] - first, segment, weight)
-            first += segment.outputs
+            own = (token_ids >= first_id) & (token_ids < first_id + segment.outputs)
+            out[own] = self._rows(token_ids[own], first_id, segment, weight)
+            first_id += segment.outputs
         return out
 
-    def _rows(self, token_ids: Tensor, segment: Segment, weight: PackedLinear) -> Tensor:
+    def _rows(
+        self, token_ids: Tensor, first_id: int, segment: Segment, weight: PackedLinear
+    ) -> Tensor:
         """Of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
-        panels, rows = segment.panels.data_ptr(), (ids.data_ptr(), len(ids), out.data_ptr())
+        panels, rows = (
+            segment.panels.data_ptr(),
+            (first_id, ids.data_ptr(), len(ids), out.data_ptr()),
+        )
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[weight.dtype]
             self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
@@ -306,23 +321,35 @@ class CpuBackend:
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
-    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
         if len(weight.segments) > 1:
-            outputs = self.linear(x, weight)
-            return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+            return highest_outputs(self.linear(x, weight))
         x = self._fitting(x, weight)
         columns = torch.empty(len(x), dtype=torch.int64)
-        finite = torch.empty(len(x), dtype=torch.bool)
+        values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
         (segment,) = weight.segments
         panels, bias = segment.panels.data_ptr(), address(segment.bias)
-        rows = (x.data_ptr(), x.stride(0), len(x), columns.data_ptr(), finite.data_ptr())
+        results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
+        rows = (x.data_ptr(), x.stride(0), len(x), *results)
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[x.dtype]
             self._kernels.linear_highest(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
         else:
             order = address(segment.input_order)
             self._kernels.quantized_highest(segment.shape, panels, order, bias, *rows)
-        return columns, finite
+        return columns, values, finite
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        dtype, x, delta = self._checked(x, delta.dtype), x.contiguous(), delta.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.add(
+            dtype, x.data_ptr(), delta.data_ptr(), x.numel() // width, width, out.data_ptr()
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, x = self._checked(x, weight.dtype), x.contiguous()
@@ -390,12 +417,15 @@ class CpuBackend:
         return out
 
     def _native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
-        routing, hidden = experts.routing, experts.gate[0].inputs
+        known = self._known_experts.get(experts)
+        if known is not None:
+            return known
         check_experts(experts, self._native.MAX_EXPERTS)
+        routing = experts.routing
         native: _native.Experts = self._native.Experts(
             self._kernels,
             DTYPES[experts.gate[0].dtype],
-            hidden,
+            experts.gate[0].inputs,
             routing.num_experts,
             routing.experts_per_token,
             routing.renormalize,
@@ -404,6 +434,7 @@ class CpuBackend:
         )
         for maps in zip(experts.gate, experts.up, experts.down, strict=True):
             native.add(*map(self._native_map, maps))
+        self._known_experts[experts] = native
         return native
 
     def _native_map(self, weight: PackedLinear) -> _native.LinearMap:
@@ -498,11 +529,14 @@ class CpuBackend:
     # ---- all at once
 
     def compile(
-        self, forward: ForwardPass[PackedLinear, AttentionPlan]
+        self,
+        forward: ForwardPass[PackedLinear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None = None,
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
-        return CompiledForward(
-            self._native.Program(self._kernels), self._native_cache, self._native_experts, forward
-        )
+        if self.group.size > 1:
+            return partial(forward, self)
+        program = self._native.Program(self._kernels)
+        return CompiledForward(program, self._native_cache, self._native_experts, forward, hidden)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""

@@ -18,18 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend.base import (
-    Experts,
     ExpertRouting,
+    Experts,
     ForwardPass,
     HeadNorms,
     KVCache,
     StepInput,
     TokenBatch,
 )
-from pagoda.backend.quantized import PackedGroups, quantized_product, weight_rows
+from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
 from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
+from pagoda.parallel.collectives import Alone, Collectives
 
 ROWS = 16
 """Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
@@ -78,8 +79,10 @@ class AttentionPlan:
 class ReferenceBackend:
     """Plain PyTorch."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Collectives | None = None) -> None:
+        """Without a group, alone."""
         self.device = torch.device("cpu")
+        self.group = group or Alone()
         self.capabilities = Capabilities(
             block_sizes=(16, 1, 2, 4, 8, 32, 64, 128),
             max_batch_tokens=65536,
@@ -136,15 +139,29 @@ class ReferenceBackend:
         out = torch.cat([product.to(weight.dtype) for product in products], dim=1)
         return out if weight.bias is None else out.add_(weight.bias)
 
-    def linear_rows(self, token_ids: Tensor, weight: Linear) -> Tensor:
+    def linear_rows(
+        self, token_ids: Tensor, weight: Linear, first_id: int = 0, vocab_size: int | None = None
+    ) -> Tensor:
         (table,) = weight.parts
+        outputs = num_rows(table)
+        check_token_ids(token_ids, first_id + outputs if vocab_size is None else vocab_size)
+        own = token_ids - first_id
+        foreign = (own < 0) | (own >= outputs)
+        own = own.masked_fill(foreign, 0)
         if isinstance(table, Tensor):
-            return F.embedding(token_ids, table)
-        return weight_rows(token_ids, table).to(weight.dtype)
+            rows = F.embedding(own, table)
+        else:
+            rows = weight_rows(own, table).to(weight.dtype)
+        return rows.masked_fill(foreign[:, None], 0)
 
-    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor]:
-        outputs = self.linear(x, weight)
-        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        return x + delta
+
+    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor, Tensor]:
+        return highest_outputs(self.linear(x, weight))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -194,7 +211,9 @@ class ReferenceBackend:
     # ---- all at once
 
     def compile(
-        self, forward: ForwardPass[Linear, AttentionPlan]
+        self,
+        forward: ForwardPass[Linear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None = None,  # noqa: ARG002 - steps have what they have
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
         return partial(forward, self)
 
@@ -297,6 +316,21 @@ class ReferenceBackend:
             tiles[part.tiles] = _attend(tiles[part.tiles], cache, part, window)
         out = tiles.view(-1, head_dim).index_select(0, plan.rows)
         return out.view_as(queries).to(queries.dtype)
+
+
+def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
+    """Raises:
+    IndexError: one is not from 0 to `vocab_size - 1`.
+    """
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise IndexError(f"A token id is not from 0 to {vocab_size - 1}.")
+
+
+def highest_outputs(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Backend.greedy` gives, of outputs [m, out]."""
+    columns = outputs.argmax(dim=1)
+    values = outputs.gather(1, columns[:, None]).flatten().float()
+    return columns, values, outputs.isfinite().all(dim=1)
 
 
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:

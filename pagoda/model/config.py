@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from pagoda.errors import ConfigError
 from pagoda.model.fields import Fields
 from pagoda.model.quantization_config import parse_quantization
-from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
+from pagoda.model.weight_formats import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_EXPERTS = 1024
+"""Of a layer; what kernels have room for."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,69 @@ class FrequencyFactors:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
+class Split(enum.Enum):
+    """How tensor-parallel ranks share a linear map: what its outputs, or its inputs, are cut along."""
+
+    HEADS = enum.auto()
+    """Outputs, by query heads."""
+    KV_HEADS = enum.auto()
+    """Outputs, by KV heads."""
+    FROM_HEADS = enum.auto()
+    """Inputs, by query heads."""
+    INNER = enum.auto()
+    """Outputs, by the inner channels of an MLP."""
+    FROM_INNER = enum.auto()
+    """Inputs, by the inner channels of an MLP."""
+    EXPERT_INNER = enum.auto()
+    """Outputs, by the inner channels of an expert, unless ranks hold whole experts."""
+    FROM_EXPERT_INNER = enum.auto()
+    """Inputs, by the same."""
+    VOCABULARY = enum.auto()
+    """Outputs, by tokens."""
+    WHOLE = enum.auto()
+    """Not at all: every rank holds it."""
+
+
 @dataclass(frozen=True)
 class LinearMap:
     name: str
     """Such as `model.layers.0.mlp.up_proj`; its weight is the tensor of that name with `.weight` behind."""
     outputs: int
     inputs: int
+    split: Split
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The linear maps of one layer's attention."""
+
+    q: LinearMap
+    k: LinearMap
+    v: LinearMap
+    out: LinearMap
+
+    def __iter__(self) -> Iterator[LinearMap]:
+        return iter((self.q, self.k, self.v, self.out))
+
+
+@dataclass(frozen=True)
+class MlpMaps:
+    """The linear maps of one layer's MLP."""
+
+    gate: LinearMap
+    up: LinearMap
+    down: LinearMap
+
+    def __iter__(self) -> Iterator[LinearMap]:
+        return iter((self.gate, self.up, self.down))
+
+
+@dataclass(frozen=True)
+class ExpertMaps:
+    """The linear maps of one layer's experts."""
+
+    router: LinearMap
+    experts: tuple[MlpMaps, ...]
 
 
 @dataclass(frozen=True)
@@ -96,15 +156,6 @@ class ExpertsConfig:
     layers: frozenset[int]
     """The other layers are dense."""
     names: ExpertNames
-
-    def router_name(self, layer: str) -> str:
-        return f"{layer}.{self.names.router}"
-
-    def map_names(self, layer: str, expert: int) -> tuple[str, str, str]:
-        """Of its gate, up and down projections."""
-        names = self.names
-        prefix = f"{layer}.{names.experts}.{expert}"
-        return f"{prefix}.{names.gate}", f"{prefix}.{names.up}", f"{prefix}.{names.down}"
 
 
 @dataclass(frozen=True)
@@ -144,61 +195,72 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def linear_maps(self) -> Iterator[LinearMap]:
-        """All that the decoder keeps; a tied head is the embedding table."""
-        for index in range(self.num_layers):
-            prefix = f"model.layers.{index}"
-            yield from self._attention_maps(prefix)
-            if self.experts is not None and index in self.experts.layers:
-                yield from self._expert_maps(self.experts, prefix)
-            else:
-                yield from self._mlp_maps(prefix)
-        yield LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size)
-        if not self.tie_word_embeddings:
-            yield LinearMap("lm_head", self.vocab_size, self.hidden_size)
+    @property
+    def embedding(self) -> LinearMap:
+        return LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size, Split.VOCABULARY)
 
-    def _attention_maps(self, prefix: str) -> Iterator[LinearMap]:
-        hidden, attention = self.hidden_size, f"{prefix}.self_attn"
+    @property
+    def head(self) -> LinearMap:
+        """Of logits; it may be the embedding table."""
+        if self.tie_word_embeddings:
+            return self.embedding
+        return LinearMap("lm_head", self.vocab_size, self.hidden_size, Split.VOCABULARY)
+
+    def attention_maps(self, layer: int) -> AttentionMaps:
+        prefix, hidden = f"model.layers.{layer}.self_attn", self.hidden_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield LinearMap(f"{attention}.q_proj", q_size, hidden)
-        yield LinearMap(f"{attention}.k_proj", kv_size, hidden)
-        yield LinearMap(f"{attention}.v_proj", kv_size, hidden)
-        yield LinearMap(f"{attention}.o_proj", hidden, q_size)
-
-    def _mlp_maps(self, prefix: str) -> Iterator[LinearMap]:
-        hidden, inner, mlp = self.hidden_size, self.intermediate_size, f"{prefix}.mlp"
-        yield LinearMap(f"{mlp}.gate_proj", inner, hidden)
-        yield LinearMap(f"{mlp}.up_proj", inner, hidden)
-        yield LinearMap(f"{mlp}.down_proj", hidden, inner)
-
-    def _expert_maps(self, experts: ExpertsConfig, prefix: str) -> Iterator[LinearMap]:
-        hidden, inner = self.hidden_size, experts.intermediate_size
-        yield LinearMap(experts.router_name(prefix), experts.num_experts, hidden)
-        for expert in range(experts.num_experts):
-            gate, up, down = experts.map_names(prefix, expert)
-            yield LinearMap(gate, inner, hidden)
-            yield LinearMap(up, inner, hidden)
-            yield LinearMap(down, hidden, inner)
-
-    def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of all weights in memory; `itemsize` is that of the activations' dtype.
-
-        Raises:
-            ConfigError: a linear map cannot be quantized so.
-        """
-        maps = sum(
-            format_bytes(
-                DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs),
-                m.outputs,
-                m.inputs,
-                itemsize,
-            )
-            for m in self.linear_maps()
+        return AttentionMaps(
+            q=LinearMap(f"{prefix}.q_proj", q_size, hidden, Split.HEADS),
+            k=LinearMap(f"{prefix}.k_proj", kv_size, hidden, Split.KV_HEADS),
+            v=LinearMap(f"{prefix}.v_proj", kv_size, hidden, Split.KV_HEADS),
+            out=LinearMap(f"{prefix}.o_proj", hidden, q_size, Split.FROM_HEADS),
         )
-        return maps + self._num_vector_elements() * itemsize
 
-    def _num_vector_elements(self) -> int:
-        """Of all norms and biases."""
+    def mlp_maps(self, layer: int) -> MlpMaps:
+        prefix, hidden, inner = (
+            f"model.layers.{layer}.mlp",
+            self.hidden_size,
+            self.intermediate_size,
+        )
+        return MlpMaps(
+            gate=LinearMap(f"{prefix}.gate_proj", inner, hidden, Split.INNER),
+            up=LinearMap(f"{prefix}.up_proj", inner, hidden, Split.INNER),
+            down=LinearMap(f"{prefix}.down_proj", hidden, inner, Split.FROM_INNER),
+        )
+
+    def expert_maps(self, layer: int) -> ExpertMaps | None:
+        """None where the layer is dense, and has `mlp_maps` instead."""
+        experts = self.experts
+        if experts is None or layer not in experts.layers:
+            return None
+        names, hidden, inner = experts.names, self.hidden_size, experts.intermediate_size
+        prefix = f"model.layers.{layer}"
+
+        def maps(name: str) -> MlpMaps:
+            return MlpMaps(
+                gate=LinearMap(f"{name}.{names.gate}", inner, hidden, Split.EXPERT_INNER),
+                up=LinearMap(f"{name}.{names.up}", inner, hidden, Split.EXPERT_INNER),
+                down=LinearMap(f"{name}.{names.down}", hidden, inner, Split.FROM_EXPERT_INNER),
+            )
+
+        return ExpertMaps(
+            LinearMap(f"{prefix}.{names.router}", experts.num_experts, hidden, Split.WHOLE),
+            tuple(maps(f"{prefix}.{names.experts}.{i}") for i in range(experts.num_experts)),
+        )
+
+    def weights_per_token(self, layer: int) -> int:
+        """How many weights of a layer a token is multiplied with."""
+        maps, experts = list(self.attention_maps(layer)), self.expert_maps(layer)
+        if self.experts is None or experts is None:
+            maps += self.mlp_maps(layer)
+        else:
+            maps.append(experts.router)
+            for mlp in experts.experts[: self.experts.experts_per_token]:
+                maps += mlp
+        return sum(m.outputs * m.inputs for m in maps)
+
+    def num_vector_elements(self, num_layers: int) -> int:
+        """Of the norms and biases of so many layers, and of the norm behind the last one."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = 2 * hidden + 2 * self.head_dim * self.qk_norm
@@ -207,7 +269,7 @@ class ModelConfig:
             + hidden * self.output_bias
             + (2 * inner + hidden) * self.mlp_bias
         )
-        return self.num_layers * (norms + biases) + hidden
+        return num_layers * (norms + biases) + hidden
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -317,11 +379,13 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> ExpertsConfi
             layers=frozenset(range(num_layers)),
             names=MIXTRAL_EXPERTS,
         )
+    # New files say it as Mixtral does.
+    name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
     # Zero experts are how Qwen3-MoE says that all layers are dense.
-    if architecture != "Qwen3MoeForCausalLM" or fields.values.get("num_experts") == 0:
+    if architecture != "Qwen3MoeForCausalLM" or fields.values.get(name) == 0:
         return None
     return ExpertsConfig(
-        *_expert_counts(fields, "num_experts", 128, 8),
+        *_expert_counts(fields, name, 128, 8),
         intermediate_size=fields.positive("moe_intermediate_size", 768),
         renormalize=fields.flag("norm_topk_prob", False),
         layers=_sparse_layers(fields, num_layers),
@@ -331,6 +395,8 @@ def _experts(fields: Fields, architecture: str, num_layers: int) -> ExpertsConfi
 
 def _expert_counts(fields: Fields, name: str, usual: int, usual_per_token: int) -> tuple[int, int]:
     num_experts = fields.positive(name, usual)
+    if num_experts > MAX_EXPERTS:
+        fields.refuse(name, f"must be at most {MAX_EXPERTS}")
     per_token = fields.positive("num_experts_per_tok", usual_per_token)
     if per_token > num_experts:
         fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")

@@ -18,6 +18,11 @@ MAX_RANKS = 4096
 _DEVICE = re.compile(r"(cpu|cuda|npu):(0|[1-9][0-9]{0,4})")
 
 
+def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
+    """The experts of each layer that a rank holds under expert parallelism; shares differ by one at most."""
+    return range(num_experts * tp_rank // tp_size, num_experts * (tp_rank + 1) // tp_size)
+
+
 class RankPlace(msgspec.Struct, frozen=True, order=True):
     """One worker's coordinates."""
 

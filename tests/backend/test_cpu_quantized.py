@@ -394,6 +394,7 @@ def test_greedy_is_the_first_of_the_highest_outputs(
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
     expected = ops.linear(x, prepared)
-    columns, finite = ops.greedy(x, prepared)
+    columns, values, finite = ops.greedy(x, prepared)
     assert torch.equal(finite, expected.isfinite().all(dim=1))
     assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])
+    assert torch.equal(values[finite], expected.amax(dim=1).float()[finite])

@@ -1,4 +1,4 @@
-"""Experts are computed as the formula says, by the reference and by every instruction set, and the same bits always."""
+"""Experts follow the formula, in the reference and every instruction set, with the same bits in any company."""
 
 from __future__ import annotations
 
