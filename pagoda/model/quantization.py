@@ -94,7 +94,7 @@ class QuantizedWeights:
         weight = self._dense.linear(linear_map, part, dtype)
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{name} is quantized already.")
-        held_as = self._quantization.format_of(name, part.num_inputs)
+        held_as = self._quantization.format_of(name, len(part.inputs))
         if isinstance(held_as, DenseFormat):
             return weight
         quantized: Int8Weight | GroupedWeight
