@@ -65,6 +65,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{self._product()} devices; a server takes at most {MAX_RANKS}: lower one of the sizes."
             )
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--enable-expert-parallel shares out experts among tensor-parallel ranks; "
+                "give --tensor-parallel-size 2 or more, or leave it out."
+            )
         self._check_devices()
 
     def _check_devices(self) -> None:
