@@ -7,7 +7,7 @@ ranks: behind attention and behind the MLP. Embedding and head are split by the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,10 +23,10 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.config import LinearMap, ModelConfig, Split
+from pagoda.model.config import ExpertMaps, LinearMap, ModelConfig, Split
 from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
 from pagoda.model.weights import WeightSource
-from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.parallel.config import ParallelConfig, RankPlace, expert_share
 
 _CHANNEL_UNITS = (128, 64, 32)
 """Channels are cut between multiples of one of these where possible: between groups of quantized weights."""
@@ -36,16 +36,8 @@ _CHANNEL_UNITS = (128, 64, 32)
 class Part:
     """Of a linear map [out, in]."""
 
-    outputs: slice
-    inputs: slice
-
-    @property
-    def num_outputs(self) -> int:
-        return self.outputs.stop - self.outputs.start
-
-    @property
-    def num_inputs(self) -> int:
-        return self.inputs.stop - self.inputs.start
+    outputs: range
+    inputs: range
 
 
 @dataclass(frozen=True)
@@ -71,29 +63,29 @@ class Shard:
         return self.layers.stop == self.config.num_layers
 
     @property
-    def heads(self) -> slice:
+    def heads(self) -> range:
         """This rank's query heads."""
         return _even_share(self.config.num_heads, self.tp_rank, self.tp_size)
 
     @property
-    def kv_heads(self) -> slice:
+    def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
         heads = self.config.num_kv_heads
         if heads >= self.tp_size:
             return _even_share(heads, self.tp_rank, self.tp_size)
         head = self.tp_rank * heads // self.tp_size
-        return slice(head, head + 1)
+        return range(head, head + 1)
 
     @property
     def num_heads(self) -> int:
-        return self.heads.stop - self.heads.start
+        return len(self.heads)
 
     @property
     def num_kv_heads(self) -> int:
-        return self.kv_heads.stop - self.kv_heads.start
+        return len(self.kv_heads)
 
     @property
-    def vocabulary(self) -> slice:
+    def vocabulary(self) -> range:
         """The tokens whose rows of embedding and head this rank holds."""
         return self.channels(self.config.vocab_size)
 
@@ -102,15 +94,15 @@ class Shard:
         """The most tokens that a rank holds; the last ranks may have fewer."""
         return _share_of_channels(self.config.vocab_size, self.tp_size)
 
-    def channels(self, count: int) -> slice:
+    def channels(self, count: int) -> range:
         """This rank's part of `count` channels, cut between groups of quantized weights."""
         each = _share_of_channels(count, self.tp_size)
-        return slice(min(count, self.tp_rank * each), min(count, (self.tp_rank + 1) * each))
+        return range(min(count, self.tp_rank * each), min(count, (self.tp_rank + 1) * each))
 
     def part_of(self, linear_map: LinearMap) -> Part:
         """What this rank holds of a linear map."""
         head_dim = self.config.head_dim
-        outputs, inputs = slice(0, linear_map.outputs), slice(0, linear_map.inputs)
+        outputs, inputs = range(linear_map.outputs), range(linear_map.inputs)
         match linear_map.split:
             case Split.HEADS:
                 outputs = _times(self.heads, head_dim)
@@ -122,13 +114,39 @@ class Shard:
                 outputs = self.channels(linear_map.outputs)
             case Split.FROM_INNER:
                 inputs = self.channels(linear_map.inputs)
+            case Split.EXPERT_INNER if not self.expert_parallel:
+                outputs = self.channels(linear_map.outputs)
+            case Split.FROM_EXPERT_INNER if not self.expert_parallel:
+                inputs = self.channels(linear_map.inputs)
         return Part(outputs, inputs)
+
+    def expert_maps(self, layer: int) -> ExpertMaps | None:
+        """Of the experts that this rank holds, `experts` of all; None where the layer is dense."""
+        maps = self.config.expert_maps(layer)
+        return maps and replace(maps, experts=maps.experts[self.experts.start : self.experts.stop])
+
+    @property
+    def experts(self) -> range:
+        """The experts of each layer that this rank holds, whole or a part of every one."""
+        experts = self.config.experts
+        if experts is None:
+            return range(0)
+        if not self.expert_parallel:
+            return range(experts.num_experts)
+        return expert_share(experts.num_experts, self.tp_rank, self.tp_size)
 
     def linear_maps(self) -> Iterator[LinearMap]:
         """Those that this rank holds a part of."""
         config = self.config
         for layer in self.layers:
-            yield from config.layer_maps(layer)
+            yield from config.attention_maps(layer)
+            experts = self.expert_maps(layer)
+            if experts is None:
+                yield from config.mlp_maps(layer)
+            else:
+                yield experts.router
+                for mlp in experts.experts:
+                    yield from mlp
         if self.is_first:
             yield config.embedding
         if self.is_last and not (self.is_first and config.tie_word_embeddings):
@@ -146,7 +164,7 @@ class Shard:
                 DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs)
             )
             part = self.part_of(m)
-            total += format_bytes(held_as, part.num_outputs, part.num_inputs, itemsize)
+            total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
         return total
 
 
@@ -172,6 +190,8 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the model's {config.num_layers} layers."
         )
+    if parallel.expert_parallel:
+        _check_experts(config, tp_size)
     return Shard(
         config,
         split_layers(config, num_stages)[place.pp],
@@ -181,16 +201,25 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
     )
 
 
+def _check_experts(config: ModelConfig, tp_size: int) -> None:
+    if config.experts is None:
+        raise ConfigError(
+            "--enable-expert-parallel needs a model with experts, such as Qwen3-MoE or Mixtral; leave it out."
+        )
+    if tp_size > config.experts.num_experts:
+        raise ConfigError(
+            f"--tensor-parallel-size {tp_size} is more than the model's {config.experts.num_experts} experts, and "
+            "with --enable-expert-parallel every rank needs one at least."
+        )
+
+
 def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of each stage, so that the costliest stage is as cheap as can be.
 
     The cost of a stage is the number of weights that a token is multiplied with; the head is one more cost of the
     last stage. Every stage has a layer at least.
     """
-    costs = [
-        sum(m.outputs * m.inputs for m in config.layer_maps(layer))
-        for layer in range(config.num_layers)
-    ]
+    costs = [config.weights_per_token(layer) for layer in range(config.num_layers)]
     head = config.head.outputs * config.head.inputs
     # The cheapest limit under which so many stages are enough, found by halving.
     low, high = max(max(costs), costs[-1] + head), sum(costs) + head
@@ -256,9 +285,9 @@ def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -
     Raises:
         ConfigError: the inputs are cut inside a group that shares a scale.
     """
-    outputs, inputs = part.outputs, part.inputs
-    if (part.num_outputs, part.num_inputs) == weight_shape(weight):
+    if (len(part.outputs), len(part.inputs)) == weight_shape(weight):
         return weight
+    outputs, inputs = _slice(part.outputs), _slice(part.inputs)
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.values[outputs, inputs].contiguous())
     if isinstance(weight, Int8Weight):
@@ -269,9 +298,9 @@ def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -
 def _part_of_groups(
     name: str, weight: GroupedWeight, part: Part, dtype: torch.dtype
 ) -> LinearWeight:
-    outputs, inputs, size = part.outputs, part.inputs, weight.group_size
+    outputs, inputs, size = _slice(part.outputs), _slice(part.inputs), weight.group_size
     order = weight.input_order
-    if part.num_inputs == weight_shape(weight)[1]:
+    if len(part.inputs) == weight_shape(weight)[1]:
         groups = slice(None)
     elif order is not None:
         # A rank's activations lie scattered over all groups; as numbers they need no groups.
@@ -298,10 +327,14 @@ def _share_of_channels(count: int, ranks: int) -> int:
     return -(-count // (unit * ranks)) * unit
 
 
-def _even_share(count: int, rank: int, ranks: int) -> slice:
+def _even_share(count: int, rank: int, ranks: int) -> range:
     each = count // ranks
-    return slice(rank * each, (rank + 1) * each)
+    return range(rank * each, (rank + 1) * each)
 
 
-def _times(heads: slice, head_dim: int) -> slice:
-    return slice(heads.start * head_dim, heads.stop * head_dim)
+def _times(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
