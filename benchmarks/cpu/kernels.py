@@ -156,7 +156,7 @@ def _passes(rows: int) -> int | None:
 
 
 def _keep_memory() -> None:
-    """Lets results take the memory of those before, as in a recorded forward pass; new pages would cost most of it."""
+    """Lets results take the memory of those before, as in a recorded forward pass: new pages take longest."""
     trim_threshold, mmap_max = -1, -4  # as glibc's malloc.h numbers them
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_max, 0)
