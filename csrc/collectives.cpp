@@ -57,6 +57,8 @@ struct Collectives::Shared {
     std::atomic<uint32_t> sleepers;
     alignas(4096) char slots[];
 };
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
 // A part of a row of elements, between cache lines.
 struct Collectives::Part {
     int64_t begin, end;
@@ -75,8 +77,6 @@ struct Collectives::Part {
     }
 };
 
-static_assert(std::atomic<uint32_t>::is_always_lock_free);
-
 void Collectives::copy(void* to, const void* from, const Part& part, int64_t item) {
     std::memcpy(at(to, part.begin * item), at(from, part.begin * item),
                 static_cast<size_t>((part.end - part.begin) * item));
@@ -85,7 +85,8 @@ void Collectives::copy(void* to, const void* from, const Part& part, int64_t ite
 int64_t Collectives::bytes(int size) { return static_cast<int64_t>(sizeof(Shared)) + 2 * size * kSlotBytes; }
 
 Collectives::Collectives(int descriptor, int rank, int size) : rank_(rank), size_(size), spins_(kMostSpins) {
-    if (rank < 0 || rank >= size || size > kMaxRanks) throw std::invalid_argument("there is no such rank");
+    if (size > kMaxRanks) throw std::invalid_argument("a group has at most 64 ranks on one host");
+    if (rank < 0 || rank >= size) throw std::invalid_argument("there is no such rank");
     struct stat facts;
     if (fstat(descriptor, &facts) != 0) throw std::system_error(errno, std::generic_category());
     if (facts.st_size != bytes(size)) throw std::invalid_argument("the memory is not that of a group of this size");
