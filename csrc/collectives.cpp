@@ -131,7 +131,7 @@ void Collectives::wait_for(uint32_t arrivals) {
 }
 
 void Collectives::all_reduce(const KernelTable& table, Dtype dtype, void* x, int64_t count) {
-    if (size_ == 1) return;
+    if (size_ == 1 || count == 0) return;
     const int64_t item = size_of(dtype), slot_count = kSlotBytes / item;
     if (count * item <= kOneThreadBytes) {
 #pragma omp single
