@@ -34,7 +34,8 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
-from pagoda.executor.local import LocalExecutor
+from pagoda.executor.group import GroupExecutor
+from pagoda.executor.local import LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
@@ -158,10 +159,12 @@ class EngineProcess:
 
 def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:
     if config.executor == "sim":
-        return SimExecutor(config.sim, clock=clock)
-    return LocalExecutor(
+        num_stages = config.worker.parallel.pipeline_parallel_size
+        return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
+    return GroupExecutor(
         config.worker,
-        socket_prefix=socket_address(directory, WORKER_SOCKET),
+        LocalLauncher(),
+        address=socket_address(directory, WORKER_SOCKET),
         step_timeout_s=config.step_timeout_s,
         clock=clock,
     )

@@ -19,7 +19,8 @@ from pagoda.engine.messages import (
     WorkerReady,
 )
 from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.local import LocalExecutor
+from pagoda.executor.group import GroupExecutor
+from pagoda.executor.local import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
 
 PLAN = StepPlan(
@@ -30,15 +31,15 @@ PLAN = StepPlan(
 @pytest.fixture
 def make_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    made: list[LocalExecutor] = []
+    made: list[GroupExecutor] = []
 
-    def make(model: str, step_timeout_s: float = 30.0) -> LocalExecutor:
-        executor = LocalExecutor(
+    def make(model: str, step_timeout_s: float = 30.0) -> GroupExecutor:
+        executor = GroupExecutor(
             WorkerConfig(model=model),
-            socket_prefix=f"ipc://{tmp_path / 'w'}",
+            LocalLauncher("worker_double"),
+            address=f"ipc://{tmp_path / 'w'}",
             step_timeout_s=step_timeout_s,
             clock=MonotonicClock(),
-            module="worker_double",
         )
         made.append(executor)
         executor.start()
@@ -49,7 +50,7 @@ def make_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[o
         executor.close()
 
 
-def next_event(executor: LocalExecutor) -> ExecutorEvent:
+def next_event(executor: GroupExecutor) -> ExecutorEvent:
     """Sleeps as the engine does: in one poll, woken by the executor's own sources and deadline."""
     clock = MonotonicClock()
     while True:
@@ -76,7 +77,7 @@ def test_a_plan_is_answered(make_executor) -> None:  # type: ignore[no-untyped-d
 def test_a_killed_worker_is_noticed_and_replaced(make_executor) -> None:  # type: ignore[no-untyped-def]
     executor = make_executor("obeys")
     next_event(executor)
-    os.kill(executor.worker_pid, signal.SIGKILL)
+    os.kill(executor.workers.pids["the worker"], signal.SIGKILL)
     assert next_event(executor) == WorkerLost("the worker was killed by SIGKILL")
     assert executor.pollables() == []
     executor.start(num_blocks=7)
@@ -95,7 +96,7 @@ def test_a_worker_that_dies_of_a_step_is_noticed(make_executor) -> None:  # type
 def test_a_step_that_hangs_is_ended(make_executor) -> None:  # type: ignore[no-untyped-def]
     executor = make_executor("hangs", step_timeout_s=0.2)
     next_event(executor)
-    pid = executor.worker_pid
+    pid = executor.workers.pids["the worker"]
     executor.submit(PLAN)
     assert next_event(executor) == WorkerLost("a step took longer than 0.2 s")
     with pytest.raises(ProcessLookupError):

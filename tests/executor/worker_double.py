@@ -26,7 +26,8 @@ from pagoda.ipc.lifeline import hold_lifeline
 def main() -> None:
     hold_lifeline()
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
-    socket = zmq.Context().socket(zmq.PAIR)
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt_string(zmq.IDENTITY, str(config.parallel.rank_in_replica(config.place)))
     socket.connect(sys.argv[1])
     encode = Codec[WorkerMessage](WorkerMessage).encode
     if config.model == "fails":

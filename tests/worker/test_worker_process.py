@@ -38,7 +38,7 @@ class _Worker:
     def __init__(self, directory: Path, config: WorkerConfig) -> None:
         address = f"ipc://{directory}/worker"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._socket.bind(address)
@@ -47,10 +47,10 @@ class _Worker:
         self.child = ChildProcess("pagoda.worker.main", [address], config=encoded)
 
     def receive(self) -> WorkerMessage:
-        return self._codec.decode(self._socket.recv())
+        return self._codec.decode(self._socket.recv_multipart()[1])
 
     def send(self, plan: StepPlan) -> None:
-        self._socket.send(msgspec.msgpack.encode(plan))
+        self._socket.send_multipart([b"0", msgspec.msgpack.encode(plan)])
 
     def close(self) -> None:
         self.child.close()
