@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 SHAPE: dict[str, Any] = {
@@ -262,6 +262,35 @@ def save_quantized(
     written = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
     written |= {"quantization_config": how.quantization_config} if how.quantization_config else {}
     (directory / "config.json").write_text(json.dumps(written | how.top))
+    return model, meant
+
+
+def save_quantized_experts(
+    directory: Path, how: Format
+) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
+    """The same of a mixture of experts, whose routers are dense."""
+    torch.manual_seed(1)
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = transformers.Qwen3MoeConfig(**SHAPE | sizes | {"tie_word_embeddings": False})
+    model = transformers.Qwen3MoeForCausalLM(config).float().eval()
+    model.save_pretrained(directory)
+    tensors: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    meant: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(_file(directory)).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = dense[name] = tensor
+            continue
+        module = name.removesuffix(".weight")
+        stored, meant[module] = how.store(tensor.double().numpy())
+        dense[name] = torch.from_numpy(meant[module]).float()
+        tensors |= {f"{module}.{kind}": part for kind, part in stored.items()}
+    save_file(dense, _file(directory), metadata={"format": "pt"})
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(directory).float().eval()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(directory))
+    path = directory / "config.json"
+    written = json.loads(path.read_bytes()) | {"quantization_config": how.quantization_config}
+    path.write_text(json.dumps(written | how.top))
     return model, meant
 
 

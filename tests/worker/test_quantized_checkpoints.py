@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quantized_models import (
     int8_format,
     packed_format,
     save_quantized,
+    save_quantized_experts,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -73,6 +75,22 @@ def test_weights_and_answers(name: str, tmp_path: Path) -> None:
             rounded = 2**-11 if name == "packed-int4-float32-scales" else 1e-7
             np.testing.assert_allclose(actual, expected, rtol=rounded, atol=0)
     _assert_answers_alike(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "packed-int4-g32", "awq-g64", "gptq-g128", "gptq-act-order"]
+)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_experts(name: str, backend: str, tmp_path: Path) -> None:
+    how = FORMATS[name]
+    if "ignore" in how.quantization_config:  # the other formats need not say it
+        ignore = [*how.quantization_config["ignore"], r"re:.*mlp\.gate$"]
+        how = replace(how, quantization_config=how.quantization_config | {"ignore": ignore})
+    model, meant = save_quantized_experts(tmp_path, how)
+    expert = "model.layers.1.mlp.experts.5.down_proj"
+    actual = dequantize(_linear(tmp_path, expert, *meant[expert].shape)).double().numpy()
+    np.testing.assert_allclose(actual, meant[expert], rtol=1e-6, atol=2e-3 if "awq" in name else 0)
+    _assert_answers_alike(tmp_path, model, backend)
 
 
 def test_int8_weights_of_magnitude_128_become_127(tmp_path: Path) -> None:
@@ -256,10 +274,10 @@ def _linear(directory: Path, name: str, outputs: int, inputs: int) -> LinearWeig
         return source.linear(name, outputs, inputs, torch.float32)
 
 
-def _assert_answers_alike(directory: Path, model: Any) -> None:
+def _assert_answers_alike(directory: Path, model: Any, backend: str = "reference") -> None:
     """Log-probabilities along an answer; rounded inputs make the difference."""
     prompt = torch.randint(320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    driver = Driver(load(directory, backend="reference"))
+    driver = Driver(load(directory, backend=backend))
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=100, logprobs=20)
     driver.start(0, prompt, sampling)
     driver.run([0], 8)
