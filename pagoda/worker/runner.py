@@ -78,7 +78,7 @@ class StageRunner:
         if not plan.slots:
             return None
         tokens = batch.prepare(plan.slots, plan.num_tokens)
-        computed = self._model.forward(tokens, before and before.hidden)
+        computed = self._model.forward(tokens, None if before is None else before.hidden)
         for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
             batch.advance(slot, count)
         return StageState(computed, _expert_tokens(self._model, before))

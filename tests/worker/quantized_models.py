@@ -32,6 +32,8 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+_DENSE = ("lm_head", r"re:.*\.mlp\.gate$")
+
 Stored = dict[str, Tensor]
 """Tensors of a linear map by the ends of their names."""
 
@@ -130,7 +132,7 @@ def packed_format(
     symmetric: bool = True,
     act_order: bool = False,
     scale_dtype: torch.dtype = torch.bfloat16,
-    ignore: tuple[str, ...] = ("lm_head",),
+    ignore: tuple[str, ...] = _DENSE,
 ) -> Format:
     def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
         groups = _group_of(weight.shape[1], group_size, shuffled=act_order)
@@ -168,7 +170,7 @@ def compressed_tensors(
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": list(_DENSE),
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group | {"output_activations": None}},
     }
