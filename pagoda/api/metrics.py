@@ -38,7 +38,7 @@ _BY_INDEX = {
     "expert_rank_tokens_total": (
         "expert_rank_tokens",
         "rank",
-        "Tokens given to the experts of a tensor-parallel rank, over all layers.",
+        "Tokens given to the experts of a rank, over all layers.",
     ),
 }
 

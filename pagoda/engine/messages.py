@@ -516,7 +516,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """By slot: what broke for this request alone. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
     expert_tokens: list[int] = []
-    """Tokens given to each expert, in all layers of the last stage together; empty without experts."""
+    """Tokens given to each expert, in all layers together; empty without experts."""
 
 
 WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult

@@ -65,8 +65,8 @@ def main() -> None:
 def _run(worker: _Worker, engine: EngineLink) -> None:
     while True:
         plan = engine.receive_plan()
-        hidden = None if worker.source is None else worker.source.receive(plan)
-        output = worker.runner.step(plan, hidden)
+        before = None if worker.source is None else worker.source.receive(plan)
+        output = worker.runner.step(plan, before)
         if isinstance(output, StepResult):
             if worker.answers:
                 engine.send(output)

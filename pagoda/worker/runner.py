@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from operator import add
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from pagoda.engine.messages import StepPlan, StepResult
 from pagoda.worker.heads import BROKE_A_STEP, Head, Logits
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.sampler import Sampled, joined
+from pagoda.worker.stages import StageState
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +63,10 @@ class StageRunner:
         self._slots = _Slots(batch)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, hidden: Tensor | None = None) -> Tensor | None:
-        """Hidden states [n, hidden] of the plan's tokens, None where it has none.
+    def step(self, plan: StepPlan, before: StageState | None = None) -> StageState | None:
+        """What the next stage needs of the plan's tokens, None where it has none.
+
+        `before` comes from the stage before this one, if there is one.
 
         Raises:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
@@ -74,10 +78,16 @@ class StageRunner:
         if not plan.slots:
             return None
         tokens = batch.prepare(plan.slots, plan.num_tokens)
-        computed = self._model.forward(tokens, hidden)
+        computed = self._model.forward(tokens, None if before is None else before.hidden)
         for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
             batch.advance(slot, count)
-        return computed
+        return StageState(computed, _expert_tokens(self._model, before))
+
+
+def _expert_tokens(model: Model, before: StageState | None) -> list[int]:
+    """Of this stage and all before it."""
+    own = model.take_expert_tokens()
+    return own if before is None else list(map(add, before.expert_tokens, own))
 
 
 class Runner:
@@ -93,8 +103,8 @@ class Runner:
         """Slots whose request has failed, until the engine frees them."""
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, hidden: Tensor | None = None) -> StepResult:
-        """Executes a plan; `hidden` [n, hidden] of its tokens comes from the stage before, if there is one.
+    def step(self, plan: StepPlan, before: StageState | None = None) -> StepResult:
+        """Executes a plan; `before` comes from the stage before this one, if there is one.
 
         Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
         got: there, what goes wrong ends the worker, and the engine finds out whose fault it is.
@@ -107,6 +117,7 @@ class Runner:
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
         counts = {slot: count for slot, count in counts.items() if slot not in errors}
+        hidden = None if before is None else before.hidden
         sampled = self._compute_isolated(counts) if self._alone else self._compute(counts, hidden)
         for slot, error in sampled.errors.items():
             _log.error("failed in step %d: %s", plan.step, error, extra=self._slots.of(slot))
@@ -120,7 +131,7 @@ class Runner:
             logprobs=sampled.logprobs,
             errors=errors | sampled.errors,
             step_time_s=time.perf_counter() - began,
-            expert_tokens=self._model.take_expert_tokens(),
+            expert_tokens=_expert_tokens(self._model, before),
         )
 
     def _apply(self, plan: StepPlan) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
 import msgspec
 from thread_group import ThreadGroup
-from torch import Tensor
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
@@ -18,6 +18,7 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
+from pagoda.worker.stages import StageState
 
 
 class InProcessExecutor:
@@ -54,12 +55,12 @@ class InProcessExecutor:
         self._events.append(self._ready)
 
     def submit(self, plan: StepPlan) -> None:
-        hidden: list[Tensor | None] = [None] * len(self._stages[0])
+        states: list[StageState | None] = [None] * len(self._stages[0])
         for stage in self._stages[:-1]:
-            computed = self._pool.map(StageRunner.step, stage, repeat(plan), hidden)
-            hidden = [None if x is None else x.clone() for x in computed]
+            computed = self._pool.map(StageRunner.step, stage, repeat(plan), states)
+            states = [s and replace(s, hidden=s.hidden.clone()) for s in computed]
         last = self._stages[-1]
-        results = list(self._pool.map(Runner.step, last, repeat(plan), hidden))
+        results = list(self._pool.map(Runner.step, last, repeat(plan), states))
         for result in results:
             assert (result.slots, result.token_ids) == (results[0].slots, results[0].token_ids)
         self._events.append(results[0])

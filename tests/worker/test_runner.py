@@ -113,6 +113,9 @@ class _Poisoned:
         logits[hidden[:, self._poison] == 1] = torch.nan
         return logits
 
+    def take_expert_tokens(self) -> list[int]:
+        return []
+
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden)
         return logits.argmax(dim=1), logits.isfinite().all(dim=1)

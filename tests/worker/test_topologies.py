@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from in_process import InProcessEngine
-from tiny_models import FAMILIES, continuation, make_model
+from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
 
 from pagoda.engine.messages import GenerateRequest, SamplingParams
+from pagoda.model.config import read_model_config
 from pagoda.parallel.config import ParallelConfig
 
 LENGTH = 24
@@ -18,8 +19,10 @@ CONTEXT = 96
 TOPOLOGIES = [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
 
 
-def parallel(tp: int, pp: int) -> ParallelConfig:
-    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+def parallel(tp: int, pp: int, *, experts: bool = False) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+    )
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,52 @@ def test_greedy(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
         parallel=parallel(tp, pp),
     )
     assert engine.answer(oracle.requests) == oracle.expected
+
+
+@pytest.mark.parametrize("oracle", WITH_EXPERTS, indirect=True)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
+def test_experts_shared_out_whole(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
+    config = read_model_config(oracle.directory)
+    engine = InProcessEngine(
+        oracle.directory,
+        backend=backend,
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=37,
+        parallel=parallel(tp, pp, experts=True),
+    )
+    assert engine.answer(oracle.requests) == oracle.expected
+    load = engine.load()
+    assert config.experts is not None
+    num_tokens = sum(len(request.prompt_token_ids) + LENGTH - 1 for request in oracle.requests)
+    passes = len(config.experts.layers) * config.experts.experts_per_token
+    # The engine plans one step of a request ahead before it sees that the answer is complete.
+    assert num_tokens * passes <= sum(load.expert_tokens) <= (num_tokens + 10) * passes
+    assert len(load.expert_tokens) == config.experts.num_experts
+    assert len(load.expert_rank_tokens) == tp
+    assert sum(load.expert_rank_tokens) == sum(load.expert_tokens)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_experts_are_the_same_on_any_rank(
+    backend: str, quantization: str, tmp_path: Path
+) -> None:
+    """Whole experts keep their codes; what ranks compute is only added up in another order."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 8}
+    make_model("qwen3-moe", **sizes).save_pretrained(tmp_path)
+    requests = _requests(temperature=0, max_tokens=4)
+    answers = [
+        InProcessEngine(
+            tmp_path,
+            backend=backend,
+            max_model_len=CONTEXT,
+            dtype="float32",
+            quantization=quantization,
+            parallel=topology,
+        ).answer(requests)
+        for topology in (parallel(1, 1), parallel(2, 1, experts=True))
+    ]
+    alike = sum(a[0] == b[0] for a, b in zip(*answers, strict=True))
+    assert alike >= 3, answers
 
 
 @pytest.fixture(scope="module")

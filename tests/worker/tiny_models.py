@@ -88,6 +88,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+WITH_EXPERTS = [name for name, (kind, _) in FAMILIES.items() if kind in ("Mixtral", "Qwen3Moe")]
+
+
 def make_model(family: str, **sizes: Any) -> transformers.PreTrainedModel:
     """A float32 model with biases that are not all zero, the same every time; `sizes` are other than usual."""
     name, changes = FAMILIES[family]
