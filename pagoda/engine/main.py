@@ -35,6 +35,7 @@ from pagoda.engine.messages import (
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
+from pagoda.executor.launcher import Launcher
 from pagoda.executor.local import LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
@@ -50,6 +51,8 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, directory: Path, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
+        self._config = config
+        self._directory = directory
         self._clock = MonotonicClock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -58,8 +61,6 @@ class EngineProcess:
         self._socket.bind(socket_address(directory, ENGINE_SOCKET))
         self._codec_in = Codec[FrontendMessage](FrontendMessage)
         self._codec_out = Codec[EngineMessage](EngineMessage)
-        self._executor = _make_executor(config, directory, self._clock)
-        self._core = EngineCore(config, self._executor, self._clock)
         self._frontends: list[bytes] = []
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
@@ -70,18 +71,25 @@ class EngineProcess:
     def run(self) -> None:
         """Serves until a frontend says `Shutdown` or the workers cannot be kept alive."""
         try:
-            while not self._stopping:
-                self._sleep()
-                self._receive()
-                self._send_chunks(self._core.step())
-                self._greet()
+            self._serve()
         except PagodaError as error:
             self._wait_for_a_frontend()
             for frontend in self._frontends:
                 self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
         finally:
-            self._core.close()
             self._socket.close()
+
+    def _serve(self) -> None:
+        self._executor = _make_executor(self._config, self._directory, self._clock)
+        self._core = EngineCore(self._config, self._executor, self._clock)
+        try:
+            while not self._stopping:
+                self._sleep()
+                self._receive()
+                self._send_chunks(self._core.step())
+                self._greet()
+        finally:
+            self._core.close()
 
     def _sleep(self) -> None:
         wakeup = self._core.next_wakeup()
@@ -160,10 +168,20 @@ class EngineProcess:
 def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:
     if config.executor == "sim":
         return SimExecutor(config.sim, clock=clock)
+    launcher: Launcher
+    if config.executor == "ray":
+        from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed
+
+        launcher = RayLauncher(
+            config.ray_address, config.worker.parallel, config.worker.num_threads
+        )
+        address = f"tcp://{launcher.node_address}"
+    else:
+        launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
     return GroupExecutor(
         config.worker,
-        LocalLauncher(),
-        address=socket_address(directory, WORKER_SOCKET),
+        launcher,
+        address=address,
         step_timeout_s=config.step_timeout_s,
         clock=clock,
     )
