@@ -8,6 +8,7 @@
 #include <string>
 
 #include "buffer.h"
+#include "collectives.h"
 #include "ops.h"
 #include "pages.h"
 #include "program.h"
@@ -205,6 +206,12 @@ class Kernels {
     Buffer buffer_;
 };
 
+void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x, int64_t count) {
+    nb::gil_scoped_release released;
+    in_team(count > 4 * kWorthThreads,
+            [&] { group.all_reduce(kernels.table(), Dtype(dtype), to(x), count); });
+}
+
 void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address hidden,
          Address cosines, Address sines, Address out) {
     nb::gil_scoped_release released;
@@ -268,6 +275,19 @@ NB_MODULE(_native, m) {
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
+    nb::class_<Collectives>(m, "Collectives")
+        .def(nb::init<int, int, int>())
+        .def_static("bytes", &Collectives::bytes)
+        .def("all_reduce", &all_reduce)
+        .def("all_gather",
+             [](Collectives& self, Address x, int64_t bytes, Address out) {
+                 nb::gil_scoped_release released;
+                 self.all_gather(to(x), bytes, to(out));
+             })
+        .def("broadcast", [](Collectives& self, Address x, int64_t bytes) {
+            nb::gil_scoped_release released;
+            self.broadcast(to(x), bytes);
+        });
     nb::class_<Program>(m, "Program")
         .def(
             "__init__",
@@ -286,6 +306,7 @@ NB_MODULE(_native, m) {
                 int64_t first_id, int64_t num_ids) {
                  self.quantized_rows(out, shape, to(packed), to<int64_t>(order), first_id, num_ids);
              })
+        .def("all_reduce", &Program::all_reduce)
         .def("add", &Program::add)
         .def("linear",
              [](Program& self, int x, int out, int64_t column, int dtype, int64_t outputs, int64_t inputs,

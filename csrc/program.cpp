@@ -79,6 +79,13 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
         [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
 }
 
+void Program::all_reduce(Value x, Collectives& group) {
+    if (x == input_) throw std::logic_error("the input stays as it is");
+    record({x}, info(x).width, [=, this, &group](const Step& step, void*) {
+        group.all_reduce(table_, info(x).dtype, written(x, step), step.num_tokens * info(x).width);
+    });
+}
+
 Program::Value Program::add(Value x, Value delta) {
     const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
     const Value out = value(dtype, width);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "collectives.h"
 #include "ops.h"
 
 namespace pagoda {
@@ -44,6 +45,8 @@ class Program {
     void quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape, const void* packed,
                           const int64_t* order, const float* bias);
 
+    // Makes x the sum of the x of all ranks.
+    void all_reduce(Value x, Collectives& group);
     Value add(Value x, Value delta);
     Value rms_norm(Value x, const void* weight, float eps);
     // x + delta, and its norm.

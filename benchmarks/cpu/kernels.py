@@ -25,7 +25,8 @@ from torch import Tensor
 
 from benchmarks.cpu.limits import Limits, measure_limits, median_seconds
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
-from pagoda.backend.cpu import CpuBackend, choose_instruction_set
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_native import choose_instruction_set
 from pagoda.backend.cpu_types import PackedLinear
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output

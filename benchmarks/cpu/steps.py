@@ -22,7 +22,8 @@ import torch
 from cyclopts import App
 
 from benchmarks.cpu.limits import measure_limits
-from pagoda.backend.cpu import CpuBackend, choose_instruction_set
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_native import choose_instruction_set
 from pagoda.cli import output
 from pagoda.cli.weight_traffic import weight_traffic
 from pagoda.engine.messages import SamplingParams, SlotStart, StepPlan, WorkerConfig

@@ -180,6 +180,16 @@ class Kernels:
         out: int,
     ) -> None: ...
 
+class Collectives:
+    """One rank of a group on this host, over shared memory; waits without the GIL."""
+
+    def __init__(self, descriptor: int, rank: int, size: int) -> None: ...
+    @staticmethod
+    def bytes(size: int) -> int: ...
+    def all_reduce(self, kernels: Kernels, dtype: int, x: int, count: int) -> None: ...
+    def all_gather(self, x: int, bytes: int, out: int) -> None: ...  # noqa: A002
+    def broadcast(self, x: int, bytes: int) -> None: ...  # noqa: A002
+
 class Program:
     """Operations on values that are recorded by number and computed by `run`."""
 
@@ -205,6 +215,9 @@ class Program:
         first_id: int,
         num_ids: int,
     ) -> None: ...
+    def all_reduce(self, x: int, group: Collectives) -> None:
+        """In place."""
+
     def add(self, x: int, delta: int) -> int: ...
     def linear(
         self,

@@ -7,18 +7,17 @@ contexts, never a sum.
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.cpu_collectives import SharedMemoryCollectives
 from pagoda.backend.cpu_memory import WeightMemory
+from pagoda.backend.cpu_native import load_native
 from pagoda.backend.cpu_program import CompiledForward
 from pagoda.backend.cpu_types import (
     DTYPES,
@@ -47,46 +46,8 @@ from pagoda.parallel.collectives import Alone, Collectives
 if TYPE_CHECKING:
     from pagoda.backend import _native
 
-INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
-"""Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
-
-
-class BackendUnavailableError(Exception):
-    """This machine or installation has no such backend; the message says why."""
-
-
-def available_instruction_sets() -> list[str]:
-    """Those that kernels exist for on this CPU, from the lowest to the highest.
-
-    Raises:
-        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
-    """
-    # A process has one OpenMP library when torch, which brings one along, is loaded first.
-    names: list[str] = _load().instruction_sets()
-    if not names:
-        raise BackendUnavailableError("this CPU has no AVX2")
-    return names
-
-
-def choose_instruction_set() -> str:
-    """The highest one, or what the environment says.
-
-    Raises:
-        BackendUnavailableError: as above.
-        ConfigError: the environment names one that this CPU does not have.
-    """
-    names = available_instruction_sets()
-    wanted = os.environ.get(INSTRUCTION_SET_ENV)
-    if wanted is None:
-        return names[-1]
-    if wanted not in names:
-        known = ", ".join(names)
-        raise ConfigError(
-            f"{INSTRUCTION_SET_ENV} must be one of {known} on this CPU, got {wanted!r}."
-        )
-    return wanted
 
 
 class CpuBackend:
@@ -99,7 +60,7 @@ class CpuBackend:
         BackendUnavailableError: the kernels are not installed.
         ValueError: the CPU does not have the instruction set.
         """
-        self._native = _load()
+        self._native = load_native()
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._instruction_set = instruction_set
         self._reference = ReferenceBackend()
@@ -481,10 +442,12 @@ class CpuBackend:
         forward: ForwardPass[PackedLinear, AttentionPlan],
         hidden: tuple[int, torch.dtype] | None = None,
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
-        if self.group.size > 1:
+        # Only what shares memory can be met in the middle of a native call.
+        native = self.group.native if isinstance(self.group, SharedMemoryCollectives) else None
+        if native is None and self.group.size > 1:
             return partial(forward, self)
         program = self._native.Program(self._kernels)
-        return CompiledForward(program, self._native_cache, forward, hidden)
+        return CompiledForward(program, self._native_cache, native, forward, hidden)
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""
@@ -534,15 +497,3 @@ def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
 def _join(parts: Sequence[LinearWeight], field: str) -> Tensor:
     tensors = [getattr(part, field) for part in parts]
     return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _load() -> ModuleType:
-    try:
-        return importlib.import_module("pagoda.backend._native")
-    except ModuleNotFoundError:
-        raise BackendUnavailableError(
-            "the kernels were not built when Pagoda was installed; "
-            "that takes a C++20 compiler with OpenMP and Python's header files, on x86-64"
-        ) from None
-    except ImportError as error:
-        raise BackendUnavailableError(f"the kernels cannot be loaded: {error}") from None

@@ -42,9 +42,13 @@ class _Recorder:
     """Takes operations down instead of computing them."""
 
     def __init__(
-        self, program: _native.Program, native_cache: Callable[[KVCache], _native.Cache]
+        self,
+        program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
+        group: _native.Collectives | None,
     ) -> None:
         self._program = program
+        self._group = group
         self._make_native_cache = native_cache
         self.kept: list[object] = []
         """What the program has only the address of."""
@@ -98,6 +102,9 @@ class _Recorder:
         return out
 
     def all_reduce(self, x: Value) -> Value:
+        if self._group is not None:
+            self._program.all_reduce(x.index, self._group)
+            self.kept.append(self._group)
         return x
 
     def add(self, x: Value, delta: Value) -> Value:
@@ -188,12 +195,16 @@ class CompiledForward:
         self,
         program: _native.Program,
         native_cache: Callable[[KVCache], _native.Cache],
+        group: _native.Collectives | None,
         forward: ForwardPass[PackedLinear, AttentionPlan],
         hidden: tuple[int, torch.dtype] | None,
     ) -> None:
-        """Records `forward`, which starts from `hidden` of this width and dtype if any, in the empty `program`."""
+        """Records `forward` of a rank of the group, or alone, in the empty `program`.
+
+        `hidden` is as in `Backend.compile`.
+        """
         self._program = program
-        recorder = _Recorder(program, native_cache)
+        recorder = _Recorder(program, native_cache, group)
         self._hidden = None if hidden is None else recorder.input(*hidden)
         no_plan = cast("AttentionPlan", None)
         step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)

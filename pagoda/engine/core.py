@@ -130,6 +130,7 @@ class EngineCore:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
+            num_stages=self._config.worker.parallel.pipeline_parallel_size,
         )
         kv = KVManager(
             worker.num_blocks, worker.block_size, prefix_caching=self._config.enable_prefix_caching

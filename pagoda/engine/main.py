@@ -167,7 +167,8 @@ class EngineProcess:
 
 def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:
     if config.executor == "sim":
-        return SimExecutor(config.sim, clock=clock)
+        num_stages = config.worker.parallel.pipeline_parallel_size
+        return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
     launcher: Launcher
     if config.executor == "ray":
         from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed

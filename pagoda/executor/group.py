@@ -19,7 +19,7 @@ from pagoda.engine.messages import (
     WorkerPeers,
     WorkerReady,
 )
-from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
@@ -58,7 +58,7 @@ class GroupExecutor:
         self._encode_plan = Codec[StepPlan](StepPlan).encode
         self._num_starts = 0
         self._group: _Group | None = None
-        self.max_in_flight = _max_in_flight(config.parallel.pipeline_parallel_size)
+        self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
 
     def start(self, num_blocks: int | None = None) -> None:
         self._num_starts += 1
@@ -212,15 +212,6 @@ class _Group:
         self.workers.close()
         self.socket.close()
         self._context.term()
-
-
-def _max_in_flight(num_stages: int) -> int:
-    """One step at each stage, and one that waits in front of the first, so that no stage waits for a plan.
-
-    Of decoding requests one step at each stage is all there can be: each waits for its sample. The one more is for
-    the chunks of prompts, which follow each other without waiting.
-    """
-    return num_stages + 1
 
 
 def _identity(rank: int) -> bytes:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -50,9 +51,10 @@ class RayLauncher:
             ConfigError: there is no such cluster, or its nodes have too few cores for all ranks.
         """
         _connect(address or os.environ.get(RAY_ADDRESS_ENV) or "auto")
-        self.node_address: str = ray.util.get_node_ip_address()
+        self.node_address = _nodes()[ray.get_runtime_context().get_node_id()].address
         """Of this host, as the other nodes reach it."""
-        self._placement = plan_placement(list(_cores_by_node().values()), parallel, threads)
+        cores = [node.cores for node in _nodes().values() if node.cores]
+        self._placement = plan_placement(cores, parallel, threads)
         self._last: RayWorkers | None = None
 
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> RayWorkers:
@@ -136,7 +138,7 @@ class RayWorkers:
                     "waiting for %d × %d free cores in the Ray cluster, whose nodes have %s",
                     self._placement.num_bundles,
                     self._placement.cores_per_bundle,
-                    ", ".join(map(str, _cores_by_node().values())) or "none",
+                    ", ".join(str(node.cores) for node in _nodes().values()) or "none",
                 )
         return False
 
@@ -145,16 +147,19 @@ class RayWorkers:
         actors = self._make_actors(group)
         described: list[bytes] = ray.get([actor.describe.remote() for actor in actors])
         facts = [msgspec.msgpack.decode(found, type=HostFacts) for found in described]
-        stranger = next((fact for fact in facts if not _same_version(fact)), None)
-        if stranger is not None:
-            return WorkerLost(_describe_stranger(stranger), is_user_error=True)
+        nodes = _nodes()
+        for fact in facts:
+            if not _same_version(fact):
+                stranger = _describe_stranger(fact, nodes[fact.node_id].address)
+                return WorkerLost(stranger, is_user_error=True)
         order = neighbours_first([fact.node_id for fact in facts])
-        configs = self._on_hosts([facts[index] for index in order])
+        configs = self._on_hosts([facts[index] for index in order], nodes)
         log_level = os.environ.get(LOG_LEVEL_ENV, "warning")
         ends = {}
         for config, index in zip(configs, order, strict=True):
-            end = actors[index].run.remote(msgspec.msgpack.encode(config), self._address, log_level)
-            ends[end] = (config, facts[index])
+            encoded = msgspec.msgpack.encode(config)
+            end = actors[index].run.remote(encoded, self._address, log_level)
+            ends[end] = (config, facts[index].node_id)
         (first, *_), _ = ray.wait(list(ends), num_returns=1)
         return _describe_loss(first, *ends[first])
 
@@ -175,23 +180,40 @@ class RayWorkers:
                 ]
             return self._actors
 
-    def _on_hosts(self, facts: Sequence[HostFacts]) -> list[WorkerConfig]:
+    def _on_hosts(
+        self, facts: Sequence[HostFacts], nodes: Mapping[str, _Node]
+    ) -> list[WorkerConfig]:
         """The ranks' configurations, on the hosts of `facts`."""
         count = Counter(fact.node_id for fact in facts)
-        cores = _cores_by_node()
         threads = self._placement.threads
         return [
             msgspec.structs.replace(
                 config,
                 num_threads=threads,
-                bind_host=fact.address,
+                bind_host=nodes[fact.node_id].address,
                 host_memory_bytes=fact.memory_bytes,
                 workers_on_host=workers_on_host(
-                    count[fact.node_id], cores.get(fact.node_id, 0), threads, config.parallel
+                    count[fact.node_id], nodes[fact.node_id].cores, threads, config.parallel
                 ),
             )
             for config, fact in zip(self._configs, facts, strict=True)
         ]
+
+
+class _Node(msgspec.Struct, frozen=True):
+    address: str
+    """At which the other nodes reach it."""
+    cores: int
+    """That it has for work, taken or free."""
+
+
+def _nodes() -> dict[str, _Node]:
+    """Those that are alive, by id."""
+    return {
+        node["NodeID"]: _Node(node["NodeManagerAddress"], int(node["Resources"].get("CPU", 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def _connect(address: str) -> None:
@@ -199,53 +221,37 @@ def _connect(address: str) -> None:
         raise ConfigError(
             f"--ray-address takes host:port of a Ray cluster that this host has joined, got {address!r}."
         )
-    failures: list[Exception] = []
-
-    def init() -> None:
-        try:
-            ray.init(address=address, logging_level=logging.WARNING, configure_logging=False)
-        except Exception as error:
-            failures.append(error)
-
-    # In the main thread Ray would take over SIGTERM, which is the frontend's to answer.
-    thread = threading.Thread(target=init, name="ray-init")
-    thread.start()
-    thread.join()
-    if failures:
+    at_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, configure_logging=False)
+    except Exception as error:  # of many types, from Ray and from gRPC
         where = "" if address == "auto" else f" at {address}"
         raise ConfigError(
-            f"No Ray cluster can be reached{where} ({_first_line(failures[0])}); "
+            f"No Ray cluster can be reached{where} ({_first_line(error)}); "
             "start one with `ray start --head`, or name it with --ray-address."
-        )
-
-
-def _cores_by_node() -> dict[str, int]:
-    """Of the nodes that are alive and have cores for work."""
-    cores = {
-        node["NodeID"]: int(node["Resources"].get("CPU", 0))
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    return {node: count for node, count in cores.items() if count}
+        ) from None
+    finally:
+        # Ray would end this process at once, but the frontend lets running answers finish first.
+        signal.signal(signal.SIGTERM, at_sigterm)
 
 
 def _same_version(facts: HostFacts) -> bool:
     return (facts.version, facts.protocol_version) == (__version__, PROTOCOL_VERSION)
 
 
-def _describe_stranger(facts: HostFacts) -> str:
+def _describe_stranger(facts: HostFacts, address: str) -> str:
     return (
-        f"Node {facts.address} has Pagoda {facts.version} (protocol {facts.protocol_version}), this host "
+        f"Node {address} has Pagoda {facts.version} (protocol {facts.protocol_version}), this host "
         f"{__version__} (protocol {PROTOCOL_VERSION}); install the same version on all nodes."
     )
 
 
-def _describe_loss(end: ray.ObjectRef[str], config: WorkerConfig, facts: HostFacts) -> WorkerLost:
-    name = f"{worker_name(config)} on {facts.address}"
+def _describe_loss(end: ray.ObjectRef[str], config: WorkerConfig, node_id: str) -> WorkerLost:
+    name = f"{worker_name(config)} on {config.bind_host}"
     try:
         return WorkerLost(f"{name} {ray.get(end)}")
     except RayError as error:
-        if facts.node_id not in _cores_by_node():
+        if node_id not in _nodes():
             return WorkerLost(f"{name} was lost with its node")
         return WorkerLost(f"{name} was lost with its Ray actor: {_first_line(error)}")
 

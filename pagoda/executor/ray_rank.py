@@ -20,8 +20,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a launcher must know of the node that an actor came to."""
 
     node_id: str
-    address: str
-    """Of the node, as its peers reach it."""
     memory_bytes: int
     """Available now."""
     version: str = __version__
@@ -35,7 +33,6 @@ class RankActor:
         """A `HostFacts`."""
         facts = HostFacts(
             node_id=ray.get_runtime_context().get_node_id(),
-            address=ray.util.get_node_ip_address(),
             memory_bytes=available_memory_bytes(),
         )
         return msgspec.msgpack.encode(facts)

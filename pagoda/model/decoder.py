@@ -211,9 +211,9 @@ class _Loader(Generic[LinearT]):
     def _bias(self, linear_map: LinearMap) -> Tensor:
         values = self.tensor(f"{linear_map.name}.bias", linear_map.outputs)
         part = self._shard.part_of(linear_map)
-        if part.num_inputs < linear_map.inputs and self._shard.tp_rank > 0:
+        if len(part.inputs) < linear_map.inputs and self._shard.tp_rank > 0:
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
-        return values[part.outputs]
+        return values[part.outputs.start : part.outputs.stop]
 
     def _head_norms(self, attention: str) -> HeadNorms:
         queries, keys = (

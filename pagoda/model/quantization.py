@@ -92,7 +92,7 @@ class QuantizedWeights:
         weight = self._dense.linear(linear_map, part, dtype)
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{name} is quantized already.")
-        held_as = self._quantization.format_of(name, part.num_inputs)
+        held_as = self._quantization.format_of(name, len(part.inputs))
         quantized: Int8Weight | GroupedWeight
         if isinstance(held_as, GroupedFormat):
             quantized = self._quantizer.quantize_int4(weight.values, held_as.group_size)

@@ -36,16 +36,8 @@ _CHANNEL_UNITS = (128, 64, 32)
 class Part:
     """Of a linear map [out, in]."""
 
-    outputs: slice
-    inputs: slice
-
-    @property
-    def num_outputs(self) -> int:
-        return self.outputs.stop - self.outputs.start
-
-    @property
-    def num_inputs(self) -> int:
-        return self.inputs.stop - self.inputs.start
+    outputs: range
+    inputs: range
 
 
 @dataclass(frozen=True)
@@ -71,29 +63,29 @@ class Shard:
         return self.layers.stop == self.config.num_layers
 
     @property
-    def heads(self) -> slice:
+    def heads(self) -> range:
         """This rank's query heads."""
         return _even_share(self.config.num_heads, self.tp_rank, self.tp_size)
 
     @property
-    def kv_heads(self) -> slice:
+    def kv_heads(self) -> range:
         """This rank's KV heads; with more ranks than KV heads, several ranks hold the same one."""
         heads = self.config.num_kv_heads
         if heads >= self.tp_size:
             return _even_share(heads, self.tp_rank, self.tp_size)
         head = self.tp_rank * heads // self.tp_size
-        return slice(head, head + 1)
+        return range(head, head + 1)
 
     @property
     def num_heads(self) -> int:
-        return self.heads.stop - self.heads.start
+        return len(self.heads)
 
     @property
     def num_kv_heads(self) -> int:
-        return self.kv_heads.stop - self.kv_heads.start
+        return len(self.kv_heads)
 
     @property
-    def vocabulary(self) -> slice:
+    def vocabulary(self) -> range:
         """The tokens whose rows of embedding and head this rank holds."""
         return self.channels(self.config.vocab_size)
 
@@ -102,15 +94,15 @@ class Shard:
         """The most tokens that a rank holds; the last ranks may have fewer."""
         return _share_of_channels(self.config.vocab_size, self.tp_size)
 
-    def channels(self, count: int) -> slice:
+    def channels(self, count: int) -> range:
         """This rank's part of `count` channels, cut between groups of quantized weights."""
         each = _share_of_channels(count, self.tp_size)
-        return slice(min(count, self.tp_rank * each), min(count, (self.tp_rank + 1) * each))
+        return range(min(count, self.tp_rank * each), min(count, (self.tp_rank + 1) * each))
 
     def part_of(self, linear_map: LinearMap) -> Part:
         """What this rank holds of a linear map."""
         head_dim = self.config.head_dim
-        outputs, inputs = slice(0, linear_map.outputs), slice(0, linear_map.inputs)
+        outputs, inputs = range(linear_map.outputs), range(linear_map.inputs)
         match linear_map.split:
             case Split.HEADS:
                 outputs = _times(self.heads, head_dim)
@@ -146,7 +138,7 @@ class Shard:
                 DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs)
             )
             part = self.part_of(m)
-            total += format_bytes(held_as, part.num_outputs, part.num_inputs, itemsize)
+            total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
         return total
 
 
@@ -256,9 +248,9 @@ def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -
     Raises:
         ConfigError: the inputs are cut inside a group that shares a scale.
     """
-    outputs, inputs = part.outputs, part.inputs
-    if (part.num_outputs, part.num_inputs) == weight_shape(weight):
+    if (len(part.outputs), len(part.inputs)) == weight_shape(weight):
         return weight
+    outputs, inputs = _slice(part.outputs), _slice(part.inputs)
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.values[outputs, inputs].contiguous())
     if isinstance(weight, Int8Weight):
@@ -269,9 +261,9 @@ def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -
 def _part_of_groups(
     name: str, weight: GroupedWeight, part: Part, dtype: torch.dtype
 ) -> LinearWeight:
-    outputs, inputs, size = part.outputs, part.inputs, weight.group_size
+    outputs, inputs, size = _slice(part.outputs), _slice(part.inputs), weight.group_size
     order = weight.input_order
-    if part.num_inputs == weight_shape(weight)[1]:
+    if len(part.inputs) == weight_shape(weight)[1]:
         groups = slice(None)
     elif order is not None:
         # A rank's activations lie scattered over all groups; as numbers they need no groups.
@@ -298,10 +290,14 @@ def _share_of_channels(count: int, ranks: int) -> int:
     return -(-count // (unit * ranks)) * unit
 
 
-def _even_share(count: int, rank: int, ranks: int) -> slice:
+def _even_share(count: int, rank: int, ranks: int) -> range:
     each = count // ranks
-    return slice(rank * each, (rank + 1) * each)
+    return range(rank * each, (rank + 1) * each)
 
 
-def _times(heads: slice, head_dim: int) -> slice:
-    return slice(heads.start * head_dim, heads.stop * head_dim)
+def _times(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from pagoda.backend.base import Backend
-from pagoda.backend.cpu import BackendUnavailableError, CpuBackend, choose_instruction_set
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores

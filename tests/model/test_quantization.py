@@ -112,7 +112,7 @@ class _Source:
 
 def _all_of(name: str, outputs: int, inputs: int) -> tuple[LinearMap, Part]:
     linear_map = LinearMap(name, outputs, inputs, Split.INNER)
-    return linear_map, Part(slice(0, outputs), slice(0, inputs))
+    return linear_map, Part(range(outputs), range(inputs))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])

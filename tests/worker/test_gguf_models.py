@@ -27,6 +27,7 @@ from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
 from pagoda.model.gguf import GgufWeights, gguf_model_config
+from pagoda.model.sharding import whole
 from pagoda.models.gguf import read_gguf
 
 WITHOUT_WINDOWS_IN_SOME_LAYERS = [name for name in FAMILIES if name != "qwen2-windowed"]
@@ -291,7 +292,7 @@ def test_memory_is_what_the_types_take(tmp_path: Path) -> None:
         config = gguf_model_config(read_gguf(path))
         weights = sum(values.size for values in stored.values())
         expected = weights * bits / 8 + 3 * 256 * 2
-        assert config.weight_bytes(config.quantization, 2) == expected
+        assert whole(config).weight_bytes(config.quantization, 2) == expected
     _, ready = load_config(
         WorkerConfig(model=str(tmp_path / "Q4_0.gguf"), num_blocks=64, num_threads=1)
     )

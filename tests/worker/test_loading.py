@@ -13,6 +13,7 @@ from tiny_models import FAMILIES, save_model
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
+from pagoda.model.sharding import whole
 from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
 
 CONFIG = WorkerConfig(model="", max_num_seqs=4)
@@ -103,7 +104,7 @@ def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
 def test_parameters_are_counted_without_loading_them(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    assert read_model_config(tmp_path).weight_bytes(None, 1) == expected
+    assert whole(read_model_config(tmp_path)).weight_bytes(None, 1) == expected
 
 
 def test_a_model_larger_than_memory_is_refused_unread(

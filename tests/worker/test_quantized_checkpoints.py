@@ -27,6 +27,7 @@ from pagoda.engine.messages import SamplingParams, WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
+from pagoda.model.sharding import whole
 from pagoda.model.weights import open_checkpoint
 from pagoda.worker.memory import format_bytes
 
@@ -110,7 +111,7 @@ def test_memory_is_what_the_formats_take(tmp_path: Path) -> None:
     tables, vectors = 2 * 320 * 256, 2 * (2 * 256 + 256 + 2 * 128) + 256
     expected = linear // 2 + linear // 64 * 4 + inputs * 8 + (tables + vectors) * 4
     config = read_model_config(tmp_path)
-    assert config.weight_bytes(config.quantization, 4) == expected
+    assert whole(config).weight_bytes(config.quantization, 4) == expected
     _, ready = load_config(WorkerConfig(model=str(tmp_path), num_blocks=64, num_threads=1))
     assert f"gptq int4 weights (groups of 64), {format_bytes(expected)} weights" in ready.summary
 

@@ -127,18 +127,29 @@ def test_quantized(directory: Path, backend: str, quantization: str) -> None:
             parallel=parallel(tp, pp),
         )
         first_tokens.append([answer[0] for answer in engine.answer(requests)])
-    alike = [sum(a == b for a, b in zip(first_tokens[0], other, strict=True)) for other in first_tokens]
+    alike = [
+        sum(a == b for a, b in zip(first_tokens[0], other, strict=True)) for other in first_tokens
+    ]
     assert min(alike) >= 2, first_tokens
 
 
 def test_sampled_with_every_rule(directory: Path, backend: str) -> None:
     """The first rank samples for all, whatever is asked for."""
     requests = _requests(
-        temperature=0.8, top_k=9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.5, logprobs=3
+        temperature=0.8,
+        top_k=9,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        logprobs=3,
     )
     one, split = (
         InProcessEngine(
-            directory, backend=backend, max_model_len=CONTEXT, dtype="float32", parallel=parallel(n, 1)
+            directory,
+            backend=backend,
+            max_model_len=CONTEXT,
+            dtype="float32",
+            parallel=parallel(n, 1),
         )
         for n in (1, 2)
     )

@@ -1,0 +1,152 @@
+"""Collectives over the library that the devices' maker provides, through `torch.distributed`.
+
+NCCL on CUDA, HCCL on Ascend NPUs, gloo for CPU ranks that cannot share memory. No process-wide group is made, so a
+process can be in several.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pagoda.errors import ConfigError
+
+_CONNECT_TIMEOUT = timedelta(minutes=2)
+_WAIT_TIMEOUT = timedelta(days=7)
+"""For other ranks; one that is stuck is ended by its engine."""
+_AT_ONCE_BYTES = 2**16
+"""Up to this size it takes less time to send everything to everybody than to send twice."""
+_LENGTH_BYTES = 8
+
+
+class GroupStore:
+    """Where the ranks of one group find each other; rank 0 serves it."""
+
+    def __init__(self, host: str) -> None:
+        """Listens on an address of this host, at any free port.
+
+        Raises:
+            OSError: this host does not have the address.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self._store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_CONNECT_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class DistributedCollectives:
+    """One rank.
+
+    Sums of CPU ranks are added up in order of rank, in float32, as in shared memory.
+    """
+
+    def __init__(self, address: str, rank: int, size: int, device: torch.device, host: str) -> None:
+        """Waits for all ranks. `address` is that of the store; `host` is an address of this rank's host.
+
+        Raises:
+            ConfigError: this installation of torch has no collectives for the device.
+            RuntimeError: the store does not answer, or the ranks do not find each other.
+        """
+        self.rank = rank
+        self.size = size
+        self._device = device
+        store_host, _, port = address.rpartition(":")
+        store = dist.TCPStore(
+            store_host, int(port), is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
+        )
+        make = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl}[device.type]
+        self._group = make(store, rank, size, device, host)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if self._device.type != "cpu":
+            self._group.allreduce([x]).wait()
+            return x
+        if x.nbytes <= _AT_ONCE_BYTES:
+            return _sum(self.all_gather(x))
+        # Each rank adds up one part of all, and sends it to all.
+        flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % self.size))
+        parts = torch.empty_like(flat)
+        self._group.alltoall_base(_as_bytes(parts), _as_bytes(flat), [], []).wait()
+        total = self.all_gather(_sum(parts.view(self.size, -1)))
+        return total.flatten()[: x.numel()].view(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        self._group._allgather_base(_as_bytes(out), _as_bytes(x.contiguous())).wait()
+        return out
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        if self.rank > 0:
+            payload = bytes(int.from_bytes(self._broadcast(bytes(_LENGTH_BYTES)), "little"))
+        elif payload is None:
+            raise ValueError("Rank 0 gives what is broadcast.")
+        else:
+            self._broadcast(len(payload).to_bytes(_LENGTH_BYTES, "little"))
+        return self._broadcast(payload) if payload else payload
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        """Of one length on all ranks."""
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
+        self._group.broadcast([data], dist.BroadcastOptions()).wait()
+        return bytes(data.cpu().numpy())
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """For libraries that do not know all dtypes."""
+    return x.flatten().view(torch.uint8)
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """Of parts [ranks, ...], in order."""
+    total = parts[0].float()
+    if total.data_ptr() == parts.data_ptr():
+        total = total.clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
+
+
+def _gloo(store: dist.Store, rank: int, size: int, device: torch.device, host: str) -> Any:  # noqa: ARG001
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = _WAIT_TIMEOUT
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, host: str) -> Any:  # noqa: ARG001
+    if not dist.is_nccl_available():
+        raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _WAIT_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _hccl(store: dist.Store, rank: int, size: int, device: torch.device, host: str) -> Any:  # noqa: ARG001
+    try:
+        import torch_npu
+    except ImportError:
+        raise ConfigError(f"--devices names {device}, but torch_npu is not installed.") from None
+    torch_npu.npu.set_device(device)
+    library = torch_npu._C._distributed_c10d
+    options = library.ProcessGroupHCCL.Options()
+    options.op_timeout = _WAIT_TIMEOUT
+    return library.ProcessGroupHCCL(store, rank, size, options)
