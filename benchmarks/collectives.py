@@ -1,7 +1,7 @@
 """All-reduce between processes of this machine: shared memory beside gloo, in one sitting.
 
-`python -m benchmarks.collectives`. Every rank is a process with one thread. A round measures one transport and then
-the other, as often as there are rounds; a figure is the median of its rounds, of what one all-reduce took.
+`python -m benchmarks.collectives`. Every rank is a process with one thread. A round measures one transport and
+then the other; a figure is the median of the rounds, of what one all-reduce took.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-
-# Read when torch is loaded: threads wait as they do in a worker.
-from pagoda.worker.threads import set_thread_waiting
-
-set_thread_waiting(os.environ)
+from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
+import torch.distributed
 from cyclopts import App
 from torch import Tensor
 
 from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.cli import output
 from pagoda.parallel.distributed import GroupStore
+from pagoda.worker.threads import set_thread_waiting
 
 _RANKS = (2, 4)
 _SIZES = {"2 KB": 2**11, "8 KB": 2**13, "8 MB": 2**23}
@@ -49,12 +47,14 @@ def main() -> None:
 
 def _table(ranks: int) -> list[tuple[str, ...]]:
     memory, store = SharedMemory(ranks), GroupStore("127.0.0.1")
+    environment = dict(os.environ)
+    set_thread_waiting(environment)
     with contextlib.ExitStack() as stack:
         processes = []
         for rank in range(ranks):
             command = [sys.executable, "-m", __spec__.name, "rank"]
             command += [str(rank), str(ranks), memory.path, store.address]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
@@ -82,8 +82,9 @@ def _rank(rank: int, ranks: int, path: str, address: str) -> None:
     """One rank; prints the seconds of each round, for each size those of gloo and those of shared memory."""
     torch.set_num_threads(1)
     host, _, port = address.partition(":")
+    dist: Any = torch.distributed  # type checkers know too little of it
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    gloo = dist.ProcessGroupGloo(store, rank, ranks)
+    gloo = dist.ProcessGroupGloo(store, rank, ranks, timedelta(minutes=1))
     shared = SharedMemoryCollectives(path, rank, ranks)
 
     def reduce_by_gloo(x: Tensor) -> None:

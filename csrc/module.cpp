@@ -9,6 +9,7 @@
 
 #include "buffer.h"
 #include "collectives.h"
+#include "experts.h"
 #include "ops.h"
 #include "pages.h"
 #include "program.h"
@@ -156,6 +157,12 @@ class Kernels {
                 [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
     }
 
+    void experts(const Experts& experts, Address x, int64_t row_stride, Address logits, int64_t n, Address out) {
+        void* scratch = buffer_.take(experts_scratch(experts, n));
+        in_team(n * experts.work() > 4 * kWorthThreads,
+                [&] { compute_experts(experts, to(x), row_stride, to(logits), n, to(out), scratch); });
+    }
+
     int key_pair(int dtype, int cache_dtype) const {
         return pair_of(table_->math(Dtype(dtype), Dtype(cache_dtype)));
     }
@@ -223,6 +230,7 @@ void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Addres
 
 NB_MODULE(_native, m) {
     m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+    m.attr("MAX_EXPERTS") = kMaxExperts;
     m.def("instruction_sets", &available_instruction_sets);
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
@@ -271,10 +279,28 @@ NB_MODULE(_native, m) {
         .def("add", &Kernels::add)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
+        .def("experts", &Kernels::experts)
         .def("key_pair", &Kernels::key_pair)
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
+    nb::class_<LinearMap>(m, "LinearMap")
+        .def_static("dense",
+                    [](int dtype, int64_t outputs, int64_t inputs, Address panels) {
+                        return LinearMap(PanelShape{Dtype(dtype), inputs, outputs}, to(panels));
+                    })
+        .def_static("quantized", [](const QuantizedShape& shape, Address panels, Address order) {
+            return LinearMap(shape, to(panels), to<int64_t>(order));
+        });
+    nb::class_<Experts>(m, "Experts")
+        .def("__init__",
+             [](Experts* self, const Kernels& kernels, int dtype, int64_t hidden, int num_experts, int per_token,
+                bool renormalize, int first, Address counts) {
+                 if (num_experts > kMaxExperts) throw std::invalid_argument("too many experts");
+                 new (self) Experts(kernels.table(), Dtype(dtype), hidden, {num_experts, per_token, renormalize},
+                                    first, to<int64_t>(counts));
+             })
+        .def("add", &Experts::add);
     nb::class_<Collectives>(m, "Collectives")
         .def(nb::init<int, int, int>())
         .def_static("bytes", &Collectives::bytes)
@@ -324,6 +350,7 @@ NB_MODULE(_native, m) {
         .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
                                 float eps) { return self.add_rms_norm(x, delta, to(weight), eps); })
         .def("silu_and_mul", &Program::silu_and_mul)
+        .def("experts", &Program::experts)
         .def("rotate_and_cache",
              [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,
                 Address k_norm, float eps) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -125,6 +126,19 @@ Program::Value Program::silu_and_mul(Value gate_up) {
         pagoda::silu_and_mul(table_, dtype, address(gate_up, step), step.num_tokens, width,
                              written(out, step));
     });
+    return out;
+}
+
+Program::Value Program::experts(Value x, Value logits, const Experts& experts) {
+    const Value out = value(info(x).dtype, experts.hidden);
+    const auto kept = std::make_shared<const Experts>(experts);
+    record(
+        {x, logits, out}, experts.work(),
+        [=, this](const Step& step, void* scratch) {
+            compute_experts(*kept, address(x, step), info(x).width, address(logits, step), step.num_tokens,
+                            written(out, step), scratch);
+        },
+        [=](const Step& step) { return experts_scratch(*kept, step.num_tokens); });
     return out;
 }
 

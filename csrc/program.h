@@ -8,6 +8,7 @@
 
 #include "buffer.h"
 #include "collectives.h"
+#include "experts.h"
 #include "ops.h"
 
 namespace pagoda {
@@ -52,6 +53,7 @@ class Program {
     // x + delta, and its norm.
     std::pair<Value, Value> add_rms_norm(Value x, Value delta, const void* weight, float eps);
     Value silu_and_mul(Value gate_up);
+    Value experts(Value x, Value logits, const Experts& experts);
     Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const void* q_norm,
                            const void* k_norm, float eps);
     Value attention(Value queries, const Cache& cache, float scale, int64_t window);

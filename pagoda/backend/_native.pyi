@@ -1,6 +1,7 @@
 """The kernels in csrc/. Tensors are given by address; 0 stands for none."""
 
 MAX_HEAD_DIM: int
+MAX_EXPERTS: int
 
 def instruction_sets() -> list[str]:
     """Those that this CPU has and kernels exist for, from the lowest to the highest."""
@@ -150,6 +151,9 @@ class Kernels:
         out: int,
     ) -> None: ...
     def silu_and_mul(self, dtype: int, gate_up: int, n: int, d: int, out: int) -> None: ...
+    def experts(
+        self, experts: Experts, x: int, row_stride: int, logits: int, n: int, out: int
+    ) -> None: ...
     def key_pair(self, dtype: int, cache_dtype: int) -> int:
         """Elements of a key that lie side by side in a cache for activations of a dtype."""
 
@@ -179,6 +183,30 @@ class Kernels:
         window: int,
         out: int,
     ) -> None: ...
+
+class LinearMap:
+    """A packed weight, as experts take it."""
+
+    @staticmethod
+    def dense(dtype: int, outputs: int, inputs: int, panels: int) -> LinearMap: ...
+    @staticmethod
+    def quantized(shape: QuantizedShape, panels: int, order: int) -> LinearMap: ...
+
+class Experts:
+    """Experts of a layer from `first` on; `counts` [num_experts] takes the tokens of each."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        dtype: int,
+        hidden: int,
+        num_experts: int,
+        per_token: int,
+        renormalize: bool,
+        first: int,
+        counts: int,
+    ) -> None: ...
+    def add(self, gate: LinearMap, up: LinearMap, down: LinearMap) -> None: ...
 
 class Collectives:
     """One rank of a group on this host, over shared memory; waits without the GIL."""
@@ -243,6 +271,7 @@ class Program:
     def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
     def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
     def silu_and_mul(self, gate_up: int) -> int: ...
+    def experts(self, x: int, logits: int, experts: Experts) -> int: ...
     def rotate_and_cache(
         self,
         qkv: int,

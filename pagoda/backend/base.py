@@ -75,6 +75,35 @@ PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
+class ExpertRouting:
+    """How many experts a layer has, and how many of them each token goes through."""
+
+    num_experts: int
+    experts_per_token: int
+    renormalize: bool
+    """Whether the probabilities of a token's experts are made to add up to one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts(Generic[LinearT_co]):
+    """The feed-forward experts of a layer, or those in a row of them that one rank holds.
+
+    Expert `first + i` computes `down[i](silu(gate[i](x)) * up[i](x))`; each map is one part without bias.
+    """
+
+    routing: ExpertRouting
+    first: int
+    gate: tuple[LinearT_co, ...]
+    """Of each, [inner, hidden]."""
+    up: tuple[LinearT_co, ...]
+    """The same."""
+    down: tuple[LinearT_co, ...]
+    """Of each, [hidden, inner]."""
+    counts: Tensor
+    """[num_experts] int64, to which the tokens that go to each expert are added, held here or not."""
+
+
+@dataclass(frozen=True)
 class StepInput(Generic[ValueT, PlanT]):
     """What a forward pass starts from."""
 
@@ -88,7 +117,7 @@ class StepInput(Generic[ValueT, PlanT]):
 
 
 class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
-    """The operations of a dense decoder, of which each tensor-parallel rank may hold a part.
+    """The operations of a decoder, of which each tensor-parallel rank may hold a part.
 
     The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its
     sequence was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler).
@@ -135,6 +164,15 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
 
     def silu_and_mul(self, gate_up: ValueT) -> ValueT:
         """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def experts(self, x: ValueT, logits: ValueT, experts: Experts[LinearT_contra]) -> ValueT:
+        """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].
+
+        Of equal logits the first is taken. Gives [n, hidden], the sum in float32 of what they compute, in the
+        order of their numbers, each times its probability: softmax of the logits in float32 over all experts.
+        Experts that are not held here add nothing.
+        """
         ...
 
     def rotate_and_cache(

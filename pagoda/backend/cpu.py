@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
 from pagoda.backend.cpu_collectives import SharedMemoryCollectives
 from pagoda.backend.cpu_memory import WeightMemory
 from pagoda.backend.cpu_native import load_native
@@ -29,6 +30,7 @@ from pagoda.backend.cpu_types import (
     QuantizedSegment,
     Segment,
     address,
+    check_experts,
 )
 from pagoda.backend.reference import ReferenceBackend, check_token_ids, highest_outputs
 from pagoda.backend.weights import (
@@ -64,6 +66,9 @@ class CpuBackend:
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._instruction_set = instruction_set
         self._reference = ReferenceBackend()
+        self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
+            WeakKeyDictionary()
+        )
         self._memory = WeightMemory(self._native.advise_large_pages)
         self.device = torch.device("cpu")
         self.group = group or Alone()
@@ -356,6 +361,53 @@ class CpuBackend:
         self._kernels.silu_and_mul(dtype, gate_up.data_ptr(), num_tokens, width, out.data_ptr())
         return out
 
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]) -> Tensor:
+        x = self._fitting(x, experts.gate[0])
+        self._checked(logits, x.dtype)
+        if logits.shape != (len(x), experts.routing.num_experts):
+            raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
+        logits, out = logits.contiguous(), x.new_empty(x.shape)
+        self._kernels.experts(
+            self._native_experts(experts),
+            x.data_ptr(),
+            x.stride(0),
+            logits.data_ptr(),
+            len(x),
+            out.data_ptr(),
+        )
+        return out
+
+    def _native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
+        known = self._known_experts.get(experts)
+        if known is not None:
+            return known
+        check_experts(experts, self._native.MAX_EXPERTS)
+        routing = experts.routing
+        native: _native.Experts = self._native.Experts(
+            self._kernels,
+            DTYPES[experts.gate[0].dtype],
+            experts.gate[0].inputs,
+            routing.num_experts,
+            routing.experts_per_token,
+            routing.renormalize,
+            experts.first,
+            experts.counts.data_ptr(),
+        )
+        for maps in zip(experts.gate, experts.up, experts.down, strict=True):
+            native.add(*map(self._native_map, maps))
+        self._known_experts[experts] = native
+        return native
+
+    def _native_map(self, weight: PackedLinear) -> _native.LinearMap:
+        (segment,) = weight.segments
+        panels, kind = segment.panels.data_ptr(), self._native.LinearMap
+        native: _native.LinearMap
+        if isinstance(segment, DenseSegment):
+            native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
+        else:
+            native = kind.quantized(segment.shape, panels, address(segment.input_order))
+        return native
+
     # ---- attention
 
     def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
@@ -447,7 +499,9 @@ class CpuBackend:
         if native is None and self.group.size > 1:
             return partial(forward, self)
         program = self._native.Program(self._kernels)
-        return CompiledForward(program, self._native_cache, native, forward, hidden)
+        return CompiledForward(
+            program, self._native_cache, self._native_experts, native, forward, hidden
+        )
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""

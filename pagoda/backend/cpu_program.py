@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu_types import (
     DTYPES,
     UNLIMITED,
@@ -45,11 +45,13 @@ class _Recorder:
         self,
         program: _native.Program,
         native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         group: _native.Collectives | None,
     ) -> None:
         self._program = program
         self._group = group
         self._make_native_cache = native_cache
+        self._native_experts = native_experts
         self.kept: list[object] = []
         """What the program has only the address of."""
 
@@ -127,6 +129,14 @@ class _Recorder:
         index = self._program.silu_and_mul(gate_up.index)
         return Value(index, gate_up.dtype, gate_up.width // 2)
 
+    def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
+        weight = experts.gate[0]
+        _expect(x, weight.dtype, weight.inputs)
+        _expect(logits, weight.dtype, experts.routing.num_experts)
+        self.kept.append(experts)
+        index = self._program.experts(x.index, logits.index, self._native_experts(experts))
+        return Value(index, x.dtype, x.width)
+
     def rotate_and_cache(
         self,
         qkv: Value,
@@ -195,6 +205,7 @@ class CompiledForward:
         self,
         program: _native.Program,
         native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         group: _native.Collectives | None,
         forward: ForwardPass[PackedLinear, AttentionPlan],
         hidden: tuple[int, torch.dtype] | None,
@@ -204,7 +215,7 @@ class CompiledForward:
         `hidden` is as in `Backend.compile`.
         """
         self._program = program
-        recorder = _Recorder(program, native_cache, group)
+        recorder = _Recorder(program, native_cache, native_experts, group)
         self._hidden = None if hidden is None else recorder.input(*hidden)
         no_plan = cast("AttentionPlan", None)
         step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)

@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.base import (
+    ExpertRouting,
+    Experts,
+    ForwardPass,
+    HeadNorms,
+    KVCache,
+    StepInput,
+    TokenBatch,
+)
 from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
 from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
@@ -184,6 +192,22 @@ class ReferenceBackend:
         # F.silu takes another path for the last few elements of a tensor than for the rest.
         return (wide / (1 + torch.exp(-wide))).to(up.dtype) * up
 
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
+        chosen, weights = _routed(logits, experts.routing)
+        experts.counts.add_(torch.bincount(chosen.flatten(), minlength=experts.routing.num_experts))
+        total = torch.zeros(x.shape)
+        for index, (gate, up, down) in enumerate(
+            zip(experts.gate, experts.up, experts.down, strict=True)
+        ):
+            tokens, places = (chosen == experts.first + index).nonzero(as_tuple=True)
+            if not len(tokens):
+                continue
+            own = x[tokens]
+            gate_up = torch.cat((self.linear(own, gate), self.linear(own, up)), dim=1)
+            out = self.linear(self.silu_and_mul(gate_up), down)
+            total[tokens] += out.float() * weights[tokens, places, None]
+        return total.to(x.dtype)
+
     # ---- all at once
 
     def compile(
@@ -313,6 +337,15 @@ def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | P
     if isinstance(part, DenseWeight):
         return part.values.to(dtype, copy=True)
     return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
+
+
+def _routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
+    """Of each token the numbers of its experts, ascending, and their weights: two of [n, experts_per_token]."""
+    # By logits: two that differ may have the same probability.
+    ranked = logits.float().sort(dim=1, descending=True, stable=True).indices
+    chosen = ranked[:, : routing.experts_per_token].sort(dim=1).values
+    weights = logits.softmax(dim=1, dtype=torch.float32).gather(1, chosen)
+    return chosen, weights / weights.sum(1, keepdim=True) if routing.renormalize else weights
 
 
 def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:

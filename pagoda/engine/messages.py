@@ -285,6 +285,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Moving average."""
     stalled_for_s: float
     """Seconds since a step last finished while work was waiting; 0 when idle."""
+    expert_tokens: list[int] = []
+    """Tokens given to each expert since start; see `StepResult`."""
+    expert_rank_tokens: list[int] = []
+    """The same for each tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
     query_id: int | None = None
@@ -511,6 +515,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     errors: dict[int, str] = {}
     """By slot: what broke for this request alone. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
+    expert_tokens: list[int] = []
+    """Tokens given to each expert, in all layers of the last stage together; empty without experts."""
 
 
 WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult

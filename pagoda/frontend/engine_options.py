@@ -143,6 +143,8 @@ class ParallelOptions:
     """Stages of a replica, each with some of its layers."""
     devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
     """Such as cpu:0,cpu:1, which are equal parts of the cores; by default the first that are needed."""
+    enable_expert_parallel: bool = False
+    """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
 
     def config(self) -> ParallelConfig:
         """
@@ -156,6 +158,7 @@ class ParallelOptions:
             tensor_parallel_size=options.tensor_parallel_size,
             pipeline_parallel_size=options.pipeline_parallel_size,
             devices=tuple(given.split(",")) if isinstance(given, str) else given,
+            expert_parallel=options.enable_expert_parallel,
         )
 
 

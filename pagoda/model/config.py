@@ -1,4 +1,4 @@
-"""The shape of a dense decoder model, read from a Hugging Face config.json."""
+"""The shape of a decoder model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pagoda.model.quantization_config import parse_quantization
 from pagoda.model.weight_formats import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_EXPERTS = 1024
+"""Of a layer; what kernels have room for."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,14 @@ class Split(enum.Enum):
     """Outputs, by the inner channels of an MLP."""
     FROM_INNER = enum.auto()
     """Inputs, by the inner channels of an MLP."""
+    EXPERT_INNER = enum.auto()
+    """Outputs, by the inner channels of an expert, unless ranks hold whole experts."""
+    FROM_EXPERT_INNER = enum.auto()
+    """Inputs, by the same."""
     VOCABULARY = enum.auto()
     """Outputs, by tokens."""
+    WHOLE = enum.auto()
+    """Not at all: every rank holds it."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,9 @@ class AttentionMaps:
     v: LinearMap
     out: LinearMap
 
+    def __iter__(self) -> Iterator[LinearMap]:
+        return iter((self.q, self.k, self.v, self.out))
+
 
 @dataclass(frozen=True)
 class MlpMaps:
@@ -101,6 +112,50 @@ class MlpMaps:
     gate: LinearMap
     up: LinearMap
     down: LinearMap
+
+    def __iter__(self) -> Iterator[LinearMap]:
+        return iter((self.gate, self.up, self.down))
+
+
+@dataclass(frozen=True)
+class ExpertMaps:
+    """The linear maps of one layer's experts."""
+
+    router: LinearMap
+    experts: tuple[MlpMaps, ...]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the maps of its experts, behind the name of the layer."""
+
+    router: str
+    experts: str
+    """Expert 3 is below this name and `.3`."""
+    gate: str
+    up: str
+    down: str
+
+
+QWEN_EXPERTS = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_EXPERTS = ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Layers whose MLP is several, of which every token goes through a few (Shazeer et al. 2017)."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of each expert."""
+    renormalize: bool
+    """Whether the probabilities of a token's experts are made to add up to one."""
+    layers: frozenset[int]
+    """The other layers are dense."""
+    names: ExpertNames
 
 
 @dataclass(frozen=True)
@@ -133,6 +188,8 @@ class ModelConfig:
     """Of the checkpoint; of a quantized one, that of activations."""
     quantization: Quantization | None
     """How the checkpoint holds its linear maps; None where all are dense."""
+    experts: ExpertsConfig | None
+    """None where all layers are dense."""
 
     @property
     def queries_per_kv(self) -> int:
@@ -171,11 +228,36 @@ class ModelConfig:
             down=LinearMap(f"{prefix}.down_proj", hidden, inner, Split.FROM_INNER),
         )
 
-    def layer_maps(self, layer: int) -> Iterator[LinearMap]:
-        """All linear maps of a layer."""
-        attention, mlp = self.attention_maps(layer), self.mlp_maps(layer)
-        yield from (attention.q, attention.k, attention.v, attention.out)
-        yield from (mlp.gate, mlp.up, mlp.down)
+    def expert_maps(self, layer: int) -> ExpertMaps | None:
+        """None where the layer is dense, and has `mlp_maps` instead."""
+        experts = self.experts
+        if experts is None or layer not in experts.layers:
+            return None
+        names, hidden, inner = experts.names, self.hidden_size, experts.intermediate_size
+        prefix = f"model.layers.{layer}"
+
+        def maps(name: str) -> MlpMaps:
+            return MlpMaps(
+                gate=LinearMap(f"{name}.{names.gate}", inner, hidden, Split.EXPERT_INNER),
+                up=LinearMap(f"{name}.{names.up}", inner, hidden, Split.EXPERT_INNER),
+                down=LinearMap(f"{name}.{names.down}", hidden, inner, Split.FROM_EXPERT_INNER),
+            )
+
+        return ExpertMaps(
+            LinearMap(f"{prefix}.{names.router}", experts.num_experts, hidden, Split.WHOLE),
+            tuple(maps(f"{prefix}.{names.experts}.{i}") for i in range(experts.num_experts)),
+        )
+
+    def weights_per_token(self, layer: int) -> int:
+        """How many weights of a layer a token is multiplied with."""
+        maps, experts = list(self.attention_maps(layer)), self.expert_maps(layer)
+        if self.experts is None or experts is None:
+            maps += self.mlp_maps(layer)
+        else:
+            maps.append(experts.router)
+            for mlp in experts.experts[: self.experts.experts_per_token]:
+                maps += mlp
+        return sum(m.outputs * m.inputs for m in maps)
 
     def num_vector_elements(self, num_layers: int) -> int:
         """Of the norms and biases of so many layers, and of the norm behind the last one."""
@@ -228,7 +310,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
     # A Qwen3 head is 128 wide unless the file says otherwise, whatever the hidden size.
-    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    usual_head_dim = 128 if architecture in QWEN3 else hidden_size // num_heads
     head_dim = fields.positive("head_dim", max(1, usual_head_dim))
     if head_dim % 2:
         fields.refuse("head_dim", "must be even")
@@ -248,22 +330,26 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
         rope_scaling=scaling,
         max_position_embeddings=_longest_sequence(fields, scaling),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in QWEN3,
         qkv_bias=attention_bias,
         output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         quantization=parse_quantization(fields),
+        experts=_experts(fields, architecture, num_layers),
     )
 
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
+QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def _architecture(fields: Fields) -> str:
@@ -282,6 +368,52 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "must be 'silu'")
+
+
+def _experts(fields: Fields, architecture: str, num_layers: int) -> ExpertsConfig | None:
+    if architecture == "MixtralForCausalLM":
+        return ExpertsConfig(
+            *_expert_counts(fields, "num_local_experts", 8, 2),
+            intermediate_size=fields.positive("intermediate_size"),
+            renormalize=True,
+            layers=frozenset(range(num_layers)),
+            names=MIXTRAL_EXPERTS,
+        )
+    # New files say it as Mixtral does.
+    name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    # Zero experts are how Qwen3-MoE says that all layers are dense.
+    if architecture != "Qwen3MoeForCausalLM" or fields.values.get(name) == 0:
+        return None
+    return ExpertsConfig(
+        *_expert_counts(fields, name, 128, 8),
+        intermediate_size=fields.positive("moe_intermediate_size", 768),
+        renormalize=fields.flag("norm_topk_prob", False),
+        layers=_sparse_layers(fields, num_layers),
+        names=QWEN_EXPERTS,
+    )
+
+
+def _expert_counts(fields: Fields, name: str, usual: int, usual_per_token: int) -> tuple[int, int]:
+    num_experts = fields.positive(name, usual)
+    if num_experts > MAX_EXPERTS:
+        fields.refuse(name, f"must be at most {MAX_EXPERTS}")
+    per_token = fields.positive("num_experts_per_tok", usual_per_token)
+    if per_token > num_experts:
+        fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")
+    return num_experts, per_token
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer but those that `mlp_only_layers` names."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(
+        not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers
+        for layer in dense
+    ):
+        fields.refuse("mlp_only_layers", f"must be a list of layers from 0 to {num_layers - 1}")
+    return frozenset(range(step - 1, num_layers, step)) - frozenset(dense)
 
 
 def _dtype(fields: Fields) -> str:
@@ -351,6 +483,9 @@ def _longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
 def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
+    if architecture == "MixtralForCausalLM":
+        windowed = fields.values.get("sliding_window") is not None
+        return (fields.positive("sliding_window") if windowed else None,) * num_layers
     if architecture == "MistralForCausalLM":
         # An absent field means 4096 (the first Mistral), an explicit null means none.
         windowed = (
@@ -360,6 +495,8 @@ def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tupl
     if not fields.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = fields.positive("sliding_window", 4096)
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * num_layers
     return tuple(
         window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
     )

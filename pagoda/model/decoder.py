@@ -1,8 +1,8 @@
-"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+"""The decoder that Llama, Mistral, Mixtral, Qwen2 and Qwen3 share.
 
-The families differ in switches only: biases, norms of queries and keys, sliding windows, rotary scaling. Of
-several ranks each computes its part (`pagoda.model.sharding`): some of the layers, and of those some of the heads
-and channels. Hidden states are whole, and the same on all ranks of a stage.
+The families differ in switches only: biases, norms of queries and keys, sliding windows, rotary scaling, experts.
+Of several ranks each computes its part (`pagoda.model.sharding`): some of the layers, and of those some of the
+heads and channels. Hidden states are whole, and the same on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pagoda.backend.base import (
 from pagoda.backend.weights import GroupedWeight, LinearWeight
 from pagoda.errors import ConfigError
 from pagoda.model.config import LinearMap
+from pagoda.model.experts import DenseMlp, SparseMlp, compute_mlp, load_experts
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.sharding import PartialWeights, Shard
 
@@ -41,8 +42,7 @@ class Layer(Generic[LinearT]):
     attention_out: LinearT
     window: int | None
     mlp_norm: Tensor
-    gate_up: LinearT
-    down: LinearT
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
 
 
 class Decoder(Generic[LinearT, PlanT]):
@@ -66,6 +66,7 @@ class Decoder(Generic[LinearT, PlanT]):
         self._shard = shard
         self._backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
+        self._expert_counts = loader.expert_counts
         self._norm = (
             loader.tensor("model.norm.weight", config.hidden_size) if shard.is_last else None
         )
@@ -90,6 +91,15 @@ class Decoder(Generic[LinearT, PlanT]):
         plan = backend.plan_attention(batch, self._shard.num_heads, self._caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
         return self._compiled(StepInput(batch.token_ids, table, plan, hidden))
+
+    def take_expert_tokens(self) -> list[int]:
+        """How many tokens each expert was given since this was last asked, in all layers of the stage together.
+
+        Experts of other ranks count as well; empty for a model that has none.
+        """
+        taken: list[int] = self._expert_counts.tolist()
+        self._expert_counts.zero_()
+        return taken
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of normed hidden states [m, hidden]: [m, vocab] float32, on all ranks of the last stage."""
@@ -133,9 +143,7 @@ class Decoder(Generic[LinearT, PlanT]):
         for layer, cache, next_norm in zip(self._layers, self._caches, norms, strict=True):
             attended = ops.all_reduce(self._attention(ops, step, layer, cache, h))
             x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
-            mixed = ops.all_reduce(
-                ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
-            )
+            mixed = ops.all_reduce(compute_mlp(ops, h, layer.mlp))
             if next_norm is None:
                 return ops.add(x, mixed)
             x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
@@ -181,10 +189,15 @@ class _Loader(Generic[LinearT]):
         self._source = source
         self._dtype = dtype
         self._device = backend.device
+        experts = shard.config.experts
+        self.expert_counts = torch.zeros(
+            0 if experts is None else experts.num_experts, dtype=torch.int64, device=backend.device
+        )
+        """Tokens that went to each expert, of all layers together."""
 
     def layer(self, index: int) -> Layer[LinearT]:
         config, prefix = self._shard.config, f"model.layers.{index}"
-        attention, mlp = config.attention_maps(index), config.mlp_maps(index)
+        attention = config.attention_maps(index)
         return Layer(
             attention_norm=self.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size),
             qkv=self.linear([attention.q, attention.k, attention.v], bias=config.qkv_bias),
@@ -192,6 +205,16 @@ class _Loader(Generic[LinearT]):
             attention_out=self.linear([attention.out], bias=config.output_bias),
             window=config.sliding_windows[index],
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            mlp=self._mlp(index),
+        )
+
+    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
+        config, maps = self._shard.config, self._shard.expert_maps(index)
+        if config.experts is not None and maps is not None:
+            first = self._shard.experts.start
+            return load_experts(config.experts, maps, first, self.expert_counts, self.linear)
+        mlp = config.mlp_maps(index)
+        return DenseMlp(
             gate_up=self.linear([mlp.gate, mlp.up], bias=config.mlp_bias),
             down=self.linear([mlp.down], bias=config.mlp_bias),
         )

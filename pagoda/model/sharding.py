@@ -7,7 +7,7 @@ ranks: behind attention and behind the MLP. Embedding and head are split by the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,10 +23,10 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.config import LinearMap, ModelConfig, Split
+from pagoda.model.config import ExpertMaps, LinearMap, ModelConfig, Split
 from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
 from pagoda.model.weights import WeightSource
-from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.parallel.config import ParallelConfig, RankPlace, expert_share
 
 _CHANNEL_UNITS = (128, 64, 32)
 """Channels are cut between multiples of one of these where possible: between groups of quantized weights."""
@@ -114,13 +114,39 @@ class Shard:
                 outputs = self.channels(linear_map.outputs)
             case Split.FROM_INNER:
                 inputs = self.channels(linear_map.inputs)
+            case Split.EXPERT_INNER if not self.expert_parallel:
+                outputs = self.channels(linear_map.outputs)
+            case Split.FROM_EXPERT_INNER if not self.expert_parallel:
+                inputs = self.channels(linear_map.inputs)
         return Part(outputs, inputs)
+
+    def expert_maps(self, layer: int) -> ExpertMaps | None:
+        """Of the experts that this rank holds, `experts` of all; None where the layer is dense."""
+        maps = self.config.expert_maps(layer)
+        return maps and replace(maps, experts=maps.experts[self.experts.start : self.experts.stop])
+
+    @property
+    def experts(self) -> range:
+        """The experts of each layer that this rank holds, whole or a part of every one."""
+        experts = self.config.experts
+        if experts is None:
+            return range(0)
+        if not self.expert_parallel:
+            return range(experts.num_experts)
+        return expert_share(experts.num_experts, self.tp_rank, self.tp_size)
 
     def linear_maps(self) -> Iterator[LinearMap]:
         """Those that this rank holds a part of."""
         config = self.config
         for layer in self.layers:
-            yield from config.layer_maps(layer)
+            yield from config.attention_maps(layer)
+            experts = self.expert_maps(layer)
+            if experts is None:
+                yield from config.mlp_maps(layer)
+            else:
+                yield experts.router
+                for mlp in experts.experts:
+                    yield from mlp
         if self.is_first:
             yield config.embedding
         if self.is_last and not (self.is_first and config.tie_word_embeddings):
@@ -164,6 +190,8 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} is more than the model's {config.num_layers} layers."
         )
+    if parallel.expert_parallel:
+        _check_experts(config, tp_size)
     return Shard(
         config,
         split_layers(config, num_stages)[place.pp],
@@ -173,16 +201,25 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
     )
 
 
+def _check_experts(config: ModelConfig, tp_size: int) -> None:
+    if config.experts is None:
+        raise ConfigError(
+            "--enable-expert-parallel needs a model with experts, such as Qwen3-MoE or Mixtral; leave it out."
+        )
+    if tp_size > config.experts.num_experts:
+        raise ConfigError(
+            f"--tensor-parallel-size {tp_size} is more than the model's {config.experts.num_experts} experts, and "
+            "with --enable-expert-parallel every rank needs one at least."
+        )
+
+
 def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of each stage, so that the costliest stage is as cheap as can be.
 
     The cost of a stage is the number of weights that a token is multiplied with; the head is one more cost of the
     last stage. Every stage has a layer at least.
     """
-    costs = [
-        sum(m.outputs * m.inputs for m in config.layer_maps(layer))
-        for layer in range(config.num_layers)
-    ]
+    costs = [config.weights_per_token(layer) for layer in range(config.num_layers)]
     head = config.head.outputs * config.head.inputs
     # The cheapest limit under which so many stages are enough, found by halving.
     low, high = max(max(costs), costs[-1] + head), sum(costs) + head

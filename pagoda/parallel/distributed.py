@@ -7,16 +7,17 @@ process can be in several.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from pagoda.errors import ConfigError
 
+_dist: Any = torch.distributed
+"""Type checkers know too little of it."""
 _CONNECT_TIMEOUT = timedelta(minutes=2)
 _WAIT_TIMEOUT = timedelta(days=7)
 """For other ranks; one that is stuck is ended by its engine."""
@@ -38,7 +39,7 @@ class GroupStore:
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
         self.address = f"{host}:{port}"
-        self._store = dist.TCPStore(
+        self._store = _dist.TCPStore(
             host,
             port,
             is_master=True,
@@ -65,11 +66,10 @@ class DistributedCollectives:
         self.size = size
         self._device = device
         store_host, _, port = address.rpartition(":")
-        store = dist.TCPStore(
+        store = _dist.TCPStore(
             store_host, int(port), is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
         )
-        make = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl}[device.type]
-        self._group = make(store, rank, size, device, host)
+        self._group = _process_group(store, rank, size, device, host)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -102,7 +102,7 @@ class DistributedCollectives:
     def _broadcast(self, payload: bytes) -> bytes:
         """Of one length on all ranks."""
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
-        self._group.broadcast([data], dist.BroadcastOptions()).wait()
+        self._group.broadcast([data], _dist.BroadcastOptions()).wait()
         return bytes(data.cpu().numpy())
 
     def close(self) -> None:
@@ -124,23 +124,23 @@ def _sum(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _gloo(store: dist.Store, rank: int, size: int, device: torch.device, host: str) -> Any:  # noqa: ARG001
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = _WAIT_TIMEOUT
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, host: str) -> Any:  # noqa: ARG001
-    if not dist.is_nccl_available():
+def _process_group(store: Any, rank: int, size: int, device: torch.device, host: str) -> Any:
+    if device.type == "cpu":
+        options = _dist.ProcessGroupGloo._Options()
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = _WAIT_TIMEOUT
+        return _dist.ProcessGroupGloo(store, rank, size, options)
+    if device.type == "npu":
+        return _process_group_of_npus(store, rank, size, device)
+    if not _dist.is_nccl_available():
         raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")
     torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
+    options = _dist.ProcessGroupNCCL.Options()
     options._timeout = _WAIT_TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return _dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _hccl(store: dist.Store, rank: int, size: int, device: torch.device, host: str) -> Any:  # noqa: ARG001
+def _process_group_of_npus(store: Any, rank: int, size: int, device: torch.device) -> Any:
     try:
         import torch_npu
     except ImportError:
@@ -148,5 +148,5 @@ def _hccl(store: dist.Store, rank: int, size: int, device: torch.device, host: s
     torch_npu.npu.set_device(device)
     library = torch_npu._C._distributed_c10d
     options = library.ProcessGroupHCCL.Options()
-    options.op_timeout = _WAIT_TIMEOUT
+    options._timeout = _WAIT_TIMEOUT
     return library.ProcessGroupHCCL(store, rank, size, options)

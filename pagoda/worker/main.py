@@ -25,6 +25,7 @@ from pagoda.worker.pinning import settle
 from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
+    from pagoda.worker.meeting import Meeting
     from pagoda.worker.runner import Runner, StageRunner
     from pagoda.worker.stages import StageInput, StageOutput
 
@@ -37,6 +38,7 @@ class _Worker:
 
     runner: Runner | StageRunner
     ready: WorkerReady
+    meeting: Meeting | None = None
     source: StageInput | None = None
     target: StageOutput | None = None
     answers: bool = True
@@ -122,6 +124,7 @@ def _start_with_peers(
     return _Worker(
         runner,
         ready,
+        meeting,
         source=meeting.source,
         target=meeting.target(peers),
         answers=place == parallel.sampling_place(place.dp),

@@ -23,7 +23,7 @@ _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class Meeting:
-    """One rank's side of it."""
+    """One rank's side of it. Must live as long as the worker: peers may join later than this rank."""
 
     def __init__(
         self,
@@ -73,7 +73,9 @@ class Meeting:
         from pagoda.worker.group import form_group
 
         members = [self._hello_of(peers, RankPlace(place.dp, place.pp, tp)) for tp in range(size)]
-        return form_group(place.tp, members, self._offer)
+        name = self._config.parallel.device_of(place)
+        device = torch.device("cpu" if name.startswith("cpu") else name)
+        return form_group(place.tp, members, device, self._config.bind_host)
 
     def target(self, peers: WorkerPeers) -> StageOutput | None:
         """The rank of the same number one stage on; None on the last stage."""

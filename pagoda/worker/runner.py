@@ -26,6 +26,10 @@ class Model(Logits, Protocol):
         """
         ...
 
+    def take_expert_tokens(self) -> list[int]:
+        """Tokens given to each expert since this was last asked; empty without experts."""
+        ...
+
 
 class _Slots:
     """What every rank keeps of the requests in its slots."""
@@ -116,6 +120,7 @@ class Runner:
             logprobs=sampled.logprobs,
             errors=errors | sampled.errors,
             step_time_s=time.perf_counter() - began,
+            expert_tokens=self._model.take_expert_tokens(),
         )
 
     def _apply(self, plan: StepPlan) -> None:

@@ -79,9 +79,8 @@ def test_bytes_of_all_ranks_add_up() -> None:
 
 
 def _cost(config: ModelConfig, layers: range) -> int:
-    maps = [m for layer in layers for m in config.layer_maps(layer)]
-    head = [config.head] if layers.stop == config.num_layers else []
-    return sum(m.outputs * m.inputs for m in maps + head)
+    head = config.head.outputs * config.head.inputs if layers.stop == config.num_layers else 0
+    return head + sum(config.weights_per_token(layer) for layer in layers)
 
 
 @given(st.integers(1, 9), st.data(), st.sampled_from([100, 20_000, 151_936]))
