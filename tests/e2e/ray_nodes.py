@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -76,7 +76,7 @@ class RayNode:
 class RayCluster:
     """A head and any number of other nodes."""
 
-    def __init__(self, directory: Path, head_address: str, settings: dict[str, int]) -> None:
+    def __init__(self, directory: Path, head_address: str, settings: Mapping[str, int]) -> None:
         self._directory = directory
         self._num_nodes = 0
         self._nodes: list[RayNode] = []
@@ -87,7 +87,7 @@ class RayCluster:
             f"--port={self.address.rpartition(':')[2]}",
             f"--temp-dir={directory}",
             "--include-dashboard=false",
-            f"--system-config={json.dumps(settings)}",
+            f"--system-config={json.dumps(dict(settings))}",
         )
 
     def add(self, address: str) -> RayNode:
@@ -105,13 +105,15 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def ray_cluster(head_address: str, settings: dict[str, int]) -> Iterator[RayCluster]:
+def ray_cluster(
+    head_address: str, settings: Mapping[str, int] | None = None
+) -> Iterator[RayCluster]:
     """A cluster of one node, which can be joined by others, and of which nothing is left behind."""
     # Ray's sockets lie in it, and their paths must be short.
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
     cluster = None
     try:
-        cluster = RayCluster(directory, head_address, settings)
+        cluster = RayCluster(directory, head_address, settings or {})
         yield cluster
     finally:
         if cluster is not None:

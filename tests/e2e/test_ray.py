@@ -8,16 +8,16 @@ import aiohttp
 import pytest
 
 from greedy_streams import stream_all
+from ray_nodes import QUICK_TO_NOTICE, ray_cluster
+
 from pagoda.cli.server_process import server_process
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'pagoda-llm[ray]')")
 
-from ray_nodes import QUICK_TO_NOTICE, ray_cluster
-
 HEAD, SECOND = "127.0.0.1", "127.0.0.2"
 """Two addresses, so that the nodes count as two hosts, which share no memory."""
 NUM_STREAMS = 8
-MAX_TOKENS = 400
+MAX_TOKENS = 300
 
 
 async def wait_until_lost(session: aiohttp.ClientSession) -> str:
