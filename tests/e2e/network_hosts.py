@@ -1,7 +1,7 @@
 """Hosts as network namespaces of Linux, joined by a cable that delays, loses, and can be cut.
 
-The two ends of the cable are TUN devices, and a thread of the test carries packets from one to the other. Not every
-kernel has `tc netem`, which would do the same.
+The two ends of the cable are TUN devices, and a thread of the test carries packets from one to the other. Not
+every kernel has `tc netem`, which would do the same.
 """
 
 from __future__ import annotations

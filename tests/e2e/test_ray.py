@@ -6,7 +6,6 @@ import asyncio
 
 import aiohttp
 import pytest
-
 from greedy_streams import stream_all
 from ray_nodes import QUICK_TO_NOTICE, ray_cluster
 
