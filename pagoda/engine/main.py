@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,8 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Execu
         return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
     launcher: Launcher
     if config.executor == "ray":
+        # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
         from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed
 
         launcher = RayLauncher(

@@ -35,6 +35,7 @@ from pagoda.telemetry.logging import LOG_LEVEL_ENV
 from pagoda.version import __version__
 
 RAY_ADDRESS_ENV = "RAY_ADDRESS"
+_CONNECT_TIMEOUT_S = 5
 _PATIENCE_S = 5
 """How long to wait for room in the cluster before the log says so."""
 
@@ -221,18 +222,33 @@ def _connect(address: str) -> None:
         raise ConfigError(
             f"--ray-address takes host:port of a Ray cluster that this host has joined, got {address!r}."
         )
+    if address != "auto":
+        _check_reachable(address)
     at_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, configure_logging=False)
     except Exception as error:  # of many types, from Ray and from gRPC
-        where = "" if address == "auto" else f" at {address}"
-        raise ConfigError(
-            f"No Ray cluster can be reached{where} ({_first_line(error)}); "
-            "start one with `ray start --head`, or name it with --ray-address."
-        ) from None
+        raise _unreachable(address, error) from None
     finally:
         # Ray would end this process at once, but the frontend lets running answers finish first.
         signal.signal(signal.SIGTERM, at_sigterm)
+
+
+def _check_reachable(address: str) -> None:
+    """Tries the port first: Ray would ask an address where nobody listens for most of a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unreachable(address, error) from None
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    where = "" if address == "auto" else f" at {address}"
+    return ConfigError(
+        f"No Ray cluster can be reached{where} ({_first_line(error)}); "
+        "start one with `ray start --head`, or name it with --ray-address."
+    )
 
 
 def _same_version(facts: HostFacts) -> bool:
