@@ -127,7 +127,7 @@ def test_ray_is_refused_what_it_does_not_use() -> None:
 
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'pagoda-llm[ray]'")):
         ExecutorOptions(executor="ray").engine_config(EngineOptions(), "m")
 

@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="Ray is not installed (pip install 'pagoda-llm
 HEAD, SECOND = "127.0.0.1", "127.0.0.2"
 """Two addresses, so that the nodes count as two hosts, which share no memory."""
 NUM_STREAMS = 8
-MAX_TOKENS = 300
+MAX_TOKENS = 200
 
 
 async def wait_until_lost(session: aiohttp.ClientSession) -> str:
