@@ -11,10 +11,11 @@ from rich.style import Style
 from pagoda.cli import event_loop, output
 from pagoda.cli.answer import AnswerPrinter, StreamedAnswer, stream_answer
 from pagoda.cli.local_server import Connection, connect
-from pagoda.cli.options import EngineOptions, GeneralOptions, SamplingOptions
+from pagoda.cli.options import EngineOptions, GeneralOptions, ParallelOptions, SamplingOptions
 from pagoda.errors import PagodaError
 
 _ENGINE = EngineOptions()
+_PARALLEL = ParallelOptions()
 _GENERAL = GeneralOptions()
 _SAMPLING = SamplingOptions()
 
@@ -33,6 +34,7 @@ def chat(
     system: str | None = None,
     sampling: SamplingOptions = _SAMPLING,
     engine: EngineOptions = _ENGINE,
+    parallel: ParallelOptions = _PARALLEL,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Talk with a model; every line is a message. Reads piped lines too.
@@ -46,7 +48,7 @@ def chat(
     general.apply()
     with (
         event_loop.runner() as runner,
-        connect(runner, model, base_url, api_key, engine) as connection,
+        connect(runner, model, base_url, api_key, engine, parallel) as connection,
     ):
         conversation = _Conversation(connection, sampling.body(engine.seed), system)
         if sys.stdin.isatty():

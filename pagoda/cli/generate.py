@@ -16,10 +16,17 @@ from pagoda.cli import event_loop, output
 from pagoda.cli.batch_file import BatchRequest, answer_batch, read_batch
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import Choice
-from pagoda.cli.options import Count, EngineOptions, GeneralOptions, SamplingOptions
+from pagoda.cli.options import (
+    Count,
+    EngineOptions,
+    GeneralOptions,
+    ParallelOptions,
+    SamplingOptions,
+)
 from pagoda.errors import ConfigError
 
 _ENGINE = EngineOptions()
+_PARALLEL = ParallelOptions()
 _GENERAL = GeneralOptions()
 _SAMPLING = SamplingOptions()
 
@@ -33,6 +40,7 @@ def generate(
     concurrency: Count = 64,
     sampling: SamplingOptions = _SAMPLING,
     engine: EngineOptions = _ENGINE,
+    parallel: ParallelOptions = _PARALLEL,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Answer prompts, or all requests of an OpenAI batch file.
@@ -49,12 +57,12 @@ def generate(
     if input_file is not None or output_file is not None:
         if input_file is None or output_file is None or prompts:
             raise ConfigError("--input and --output go together, and without prompts.")
-        return _generate_batch(input_file, output_file, concurrency, model, engine)
+        return _generate_batch(input_file, output_file, concurrency, model, engine, parallel)
     texts = prompts or (_read_prompt(),)
     body = sampling.body(engine.seed)
     with (
         event_loop.runner() as runner,
-        connect(runner, model, None, None, engine) as connection,
+        connect(runner, model, None, None, engine, parallel) as connection,
     ):
         for text in texts:
             if len(texts) > 1:
@@ -89,7 +97,12 @@ def _new_text(choice: Choice) -> str:
 
 
 def _generate_batch(
-    source: Path, target: Path, concurrency: int, model: str | None, engine: EngineOptions
+    source: Path,
+    target: Path,
+    concurrency: int,
+    model: str | None,
+    engine: EngineOptions,
+    parallel: ParallelOptions,
 ) -> int:
     requests = read_batch(source)
     try:
@@ -99,7 +112,7 @@ def _generate_batch(
     with (
         file,
         event_loop.runner() as runner,
-        connect(runner, model, None, None, engine) as connection,
+        connect(runner, model, None, None, engine, parallel) as connection,
     ):
         num_failed = runner.run(_write_results(connection, requests, concurrency, file.write))
     output.stderr().print(

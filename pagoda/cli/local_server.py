@@ -19,7 +19,7 @@ from pagoda.api.app import hosts_for, make_server
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import EngineOptions, ExecutorOptions
+from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.model_text import load_text
@@ -44,6 +44,7 @@ def connect(
     base_url: str | None,
     api_key: str | None,
     engine: EngineOptions,
+    parallel: ParallelOptions,
 ) -> Iterator[Connection]:
     """A server on `runner`'s loop: the one at `base_url`, or without it one of our own that loads `model`.
 
@@ -54,7 +55,7 @@ def connect(
         ConfigError: the server cannot be reached, or the model cannot be loaded.
         ServerError: the server at `base_url` serves no model.
     """
-    opened = _remote(base_url, model, api_key) if base_url else _local(model, engine)
+    opened = _remote(base_url, model, api_key) if base_url else _local(model, engine, parallel)
     connection = runner.run(opened.__aenter__())
     try:
         yield connection
@@ -71,10 +72,12 @@ async def _remote(
 
 
 @contextlib.asynccontextmanager
-async def _local(model: str | None, engine: EngineOptions) -> AsyncIterator[Connection]:
+async def _local(
+    model: str | None, engine: EngineOptions, parallel: ParallelOptions
+) -> AsyncIterator[Connection]:
     executor = ExecutorOptions()
-    files = executor.resolve(engine, model)
-    config = executor.engine_config(engine, files.model)
+    files = executor.resolve(engine, model, parallel)
+    config = executor.engine_config(engine, files.model, parallel)
     key = secrets.token_urlsafe()
     async with contextlib.AsyncExitStack() as stack:
         with output.stderr().status(f"loading {files.served_name} ..."):

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.telemetry.logging import LOG_LEVEL_ENV, LogLevel, configure_logging
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "EngineOptions",
     "ExecutorOptions",
     "GeneralOptions",
+    "ParallelOptions",
     "SamplingOptions",
     "Seconds",
 ]

@@ -17,7 +17,13 @@ from cyclopts.validators import Number
 from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop, output
-from pagoda.cli.options import EngineOptions, ExecutorOptions, GeneralOptions, Seconds
+from pagoda.cli.options import (
+    EngineOptions,
+    ExecutorOptions,
+    GeneralOptions,
+    ParallelOptions,
+    Seconds,
+)
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.engine.messages import EngineReady
 from pagoda.ipc.lifeline import hold_lifeline
@@ -59,6 +65,7 @@ class ServerOptions:
 
 _SERVER = ServerOptions()
 _ENGINE = EngineOptions()
+_PARALLEL = ParallelOptions()
 _EXECUTOR = ExecutorOptions()
 _GENERAL = GeneralOptions()
 
@@ -68,6 +75,7 @@ def serve(
     *,
     server: ServerOptions = _SERVER,
     engine: EngineOptions = _ENGINE,
+    parallel: ParallelOptions = _PARALLEL,
     executor: ExecutorOptions = _EXECUTOR,
     general: GeneralOptions = _GENERAL,
 ) -> int:
@@ -80,16 +88,15 @@ def serve(
     hold_lifeline()
     general.apply(default_level="info")
     started = time.perf_counter()
-    files = executor.resolve(engine, model)
+    files = executor.resolve(engine, model, parallel)
     config = server.config()
+    engine_config = executor.engine_config(engine, files.model, parallel)
 
     def announce(url: str, limits: EngineReady) -> None:
         seconds = time.perf_counter() - started
         _announce(url, config, files, limits, seconds)
 
-    event_loop.run(
-        serve_api(config, executor.engine_config(engine, files.model), files, on_ready=announce)
-    )
+    event_loop.run(serve_api(config, engine_config, files, on_ready=announce))
     return 0
 
 

@@ -6,6 +6,7 @@ and is checked when a configuration is made, wherever the values come from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
 
@@ -17,14 +18,17 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.sizes import parse_bytes
+from pagoda.ipc.machine import available_memory_bytes
 from pagoda.models.resolve import ModelFiles, resolve_model
+from pagoda.models.topology import check_topology
+from pagoda.parallel.config import ParallelConfig
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 
-T = TypeVar("T", "EngineOptions", "ExecutorOptions")
+T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions")
 
 
 @Parameter(name="*", group=Group("Engine", sort_key=10))
@@ -123,10 +127,42 @@ class EngineOptions:
             raise ConfigError(f"--kv-cache-memory-bytes {error}, got {given!r}.") from None
 
 
+@Parameter(name="*", group=Group("Parallelism", sort_key=15))
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How many devices the model is spread over."""
+
+    data_parallel_size: Annotated[Count, Parameter(name=["--data-parallel-size", "--dp"])] = 1
+    """Replicas of the model; requests are shared out among them."""
+    tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
+    """Devices that share every layer of a replica."""
+    pipeline_parallel_size: Annotated[
+        Count, Parameter(name=["--pipeline-parallel-size", "--pp"])
+    ] = 1
+    """Stages of a replica, each with some of its layers."""
+    devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
+    """Such as cpu:0,cpu:1, which are equal parts of the cores; by default the first that are needed."""
+
+    def config(self) -> ParallelConfig:
+        """
+        Raises:
+            ConfigError: a value is not allowed, or the devices do not fit the sizes.
+        """
+        options = _checked(self)
+        given = options.devices or ()
+        return ParallelConfig(
+            data_parallel_size=options.data_parallel_size,
+            tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
+            devices=tuple(given.split(",")) if isinstance(given, str) else given,
+        )
+
+
 SYNTHETIC_MODEL = "synthetic"
 """What the simulated executor serves when no name is given."""
 
 _DEFAULT_ENGINE = EngineOptions()
+_DEFAULT_PARALLEL = ParallelOptions()
 _DEFAULT_SIM = SimConfig()
 _SIM_LIMITS = {"max_num_seqs": 2**16, "num_kv_blocks": 2**24}
 """The engine keeps a record of each, and no worker's memory bounds them."""
@@ -143,6 +179,9 @@ _UNUSED_BY_SIM = (
 )
 
 
+_PARALLEL_UNUSED_BY_SIM = ("tensor_parallel_size", "devices")
+
+
 @Parameter(name="*", group=Group("Simulation", sort_key=20))
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
@@ -157,40 +196,53 @@ class ExecutorOptions:
     sim_vocab_size: Count | None = None
     """Simulated tokens are below this."""
 
-    def resolve(self, engine: EngineOptions, model: str | None) -> ModelFiles:
+    def resolve(
+        self,
+        engine: EngineOptions,
+        model: str | None,
+        parallel: ParallelOptions = _DEFAULT_PARALLEL,
+    ) -> ModelFiles:
         """The files of `model`; the simulated executor needs none and makes do with a name.
 
         Raises:
             ConfigError: there is no such model, or a flag is given that the executor does not use.
         """
-        self._check(engine)
+        self._check(engine, parallel)
         if self.executor == "local":
             return resolve_model(model, load_format=engine.load_format)
         name = model or SYNTHETIC_MODEL
         return ModelFiles(model=name, directory=None, served_name=name)
 
-    def engine_config(self, engine: EngineOptions, model: str) -> EngineConfig:
-        """The engine that `engine` describes, over the executor chosen here.
+    def engine_config(
+        self, engine: EngineOptions, model: str, parallel: ParallelOptions = _DEFAULT_PARALLEL
+    ) -> EngineConfig:
+        """The engine that `engine` describes, over the executor chosen here, for each of the replicas.
 
         Raises:
-            ConfigError: a value is not allowed, or a flag is given that the chosen executor does not use.
+            ConfigError: a value is not allowed, or a flag is given that the chosen executor does not use, or the
+                model cannot be split as `parallel` says.
         """
-        self._check(engine)
+        self._check(engine, parallel)
         config = engine.engine_config(model)
+        topology = parallel.config()
         if self.executor == "local":
-            return config
-        return msgspec.structs.replace(config, executor="sim", sim=self._sim_config(engine))
+            check_topology(model, engine.load_format, topology)
+            return msgspec.structs.replace(config, worker=_shared_host(config.worker, topology))
+        worker = msgspec.structs.replace(config.worker, parallel=topology)
+        return msgspec.structs.replace(
+            config, executor="sim", sim=self._sim_config(engine), worker=worker
+        )
 
-    def _check(self, engine: EngineOptions) -> None:
+    def _check(self, engine: EngineOptions, parallel: ParallelOptions) -> None:
         _checked(self)
         _checked(engine)
+        parallel.config()
         if self.executor == "sim":
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
-            for name in _UNUSED_BY_SIM:
-                if getattr(engine, name) != getattr(_DEFAULT_ENGINE, name):
-                    raise ConfigError(f"{_flag(name)} has no effect with --executor sim.")
+            _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_SIM)
+            _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_SIM)
             return
         for field in fields(self):
             if field.name.startswith("sim_") and getattr(self, field.name) is not None:
@@ -205,6 +257,24 @@ class ExecutorOptions:
             max_model_len=engine.max_model_len or _DEFAULT_SIM.max_model_len,
             vocab_size=self.sim_vocab_size or _DEFAULT_SIM.vocab_size,
         )
+
+
+def _refuse_unused(given: T, default: T, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(given, name) != getattr(default, name):
+            raise ConfigError(f"{_flag(name)} has no effect with --executor sim.")
+
+
+def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:
+    """One worker of a topology whose ranks all share this host."""
+    if parallel.num_ranks == 1:
+        return msgspec.structs.replace(worker, parallel=parallel)
+    return msgspec.structs.replace(
+        worker,
+        parallel=parallel,
+        workers_on_host=parallel.num_ranks,
+        host_memory_bytes=available_memory_bytes(),
+    )
 
 
 def _checked(options: T) -> T:

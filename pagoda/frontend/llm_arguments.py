@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
-from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
+from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.models.resolve import ModelFiles
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -21,10 +21,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "enforce_eager": (True, False),
     "kv_cache_dtype": ("auto",),
     "max_logprobs": (20,),
-    "pipeline_parallel_size": (1,),
     "revision": (None,),
     "swap_space": (0, 4),
-    "tensor_parallel_size": (1,),
     "tokenizer": (None,),
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": (None,),
@@ -32,18 +30,21 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Arguments of vLLM's `LLM` that are taken as long as they ask for what is done anyway."""
 
+Options = type[EngineOptions] | type[ExecutorOptions] | type[ParallelOptions]
+
 
 def configure(
     model: str | None, arguments: Mapping[str, object]
 ) -> tuple[ModelFiles, EngineConfig]:
     """The files of `model` and the engine that serves them.
 
-    An argument is named like a field of `EngineOptions` or `ExecutorOptions`, or like another name of its flag.
+    An argument is named like a field of `EngineOptions`, `ExecutorOptions` or `ParallelOptions`, or like another
+    name of its flag.
 
     Raises:
         ConfigError: there is no such model or argument, or an argument has a value that is not allowed.
     """
-    known = {**_names(EngineOptions), **_names(ExecutorOptions)}
+    known = _known_names()
     given: dict[str, object] = {}
     for name, value in arguments.items():
         if name not in known:
@@ -54,11 +55,16 @@ def configure(
             given[known[name]] = value
     engine = EngineOptions(**_fields_of(EngineOptions, given))
     executor = ExecutorOptions(**_fields_of(ExecutorOptions, given))
-    files = executor.resolve(engine, model)
-    return files, executor.engine_config(engine, files.model)
+    parallel = ParallelOptions(**_fields_of(ParallelOptions, given))
+    files = executor.resolve(engine, model, parallel)
+    return files, executor.engine_config(engine, files.model, parallel)
 
 
-def _names(options: type[EngineOptions] | type[ExecutorOptions]) -> dict[str, str]:
+def _known_names() -> dict[str, str]:
+    return {**_names(EngineOptions), **_names(ExecutorOptions), **_names(ParallelOptions)}
+
+
+def _names(options: Options) -> dict[str, str]:
     """The field that each argument sets, by all names that its flag has."""
     names = {field.name: field.name for field in fields(options)}
     for field, hint in get_type_hints(options, include_extras=True).items():
@@ -72,15 +78,13 @@ def _argument(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _fields_of(
-    options: type[EngineOptions] | type[ExecutorOptions], given: Mapping[str, object]
-) -> dict[str, Any]:
+def _fields_of(options: Options, given: Mapping[str, object]) -> dict[str, Any]:
     return {field.name: given[field.name] for field in fields(options) if field.name in given}
 
 
 def _check_neutral(name: str, value: object, model: str | None) -> None:
     if name not in _NEUTRAL:
-        known = ", ".join([*_names(EngineOptions), *_names(ExecutorOptions), "chat_template"])
+        known = ", ".join([*_known_names(), "chat_template"])
         raise ConfigError(f"LLM takes no argument {name!r}; it takes: {known}.")
     if name == "tokenizer" and value == model:
         return

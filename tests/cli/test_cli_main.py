@@ -95,7 +95,7 @@ def _engine_of_serve(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> E
     """Runs `pagoda serve` up to the point where it would look for its model."""
     seen = []
 
-    def stop(_: ExecutorOptions, engine: EngineOptions, __: str | None) -> None:
+    def stop(_: ExecutorOptions, engine: EngineOptions, *__: object) -> None:
         seen.append(engine)
         raise ConfigError("stop here.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.cli.options import EngineOptions, ExecutorOptions, SamplingOptions
+from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions, SamplingOptions
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
@@ -82,6 +82,25 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{flag} has no effect with --executor sim"):
             ExecutorOptions(executor="sim").engine_config(engine, "m")
+
+
+def test_the_simulated_executor_has_stages_but_no_tensors_to_share() -> None:
+    sim = ExecutorOptions(executor="sim")
+    parallel = ParallelOptions(pipeline_parallel_size=3)
+    config = sim.engine_config(EngineOptions(), "m", parallel)
+    assert config.worker.parallel.pipeline_parallel_size == 3
+    for refused, flag in (
+        (ParallelOptions(tensor_parallel_size=2), "--tensor-parallel-size"),
+        (ParallelOptions(devices="cpu:0"), "--devices"),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} has no effect with --executor sim"):
+            sim.engine_config(EngineOptions(), "m", refused)
+
+
+def test_a_topology_is_refused_before_the_model_is_looked_for() -> None:
+    parallel = ParallelOptions(tensor_parallel_size=2, devices="cpu:0,cpu:0")
+    with pytest.raises(ConfigError, match="--devices names cpu:0 more than once"):
+        ExecutorOptions().resolve(EngineOptions(), "nowhere", parallel)
 
 
 def test_a_body_holds_only_what_was_given() -> None:

@@ -33,11 +33,17 @@ def test_paths_exist(document: Path) -> None:
 def test_every_flag_of_serve_is_documented() -> None:
     from dataclasses import fields
 
-    from pagoda.cli.options import EngineOptions, ExecutorOptions, GeneralOptions
+    from pagoda.cli.options import (
+        EngineOptions,
+        ExecutorOptions,
+        GeneralOptions,
+        ParallelOptions,
+    )
     from pagoda.cli.serve import ServerOptions
 
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    for group in (ServerOptions, EngineOptions, ExecutorOptions, GeneralOptions):
+    groups = (ServerOptions, EngineOptions, ParallelOptions, ExecutorOptions, GeneralOptions)
+    for group in groups:
         for field in fields(group):
             assert f"--{field.name.replace('_', '-')}" in text
 

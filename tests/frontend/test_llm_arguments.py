@@ -9,6 +9,7 @@ import pytest
 
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
 from pagoda.frontend.llm_arguments import configure
+from pagoda.parallel.config import ParallelConfig
 
 DUMMY = {"load_format": "dummy"}
 
@@ -51,6 +52,22 @@ def test_names_of_vllm(theirs: str, ours: str, value: Any) -> None:
     assert configure("qwen3-0.6b", {**DUMMY, theirs: value}) == configure(
         "qwen3-0.6b", {**DUMMY, ours: value}
     )
+
+
+def test_parallel_sizes_are_arguments() -> None:
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2, "pp": 3, "data_parallel_size": 1}
+    _, engine = configure("qwen3-0.6b", {**DUMMY, **sizes})
+    expected = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert engine.worker.parallel == expected
+
+
+@pytest.mark.parametrize("devices", ["cpu:3,cpu:1", ["cpu:3", "cpu:1"], ("cpu:3", "cpu:1")])
+def test_devices_are_a_list_or_its_spelling(devices: Any) -> None:
+    _, engine = configure("qwen3-0.6b", {**DUMMY, "tp": 2, "devices": devices})
+    parallel = engine.worker.parallel
+    assert [parallel.device_of(place) for place in parallel.places(0)] == ["cpu:3", "cpu:1"]
+    assert engine.worker.workers_on_host == 2
+    assert engine.worker.host_memory_bytes
 
 
 def test_arguments_of_vllm_that_ask_for_what_is_done_anyway() -> None:

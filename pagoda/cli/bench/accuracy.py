@@ -16,10 +16,11 @@ from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.bench.serve import write_json
 from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import Count, EngineOptions, GeneralOptions
+from pagoda.cli.options import Count, EngineOptions, GeneralOptions, ParallelOptions
 from pagoda.errors import PagodaError
 
 _ENGINE = EngineOptions()
+_PARALLEL = ParallelOptions()
 _GENERAL = GeneralOptions()
 
 
@@ -56,6 +57,7 @@ def accuracy(
     fail_under: Annotated[float | None, Parameter(validator=Number(gte=0, lte=1))] = None,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     engine: EngineOptions = _ENGINE,
+    parallel: ParallelOptions = _PARALLEL,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Ask held-out questions and report the share of right answers for each skill.
@@ -74,7 +76,7 @@ def accuracy(
     asked = load_questions(questions, skill)
     with (
         event_loop.runner() as runner,
-        connect(runner, model, base_url, api_key, engine) as connection,
+        connect(runner, model, base_url, api_key, engine, parallel) as connection,
     ):
         grades = runner.run(_ask_all(connection, asked, concurrency))
     scores = score_by_skill(grades)

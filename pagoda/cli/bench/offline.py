@@ -15,12 +15,19 @@ from cyclopts.validators import Number
 from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, random_prompts
 from pagoda.cli.bench.serve import write_json
-from pagoda.cli.options import Count, EngineOptions, ExecutorOptions, GeneralOptions
+from pagoda.cli.options import (
+    Count,
+    EngineOptions,
+    ExecutorOptions,
+    GeneralOptions,
+    ParallelOptions,
+)
 from pagoda.engine.messages import FinishReason, SamplingParams
 from pagoda.frontend.llm import LLM
 from pagoda.frontend.outputs import RequestOutput
 
 _ENGINE = EngineOptions()
+_PARALLEL = ParallelOptions()
 _EXECUTOR = ExecutorOptions()
 _GENERAL = GeneralOptions()
 
@@ -54,6 +61,7 @@ def offline(
     prefix_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     engine: EngineOptions = _ENGINE,
+    parallel: ParallelOptions = _PARALLEL,
     executor: ExecutorOptions = _EXECUTOR,
     general: GeneralOptions = _GENERAL,
 ) -> int:
@@ -68,8 +76,8 @@ def offline(
         output_file: Write the figures as JSON to this file too.
     """
     general.apply()
-    files = executor.resolve(engine, model)
-    with LLM.from_config(files, executor.engine_config(engine, files.model)) as llm:
+    files = executor.resolve(engine, model, parallel)
+    with LLM.from_config(files, executor.engine_config(engine, files.model, parallel)) as llm:
         lengths = RandomLengths(input_len=input_len, output_len=output_len, prefix_len=prefix_len)
         prompts = random_prompts(num_prompts, lengths, engine.seed or 0)
         sampling = SamplingParams(max_tokens=output_len, ignore_eos=True, seed=engine.seed or 0)
