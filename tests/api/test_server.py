@@ -183,11 +183,11 @@ async def test_an_address_that_is_not_ours(host: str) -> None:
         await serve(ServerConfig(host=host, port=0), simulated(), files, on_ready=print)
 
 
-class DoomedClient(ScriptedEndpoint):
+class DoomedDispatcher(ScriptedEndpoint):
     """Starts, and is then given up."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        del config
+    def __init__(self, config: EngineConfig, policy: str) -> None:
+        del config, policy
         super().__init__()
         self.closed = False
         doomed.append(self)
@@ -202,11 +202,11 @@ class DoomedClient(ScriptedEndpoint):
         self.closed = True
 
 
-doomed: list[DoomedClient] = []
+doomed: list[DoomedDispatcher] = []
 
 
 async def test_a_server_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.api.server.EngineClient", DoomedClient)
+    monkeypatch.setattr("pagoda.api.server.make_dispatcher", DoomedDispatcher)
     files = resolve_model("qwen3-0.6b", load_format="dummy")
     ready: list[str] = []
     with pytest.raises(EngineDeadError, match="died too often"):

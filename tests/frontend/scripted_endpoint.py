@@ -103,8 +103,8 @@ class ScriptedEndpoint:
         self.aborted.append(request_id)
 
     async def load(self) -> LoadReport:
-        zeros = {field.name: 0 for field in msgspec.structs.fields(LoadReport)}
-        return LoadReport(**{**zeros, "num_running": len(self.requests), "is_worker_ready": True})
+        fields = [field for field in msgspec.structs.fields(LoadReport) if field.required]
+        return LoadReport(**{**{f.name: 0 for f in fields}, "num_running": len(self.requests)})
 
     async def health(self) -> Health:
         return self.healthy

@@ -129,7 +129,6 @@ def test_conversations_that_are_none(llm: LLM, messages: list[dict[str, str]]) -
         ("qwen3-0.6b", {"load_format": "dummy", "kv_cache_memory_bytes": "x"}, "such as 2GiB"),
         ("qwen3-0.6b", {"sim_base_ms": 1.0}, "--sim-base-ms needs --executor sim"),
         ("qwen3-0.6b", {"gpus": 2}, "LLM takes no argument 'gpus'; it takes: load_format"),
-        ("qwen3-0.6b", {"tensor_parallel_size": 2}, "tensor_parallel_size only as 1, got 2"),
         ("qwen3-0.6b", {"trust_remote_code": True}, "trust_remote_code only as False"),
         ("qwen3-0.6b", {"tokenizer": "other"}, "tokenizer only as None, got 'other'"),
         (
