@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from typing import Self
 
 from pagoda.engine.messages import TokenChunk
 
@@ -33,17 +33,18 @@ class TokenStream:
         self.finished = True
         self._wake()
 
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        while True:
-            while self._chunks:
-                chunk = self._chunks.popleft()
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        while not self._chunks:
             if self._error is not None:
                 raise self._error
+            if self.finished:
+                raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self._chunks.popleft()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
