@@ -100,7 +100,7 @@ def _log_normal(rng: random.Random, mean: float, sigma: float) -> float:
 def _request(rng: random.Random, index: int, prompt: list[int]) -> GenerateRequest:
     seed = rng.randrange(2**62)
     last = prompt[-1]
-    for position in range(min(MAX_TOKENS, max(1, int(_log_normal(rng, 120, 1.0))))):
+    for position in range(min(MAX_TOKENS, max(1, int(_log_normal(rng, 60, 1.0))))):
         last = sim_token(seed, position, last, _VOCABULARY)
     sampling = SamplingParams(seed=seed, max_tokens=MAX_TOKENS, stop_token_ids=(last,))
     return GenerateRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)

@@ -431,6 +431,7 @@ class _Held:
     def lost_an_engine(self) -> None:
         self.deaths += 1
         self.returns = True
+        self.refusals.clear()
 
     def ending(self) -> TokenChunk:
         """The last chunk of a request that is tried no more."""

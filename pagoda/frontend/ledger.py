@@ -41,6 +41,8 @@ class Ledger:
 
     def advance(self, account: Account, num_tokens: int) -> None:
         """So many tokens of the answer have come; with the first of them the prompt is computed."""
+        if not num_tokens:
+            return
         done = min(num_tokens, account.output_tokens - 1) + account.prompt_tokens
         account.output_tokens -= done - account.prompt_tokens
         account.prompt_tokens = 0

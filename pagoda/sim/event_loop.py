@@ -14,12 +14,16 @@ from pagoda.ipc.clock import VirtualClock
 
 T = TypeVar("T")
 
+_RESOLUTION_S = 1e-7
+"""Timers that are due within this are due now. Larger than a rounding error after years, which would stop time."""
+
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """`time()` starts at 0 and counts virtual seconds."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._clock_resolution = _RESOLUTION_S
         self.clock = VirtualClock()
         self._selector = _TimeSelector(self.clock)
 
