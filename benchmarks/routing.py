@@ -15,7 +15,6 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 
 from benchmarks.figure import Figure
@@ -70,7 +69,7 @@ Requests = Callable[[random.Random, int], list[GenerateRequest]]
 
 
 def heavy_tailed(rng: random.Random, count: int) -> list[GenerateRequest]:
-    """Prompts with a Pareto tail (a few are a hundred times as long as most), log-normal answers; nothing shared."""
+    """Prompts with a Pareto tail, a few a hundred times as long as most; log-normal answers; nothing shared."""
     return [
         _request(rng, index, _unique(rng, min(32_000, int(rng.paretovariate(1.3) * 200))))
         for index in range(count)
@@ -151,9 +150,8 @@ async def _serve(
     return Outcome(ttfts, load.num_prefix_hit_tokens / load.num_prompt_tokens)
 
 
-def capacity(requests: Requests, engine: EngineConfig) -> float:
-    """Requests a second of one replica that always has enough to do."""
-    count = 1000
+def capacity(requests: Requests, engine: EngineConfig, *, count: int = 1000) -> float:
+    """Requests a second of one replica that always has enough to do, from a run of `count`."""
     drawn = requests(random.Random(0), count)
     return run(_capacity(drawn, engine))
 
@@ -185,3 +183,101 @@ def poisson(requests: Requests, seed: int, count: int, rate: float) -> list[Time
         at += rng.expovariate(rate)
         traffic.append(Timed(at, request))
     return traffic
+
+
+# ---- figures
+
+
+def prefix_affinity_figures(seeds: Sequence[int], *, num_requests: int = 2400) -> list[Figure]:
+    """Four replicas, none of which has room for a third of the shared texts besides what it is working on."""
+    engine = replica(num_blocks=4096)
+    rate = 4 * LOAD * capacity(shared_prefixes, engine)
+    outcomes = _compare(
+        ("round-robin", "prefix-affinity"),
+        [poisson(shared_prefixes, seed, num_requests, rate) for seed in seeds],
+        4,
+        engine,
+    )
+    even, affine = outcomes
+    hits = [fmean(outcome.hit_rate for outcome in runs) for runs in outcomes]
+    tails = [fmean(outcome.ttft(0.99) for outcome in runs) for runs in outcomes]
+    return [
+        Figure(
+            what=f"prefix affinity against round robin, dp 4, {len(seeds)} seeds: hit rate",
+            measured=f"{hits[1]:.1%} against {hits[0]:.1%}: {hits[1] / hits[0]:.2f} ×",
+            target="≥ 1.5 ×",
+            command="python -m benchmarks.routing prefix-affinity",
+        ),
+        Figure(
+            what="the same: TTFT p99",
+            measured=f"{_ms(tails[1])} against {_ms(tails[0])}; worst seed {_worst(affine, even):.2f} ×",
+            target="no worse",
+            command="python -m benchmarks.routing prefix-affinity",
+        ),
+    ]
+
+
+def least_pending_figures(seeds: Sequence[int], sizes: Sequence[int] = REPLICAS) -> list[Figure]:
+    """Few prompts are many times as long as most, and nothing is shared."""
+    engine = replica()
+    rate = LOAD * capacity(heavy_tailed, engine)
+    return [_least_pending(seeds, size, rate * size, engine) for size in sizes]
+
+
+def _least_pending(seeds: Sequence[int], size: int, rate: float, engine: EngineConfig) -> Figure:
+    count = max(_MIN_REQUESTS, _REQUESTS_PER_REPLICA * size)
+    traffic = [poisson(heavy_tailed, seed, count, rate) for seed in seeds]
+    even, least = _compare(("round-robin", "least-pending-tokens"), traffic, size, engine)
+    tails = [fmean(outcome.ttft(0.99) for outcome in runs) for runs in (even, least)]
+    return Figure(
+        what=f"least pending tokens against round robin, dp {size}, {len(seeds)} seeds: TTFT p99",
+        measured=(
+            f"{_ms(tails[1])} against {_ms(tails[0])}: {tails[1] / tails[0]:.2f} × "
+            f"(seeds up to {_worst(least, even):.2f})"
+        ),
+        target="≤ 0.5 ×",
+        command=f"python -m benchmarks.routing least-pending-tokens --replicas {size}",
+    )
+
+
+def _compare(
+    policies: Sequence[PolicyName],
+    traffic: Sequence[Sequence[Timed]],
+    num_replicas: int,
+    engine: EngineConfig,
+) -> list[list[Outcome]]:
+    """By policy, the outcomes of all seeds."""
+    return [[serve(one, policy, num_replicas, engine) for one in traffic] for policy in policies]
+
+
+def _worst(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> float:
+    return max(a.ttft(0.99) / b.ttft(0.99) for a, b in zip(ours, theirs, strict=True))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f} ms"
+
+
+def main() -> None:
+    """Runs the comparisons named, by default both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = ("prefix-affinity", "least-pending-tokens")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--replicas", nargs="+", type=int, default=REPLICAS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(names))
+    if unknown:
+        parser.error(f"no comparison {unknown[0]}; there are {', '.join(names)}")
+    chosen = arguments.names or names
+    figures: list[Figure] = []
+    if "prefix-affinity" in chosen:
+        figures += prefix_affinity_figures(arguments.seeds)
+    if "least-pending-tokens" in chosen:
+        figures += least_pending_figures(arguments.seeds, arguments.replicas)
+    rows = [(f.what, f.measured, f.target, f.command) for f in figures]
+    output.stdout().print(output.table("", ("what", "measured", "target", "command"), rows))
+
+
+if __name__ == "__main__":
+    main()
