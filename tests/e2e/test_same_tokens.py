@@ -22,6 +22,7 @@ import pagoda
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, WorkerConfig
 from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import make_dispatcher
 from pagoda.frontend.model_text import load_model_text
@@ -162,6 +163,8 @@ async def test_worker_and_engine_killed(
         [replica] = dispatcher.replicas
         assert isinstance(replica, EngineClient)
         assert replica.engine_pid is not None
+        states: list[ReplicaState] = []
+        replica.watch(lambda: states.append(replica.state))
         (child,) = psutil.Process(replica.engine_pid).children()
         os.kill(child.pid, signal.SIGKILL)
         while (await dispatcher.load()).num_worker_restarts == 0:
@@ -170,3 +173,9 @@ async def test_worker_and_engine_killed(
             await asyncio.sleep(0.01)
         os.kill(replica.engine_pid, signal.SIGKILL)
         assert await streams == alone
+        assert states == [
+            ReplicaState.DEGRADED,
+            ReplicaState.READY,
+            ReplicaState.STARTING,
+            ReplicaState.READY,
+        ]
