@@ -29,7 +29,7 @@ from pagoda.sim.event_loop import run
 
 REPLICAS = (2, 4, 8, 16, 32, 64)
 SEEDS = (1, 2, 3)
-LOAD = 0.8
+LOAD = 0.75
 MAX_TOKENS = 2048
 _VOCABULARY = 2**30
 """So large that a stop token is not sampled before its place."""
