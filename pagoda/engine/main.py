@@ -67,6 +67,8 @@ class EngineProcess:
         """Frontends that have not been told yet that the engine is ready."""
         self._owners: dict[str, bytes] = {}
         """Which frontend a running request belongs to."""
+        self._told_worker_ready = True
+        """What frontends believe of the worker; `EngineReady` tells them that there is one."""
         self._stopping = False
 
     def run(self) -> None:
@@ -89,6 +91,7 @@ class EngineProcess:
                 self._receive()
                 self._send_chunks(self._core.step())
                 self._greet()
+                self._tell_of_the_worker()
         finally:
             self._core.close()
 
@@ -139,6 +142,15 @@ class EngineProcess:
         self._newcomers.clear()
         gc.collect()
         gc.freeze()  # a pass over a large block pool would take longer than many steps
+
+    def _tell_of_the_worker(self) -> None:
+        """Frontends that choose between engines avoid one whose worker is being replaced."""
+        if self._core.ready is None or self._core.is_worker_ready == self._told_worker_ready:
+            return
+        self._told_worker_ready = self._core.is_worker_ready
+        report = self._core.load()
+        for frontend in self._frontends:
+            self._send(frontend, report)
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         answer = self._core.add(request)

@@ -18,6 +18,7 @@ from msgspec import Meta
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.sizes import parse_bytes
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.models.resolve import ModelFiles, resolve_model
@@ -134,7 +135,10 @@ class ParallelOptions:
     """How many devices the model is spread over."""
 
     data_parallel_size: Annotated[Count, Parameter(name=["--data-parallel-size", "--dp"])] = 1
-    """Replicas of the model; requests are shared out among them."""
+    """Replicas of the model, each with an engine and a KV cache of its own; requests are shared out."""
+    data_parallel_policy: PolicyName = DEFAULT_POLICY
+    """Which replica takes a request: that with the soonest first token, cached prompts considered; that with the
+    fewest tokens to compute; the better of two at random; the session's own; each in turn."""
     tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer of a replica."""
     pipeline_parallel_size: Annotated[
@@ -166,6 +170,18 @@ class ParallelOptions:
                     f"--devices names {device}, but no backend computes there; name cpu devices."
                 )
         return config
+
+    def check_prompts_at_once(self, count: int) -> None:
+        """For commands that know how many prompts they will have under way, before anything starts.
+
+        Raises:
+            ConfigError: there is one prompt for several replicas.
+        """
+        if count == 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} is of no use for one prompt at a time, which one "
+                "replica answers while the others wait; leave it at 1."
+            )
 
 
 SYNTHETIC_MODEL = "synthetic"
