@@ -21,6 +21,8 @@ constexpr int kKeyTile = 64;
 // Cached tokens that are attended to as one, always from a multiple of it. Its results are merged in order.
 constexpr int kSplit = 512;
 constexpr int kMaxHeadDim = 1024;
+// Experts of a layer.
+constexpr int kMaxExperts = 1024;
 
 // How attention multiplies. All work on words of 32 bits: a float, or a pair of 16-bit numbers of which one
 // instruction multiplies both, to floats (bf16) or to exact sums of integers (i16).
@@ -156,10 +158,19 @@ struct KernelTable {
     void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
                           void* scales);
+    // The parts' elements, added up in order as floats and rounded once. `out` may be one of the parts.
+    void (*add_up)(Dtype, const void* const* parts, int count, int64_t d, void* out);
     // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
     void (*rms_norm)(Dtype, const void* x, const void* delta, const void* weight, float eps, int64_t d,
                      void* sum, void* out);
     void (*silu_and_mul)(Dtype, const void* gate_up, int64_t d, void* out);
+    // The experts with the highest of the logits [experts], in order of their numbers, and their probabilities; made
+    // to add up to one if `renormalize`.
+    void (*route)(Dtype, const void* logits, int experts, int chosen, bool renormalize, int32_t* numbers,
+                  float* probabilities);
+    // out = sum of weights[i] * rows[places[i]], in this order; a place below zero counts for nothing.
+    void (*weighted_sum)(Dtype, const void* rows, const int64_t* places, const float* weights, int n, int64_t d,
+                         void* out);
     // RMS norm where weight is not null, then rotation of the pairs (i, i + d / 2).
     void (*norm_and_rotate)(Dtype, const void* x, const void* weight, float eps, const float* cosines,
                             const float* sines, int64_t d, void* out);

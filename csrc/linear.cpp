@@ -66,14 +66,20 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
     }
 }
 
-void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids, int64_t n, void* out) {
+void weight_rows(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
+                 void* out) {
     const Column column(shape);
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
-        const char* panel = at(packed, ids[i] / kPanel * shape.panel_bytes());
-        const char* from = panel + ids[i] % kPanel * column.element_size;
+        const int64_t row = ids[i] - first_id;
         char* to = at(out, i * row_bytes);
+        if (row < 0 || row >= shape.outputs) {
+            std::memset(to, 0, static_cast<size_t>(row_bytes));
+            continue;
+        }
+        const char* panel = at(packed, row / kPanel * shape.panel_bytes());
+        const char* from = panel + row % kPanel * column.element_size;
         for (int64_t j = 0; j < column.elements; ++j) {
             const int64_t offset = j * column.element_size;
             const int64_t size = std::min(column.element_size, row_bytes - offset);

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "buffer.h"
+#include "collectives.h"
+#include "experts.h"
 #include "ops.h"
 #include "pages.h"
 #include "program.h"
@@ -71,10 +73,10 @@ class Kernels {
         pagoda::pack_weight({Dtype(dtype), inputs, outputs}, to(weight), to(packed));
     }
 
-    void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, Address ids, int64_t n,
-                     Address out) const {
+    void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id,
+                     Address ids, int64_t n, Address out) const {
         in_team(n * inputs > kWorthThreads, [&] {
-            pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), to<int64_t>(ids), n, to(out));
+            pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n, to(out));
         });
     }
 
@@ -100,10 +102,11 @@ class Kernels {
                               to<uint8_t>(codes), to(scales));
     }
 
-    void quantized_rows(const QuantizedShape& shape, Address packed, Address order, Address ids, int64_t n,
-                        Address out) const {
+    void quantized_rows(const QuantizedShape& shape, Address packed, Address order, int64_t first_id, Address ids,
+                        int64_t n, Address out) const {
         in_team(n * shape.inputs > kWorthThreads, [&] {
-            pagoda::quantized_rows(*table_, shape, to(packed), to<int64_t>(order), to<int64_t>(ids), n, to(out));
+            pagoda::quantized_rows(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
+                                   to(out));
         });
     }
 
@@ -117,9 +120,9 @@ class Kernels {
     }
 
     void linear_highest(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                        int64_t row_stride, int64_t n, Address columns, Address finite) {
+                        int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
-        highest(shape.dtype, n, inputs * outputs, linear_scratch(*table_, shape, n), columns, finite,
+        highest(shape.dtype, n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, seen,
                                    scratch);
@@ -127,13 +130,18 @@ class Kernels {
     }
 
     void quantized_highest(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                           int64_t row_stride, int64_t n, Address columns, Address finite) {
+                           int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
         highest(shape.dtype, n, shape.inputs * shape.outputs,
-                quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, finite,
+                quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
                                              to(x), row_stride, n, seen, scratch);
                 });
+    }
+
+    void add(int dtype, Address x, Address delta, int64_t n, int64_t d, Address out) const {
+        in_team(n * d > kWorthThreads,
+                [&] { pagoda::add(*table_, Dtype(dtype), to(x), to(delta), n, d, to(out)); });
     }
 
     void add_rms_norm(int dtype, Address x, Address delta, Address weight, float eps, int64_t n, int64_t d,
@@ -147,6 +155,12 @@ class Kernels {
     void silu_and_mul(int dtype, Address gate_up, int64_t n, int64_t d, Address out) const {
         in_team(n * d > kWorthThreads,
                 [&] { pagoda::silu_and_mul(*table_, Dtype(dtype), to(gate_up), n, d, to(out)); });
+    }
+
+    void experts(const Experts& experts, Address x, int64_t row_stride, Address logits, int64_t n, Address out) {
+        void* scratch = buffer_.take(experts_scratch(experts, n));
+        in_team(n * experts.work() > 4 * kWorthThreads,
+                [&] { compute_experts(experts, to(x), row_stride, to(logits), n, to(out), scratch); });
     }
 
     int key_pair(int dtype, int cache_dtype) const {
@@ -178,8 +192,8 @@ class Kernels {
    private:
     // Of a linear map of n rows; `multiply` computes it.
     template <class Multiply>
-    void highest(Dtype dtype, int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address finite,
-                 Multiply multiply) {
+    void highest(Dtype dtype, int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values,
+                 Address finite, Multiply multiply) {
         scratch_bytes = (scratch_bytes + 63) / 64 * 64;
         auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::highest_scratch(n, dtype)));
         const Outputs seen = Outputs::highest(scratch + scratch_bytes, n, dtype);
@@ -189,6 +203,7 @@ class Kernels {
             for (int64_t row = 0; row < n; ++row) {
                 const Highest best = seen.highest_of(row);
                 to<int64_t>(columns)[row] = best.column;
+                to<float>(values)[row] = best.value;
                 to<bool>(finite)[row] = best.finite != 0;
             }
         });
@@ -198,16 +213,24 @@ class Kernels {
     Buffer buffer_;
 };
 
-void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address cosines,
-         Address sines, Address out) {
+void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x, int64_t count) {
     nb::gil_scoped_release released;
-    program.run({num_tokens, &plan, to<int64_t>(token_ids), to<float>(cosines), to<float>(sines)}, to(out));
+    in_team(count > 4 * kWorthThreads,
+            [&] { group.all_reduce(kernels.table(), Dtype(dtype), to(x), count); });
+}
+
+void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address hidden,
+         Address cosines, Address sines, Address out) {
+    nb::gil_scoped_release released;
+    program.run({num_tokens, &plan, to<int64_t>(token_ids), to(hidden), to<float>(cosines), to<float>(sines)},
+                to(out));
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+    m.attr("MAX_EXPERTS") = kMaxExperts;
     m.def("instruction_sets", &available_instruction_sets);
     m.def("packed_bytes", [](int dtype, int64_t outputs, int64_t inputs) {
         return PanelShape{Dtype(dtype), inputs, outputs}.bytes();
@@ -253,26 +276,64 @@ NB_MODULE(_native, m) {
         .def("quantize_int4", &Kernels::quantize_int4)
         .def("quantized_rows", &Kernels::quantized_rows)
         .def("quantized_linear", &Kernels::quantized_linear)
+        .def("add", &Kernels::add)
         .def("add_rms_norm", &Kernels::add_rms_norm)
         .def("silu_and_mul", &Kernels::silu_and_mul)
+        .def("experts", &Kernels::experts)
         .def("key_pair", &Kernels::key_pair)
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
+    nb::class_<LinearMap>(m, "LinearMap")
+        .def_static("dense",
+                    [](int dtype, int64_t outputs, int64_t inputs, Address panels) {
+                        return LinearMap(PanelShape{Dtype(dtype), inputs, outputs}, to(panels));
+                    })
+        .def_static("quantized", [](const QuantizedShape& shape, Address panels, Address order) {
+            return LinearMap(shape, to(panels), to<int64_t>(order));
+        });
+    nb::class_<Experts>(m, "Experts")
+        .def("__init__",
+             [](Experts* self, const Kernels& kernels, int dtype, int64_t hidden, int num_experts, int per_token,
+                bool renormalize, int first, Address counts) {
+                 if (num_experts > kMaxExperts) throw std::invalid_argument("too many experts");
+                 new (self) Experts(kernels.table(), Dtype(dtype), hidden, {num_experts, per_token, renormalize},
+                                    first, to<int64_t>(counts));
+             })
+        .def("add", &Experts::add);
+    nb::class_<Collectives>(m, "Collectives")
+        .def(nb::init<int, int, int>())
+        .def_static("bytes", &Collectives::bytes)
+        .def("all_reduce", &all_reduce)
+        .def("all_gather",
+             [](Collectives& self, Address x, int64_t bytes, Address out) {
+                 nb::gil_scoped_release released;
+                 self.all_gather(to(x), bytes, to(out));
+             })
+        .def("broadcast", [](Collectives& self, Address x, int64_t bytes) {
+            nb::gil_scoped_release released;
+            self.broadcast(to(x), bytes);
+        });
     nb::class_<Program>(m, "Program")
         .def(
             "__init__",
             [](Program* self, const Kernels& kernels) { new (self) Program(kernels.table()); })
         .def("value",
              [](Program& self, int dtype, int64_t width) { return self.value(Dtype(dtype), width); })
+        .def("input",
+             [](Program& self, int dtype, int64_t width) { return self.input(Dtype(dtype), width); })
         .def("weight_rows",
-             [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed) {
-                 self.weight_rows(out, {Dtype(dtype), inputs, outputs}, to(packed));
+             [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
+                int64_t first_id, int64_t num_ids) {
+                 self.weight_rows(out, {Dtype(dtype), inputs, outputs}, to(packed), first_id, num_ids);
              })
         .def("quantized_rows",
-             [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order) {
-                 self.quantized_rows(out, shape, to(packed), to<int64_t>(order));
+             [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order,
+                int64_t first_id, int64_t num_ids) {
+                 self.quantized_rows(out, shape, to(packed), to<int64_t>(order), first_id, num_ids);
              })
+        .def("all_reduce", &Program::all_reduce)
+        .def("add", &Program::add)
         .def("linear",
              [](Program& self, int x, int out, int64_t column, int dtype, int64_t outputs, int64_t inputs,
                 Address packed, Address bias) {
@@ -289,6 +350,7 @@ NB_MODULE(_native, m) {
         .def("add_rms_norm", [](Program& self, int x, int delta, Address weight,
                                 float eps) { return self.add_rms_norm(x, delta, to(weight), eps); })
         .def("silu_and_mul", &Program::silu_and_mul)
+        .def("experts", &Program::experts)
         .def("rotate_and_cache",
              [](Program& self, int qkv, const Cache& cache, int64_t queries_width, Address q_norm,
                 Address k_norm, float eps) {

@@ -53,8 +53,9 @@ void in_team(bool worth_it, Body body) {
 
 void pack_weight(const PanelShape& shape, const void* weight, void* packed);
 
-// Rows `ids` of the weight that was packed.
-void weight_rows(const PanelShape& shape, const void* packed, const int64_t* ids, int64_t n, void* out);
+// Rows of the weight that was packed, which has those of ids from `first_id` on; zeros where it has none.
+void weight_rows(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
+                 void* out);
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
@@ -71,14 +72,17 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
 void pack_quantized(const QuantizedShape& shape, const void* codes, const void* scales, const void* offsets,
                     void* packed);
 
-// Rows `ids` of the weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
+// The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
 void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, const int64_t* ids, int64_t n, void* out);
+                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out);
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                       const int64_t* order, const float* bias, const void* x, int64_t row_stride, int64_t n,
                       const Outputs& out, void* scratch);
+
+// out = x + delta.
+void add(const KernelTable& table, Dtype dtype, const void* x, const void* delta, int64_t n, int64_t d, void* out);
 
 // sum = x + delta, out = rms_norm(sum); with delta null there is no sum.
 void add_rms_norm(const KernelTable& table, Dtype dtype, const void* x, const void* delta,

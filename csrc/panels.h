@@ -26,21 +26,28 @@ struct alignas(64) Claims {
     }
 };
 
-// Calls work(panel, next, first tile, last tile) for all tiles of rows and all panels. A thread claims a panel
-// while it works on another, so as to know which is `next` to come from memory; -1 if none.
+// Calls work(item, next) for all items. A thread claims an item while it works on another, so as to know which is
+// `next` to come from memory; -1 if none.
+template <class Work>
+void share_items(Claims& claims, int64_t items, Work work) {
+    for (int64_t item = claims.next.fetch_add(1), claimed; item < items; item = claimed) {
+        claimed = claims.next.fetch_add(1);
+        work(item, claimed < items ? claimed : -1);
+    }
+#pragma omp barrier
+}
+
+// Calls work(panel, next, first tile, last tile) for all tiles of rows and all panels; `next` is a panel, or -1.
 template <class Work>
 void share_panels(Claims& claims, int64_t panels, int64_t tiles, Work work) {
     const int64_t threads = omp_get_num_threads();
     // A panel stays in the cache while all rows go by; only when there are few panels are the rows shared out.
     const int64_t parts = panels >= 4 * threads ? 1 : std::min(tiles, 4 * threads);
-    const int64_t tasks = panels * parts;
-    for (int64_t task = claims.next.fetch_add(1), claimed; task < tasks; task = claimed) {
-        claimed = claims.next.fetch_add(1);
+    share_items(claims, panels * parts, [&](int64_t task, int64_t next_task) {
         const int64_t panel = task / parts, part = task % parts;
-        const int64_t next = claimed < tasks && claimed / parts != panel ? claimed / parts : -1;
+        const int64_t next = next_task >= 0 && next_task / parts != panel ? next_task / parts : -1;
         work(panel, next, tiles * part / parts, tiles * (part + 1) / parts);
-    }
-#pragma omp barrier
+    });
 }
 
 }  // namespace pagoda

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -22,8 +23,8 @@ Program::Value Program::value(Dtype dtype, int64_t width) {
     return static_cast<Value>(values_.size() - 1);
 }
 
-void Program::add(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
-                  std::function<size_t(const Step&)> scratch) {
+void Program::record(const std::vector<Value>& uses, int64_t work,
+                     std::function<void(const Step&, void*)> run, std::function<size_t(const Step&)> scratch) {
     if (result_ >= 0) throw std::logic_error("the program is finished");
     for (const Value used : uses) {
         ValueInfo& value = values_.at(static_cast<size_t>(used));
@@ -34,50 +35,74 @@ void Program::add(const std::vector<Value>& uses, int64_t work, std::function<vo
     token_work_ += work;
 }
 
-void Program::weight_rows(Value out, const PanelShape& shape, const void* packed) {
-    num_ids_ = std::min(num_ids_, shape.outputs);
-    add({out}, shape.inputs, [=, this](const Step& step, void*) {
-        pagoda::weight_rows(shape, packed, step.token_ids, step.num_tokens, address(out, step));
+Program::Value Program::input(Dtype dtype, int64_t width) {
+    if (input_ >= 0) throw std::logic_error("a program has one input");
+    input_ = value(dtype, width);
+    return input_;
+}
+
+void Program::weight_rows(Value out, const PanelShape& shape, const void* packed, int64_t first_id,
+                          int64_t num_ids) {
+    num_ids_ = std::min(num_ids_, num_ids);
+    record({out}, shape.inputs, [=, this](const Step& step, void*) {
+        pagoda::weight_rows(shape, packed, first_id, step.token_ids, step.num_tokens, written(out, step));
     });
 }
 
 void Program::quantized_rows(Value out, const QuantizedShape& shape, const void* packed,
-                             const int64_t* order) {
-    num_ids_ = std::min(num_ids_, shape.outputs);
-    add({out}, shape.inputs, [=, this](const Step& step, void*) {
-        pagoda::quantized_rows(table_, shape, packed, order, step.token_ids, step.num_tokens,
-                               address(out, step));
+                             const int64_t* order, int64_t first_id, int64_t num_ids) {
+    num_ids_ = std::min(num_ids_, num_ids);
+    record({out}, shape.inputs, [=, this](const Step& step, void*) {
+        pagoda::quantized_rows(table_, shape, packed, order, first_id, step.token_ids, step.num_tokens,
+                               written(out, step));
     });
 }
 
 void Program::linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,
                      const float* bias) {
-    add(
+    record(
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
-                           Outputs(address(out, step, column), info(out).width), scratch);
+                           Outputs(written(out, step, column), info(out).width), scratch);
         },
         [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
 }
 
 void Program::quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape,
                                const void* packed, const int64_t* order, const float* bias) {
-    add(
+    record(
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
-                                     step.num_tokens, Outputs(address(out, step, column), info(out).width), scratch);
+                                     step.num_tokens, Outputs(written(out, step, column), info(out).width), scratch);
         },
         [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
+}
+
+void Program::all_reduce(Value x, Collectives& group) {
+    if (x == input_) throw std::logic_error("the input stays as it is");
+    record({x}, info(x).width, [=, this, &group](const Step& step, void*) {
+        group.all_reduce(table_, info(x).dtype, written(x, step), step.num_tokens * info(x).width);
+    });
+}
+
+Program::Value Program::add(Value x, Value delta) {
+    const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
+    const Value out = value(dtype, width);
+    record({x, delta, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
+        pagoda::add(table_, dtype, address(x, step), address(delta, step), step.num_tokens, width,
+                    written(out, step));
+    });
+    return out;
 }
 
 Program::Value Program::rms_norm(Value x, const void* weight, float eps) {
     const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
     const Value out = value(dtype, width);
-    add({x, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
+    record({x, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
         pagoda::add_rms_norm(table_, dtype, address(x, step), nullptr, weight, eps, step.num_tokens, width,
-                             nullptr, address(out, step));
+                             nullptr, written(out, step));
     });
     return out;
 }
@@ -86,9 +111,9 @@ std::pair<Program::Value, Program::Value> Program::add_rms_norm(Value x, Value d
                                                                 float eps) {
     const auto [dtype, width] = std::pair(info(x).dtype, info(x).width);
     const Value sum = value(dtype, width), out = value(dtype, width);
-    add({x, delta, sum, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
+    record({x, delta, sum, out}, width, [=, this, dtype = dtype, width = width](const Step& step, void*) {
         pagoda::add_rms_norm(table_, dtype, address(x, step), address(delta, step), weight, eps,
-                             step.num_tokens, width, address(sum, step), address(out, step));
+                             step.num_tokens, width, written(sum, step), written(out, step));
     });
     return {sum, out};
 }
@@ -97,30 +122,43 @@ Program::Value Program::silu_and_mul(Value gate_up) {
     const Dtype dtype = info(gate_up).dtype;
     const int64_t width = info(gate_up).width / 2;
     const Value out = value(dtype, width);
-    add({gate_up, out}, width, [=, this](const Step& step, void*) {
+    record({gate_up, out}, width, [=, this](const Step& step, void*) {
         pagoda::silu_and_mul(table_, dtype, address(gate_up, step), step.num_tokens, width,
-                             address(out, step));
+                             written(out, step));
     });
+    return out;
+}
+
+Program::Value Program::experts(Value x, Value logits, const Experts& experts) {
+    const Value out = value(info(x).dtype, experts.hidden);
+    const auto kept = std::make_shared<const Experts>(experts);
+    record(
+        {x, logits, out}, experts.work(),
+        [=, this](const Step& step, void* scratch) {
+            compute_experts(*kept, address(x, step), info(x).width, address(logits, step), step.num_tokens,
+                            written(out, step), scratch);
+        },
+        [=](const Step& step) { return experts_scratch(*kept, step.num_tokens); });
     return out;
 }
 
 Program::Value Program::rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width,
                                          const void* q_norm, const void* k_norm, float eps) {
     const Value out = value(info(qkv).dtype, queries_width);
-    add({qkv, out}, info(qkv).width, [=, this](const Step& step, void*) {
+    record({qkv, out}, info(qkv).width, [=, this](const Step& step, void*) {
         pagoda::rotate_and_cache(table_, *step.plan, info(qkv).dtype, cache, address(qkv, step), q_norm, k_norm, eps,
-                                 step.cosines, step.sines, address(out, step));
+                                 step.cosines, step.sines, written(out, step));
     });
     return out;
 }
 
 Program::Value Program::attention(Value queries, const Cache& cache, float scale, int64_t window) {
     const Value out = value(info(queries).dtype, info(queries).width);
-    add(
+    record(
         {queries, out}, info(queries).width * kKeyTile,
         [=, this](const Step& step, void* scratch) {
             pagoda::attention(table_, *step.plan, info(queries).dtype, cache, address(queries, step), scale, window,
-                              address(out, step), scratch);
+                              written(out, step), scratch);
         },
         [](const Step& step) { return attention_scratch(*step.plan); });
     return out;
@@ -128,6 +166,7 @@ Program::Value Program::attention(Value queries, const Cache& cache, float scale
 
 void Program::finish(Value result) {
     if (result_ >= 0) throw std::logic_error("the program is finished");
+    if (result == input_) throw std::logic_error("the result is not computed");
     result_ = result;
     place_values();
 }
@@ -136,11 +175,11 @@ void Program::finish(Value result) {
 void Program::place_values() {
     for (size_t i = 0; i < values_.size(); ++i) {
         ValueInfo& value = values_[i];
-        if (static_cast<Value>(i) == result_) continue;
+        if (!lies_in_arena(static_cast<Value>(i))) continue;
         std::vector<const ValueInfo*> neighbours;
         for (size_t j = 0; j < i; ++j) {
             const ValueInfo& other = values_[j];
-            if (static_cast<Value>(j) != result_ && other.last_use >= value.first_use) {
+            if (lies_in_arena(static_cast<Value>(j)) && other.last_use >= value.first_use) {
                 neighbours.push_back(&other);
             }
         }
@@ -154,14 +193,18 @@ void Program::place_values() {
     }
 }
 
-void* Program::address(Value value, const Step& step, int64_t column) {
+const void* Program::address(Value value, const Step& step) {
+    return value == input_ ? step.hidden : written(value, step);
+}
+
+void* Program::written(Value value, const Step& step, int64_t column) {
     void* rows = value == result_ ? out_ : at(arena_.get(), info(value).offset * step.num_tokens);
     return at(rows, column * size_of(info(value).dtype));
 }
 
 void Program::run(const Step& step, void* out) {
     if (result_ < 0) throw std::logic_error("the program is not finished");
-    for (int64_t i = 0; i < step.num_tokens; ++i) {
+    for (int64_t i = 0; num_ids_ != INT64_MAX && i < step.num_tokens; ++i) {
         if (step.token_ids[i] < 0 || step.token_ids[i] >= num_ids_) {
             throw std::out_of_range("A token id is not from 0 to " + std::to_string(num_ids_ - 1) + ".");
         }

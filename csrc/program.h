@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "buffer.h"
+#include "collectives.h"
+#include "experts.h"
 #include "ops.h"
 
 namespace pagoda {
@@ -16,6 +18,7 @@ struct Step {
     int64_t num_tokens;
     const AttentionPlan* plan;
     const int64_t* token_ids;  // [num_tokens]
+    const void* hidden;        // rows of the program's input, if it has one
     const float* cosines;      // [num_tokens, head_dim / 2]
     const float* sines;
 };
@@ -29,9 +32,13 @@ class Program {
 
     Value value(Dtype dtype, int64_t width);
 
-    // Rows of a weight for the step's tokens.
-    void weight_rows(Value out, const PanelShape& shape, const void* packed);
-    void quantized_rows(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order);
+    // What every step brings along instead of computing it.
+    Value input(Dtype dtype, int64_t width);
+
+    // Rows of a weight for the step's tokens, of which there are `num_ids`; the weight has those from `first_id` on.
+    void weight_rows(Value out, const PanelShape& shape, const void* packed, int64_t first_id, int64_t num_ids);
+    void quantized_rows(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order,
+                        int64_t first_id, int64_t num_ids);
 
     // To the columns of `out` from `column` on.
     void linear(Value x, Value out, int64_t column, const PanelShape& shape, const void* packed,
@@ -39,10 +46,14 @@ class Program {
     void quantized_linear(Value x, Value out, int64_t column, const QuantizedShape& shape, const void* packed,
                           const int64_t* order, const float* bias);
 
+    // Makes x the sum of the x of all ranks.
+    void all_reduce(Value x, Collectives& group);
+    Value add(Value x, Value delta);
     Value rms_norm(Value x, const void* weight, float eps);
     // x + delta, and its norm.
     std::pair<Value, Value> add_rms_norm(Value x, Value delta, const void* weight, float eps);
     Value silu_and_mul(Value gate_up);
+    Value experts(Value x, Value logits, const Experts& experts);
     Value rotate_and_cache(Value qkv, const Cache& cache, int64_t queries_width, const void* q_norm,
                            const void* k_norm, float eps);
     Value attention(Value queries, const Cache& cache, float scale, int64_t window);
@@ -69,19 +80,22 @@ class Program {
     };
 
     // An operation on these values.
-    void add(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
-             std::function<size_t(const Step&)> scratch = {});
+    void record(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
+                std::function<size_t(const Step&)> scratch = {});
     void place_values();
-    // Where a value's rows are, from the column on.
-    void* address(Value value, const Step& step, int64_t column = 0);
+    bool lies_in_arena(Value value) const { return value != input_ && value != result_; }
+    // Where a value's rows are.
+    const void* address(Value value, const Step& step);
+    // Where they are computed, from the column on.
+    void* written(Value value, const Step& step, int64_t column = 0);
     const ValueInfo& info(Value value) const { return values_.at(static_cast<size_t>(value)); }
 
     const KernelTable& table_;
     std::vector<ValueInfo> values_;
     std::vector<Operation> operations_;
-    Value result_ = -1;
+    Value input_ = -1, result_ = -1;
     void* out_ = nullptr;
-    int64_t num_ids_ = INT64_MAX;  // token ids are below it
+    int64_t num_ids_ = INT64_MAX;  // token ids are below it, where they are looked at
     int64_t token_bytes_ = 0, token_work_ = 0;
     Buffer arena_, scratch_;
 };

@@ -114,12 +114,18 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
 }
 
 void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
-                    const int64_t* order, const int64_t* ids, int64_t n, void* out) {
+                    const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out) {
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
-        table.dequantize_row(shape.dtype, shape.format, at(packed, ids[i] / kPanel * shape.format.panel_bytes()),
-                             static_cast<int>(ids[i] % kPanel), order, shape.inputs, at(out, i * row_bytes));
+        const int64_t row = ids[i] - first_id;
+        char* to = at(out, i * row_bytes);
+        if (row < 0 || row >= shape.outputs) {
+            std::memset(to, 0, static_cast<size_t>(row_bytes));
+            continue;
+        }
+        table.dequantize_row(shape.dtype, shape.format, at(packed, row / kPanel * shape.format.panel_bytes()),
+                             static_cast<int>(row % kPanel), order, shape.inputs, to);
     }
 }
 

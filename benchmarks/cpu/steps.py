@@ -22,15 +22,16 @@ import torch
 from cyclopts import App
 
 from benchmarks.cpu.limits import measure_limits
-from pagoda.backend.cpu import CpuBackend, choose_instruction_set
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_native import choose_instruction_set
 from pagoda.cli import output
 from pagoda.cli.weight_traffic import weight_traffic
 from pagoda.engine.messages import SamplingParams, SlotStart, StepPlan, WorkerConfig
 from pagoda.ipc.machine import available_cores
 from pagoda.model.config import parse_model_config
 from pagoda.models.presets import PRESETS
-from pagoda.worker.loading import load_runner
-from pagoda.worker.runner import Runner
+from pagoda.worker.loading import load_runner, plan_worker
+from pagoda.worker.runner import Runner, StageRunner
 
 _PROMPT, _BLOCK_SIZE, _BLOCKS = 256, 16, 24
 _DECODE_STEPS = 24
@@ -64,7 +65,7 @@ def main(
         num_threads=threads or available_cores(),
     )
     began = time.perf_counter()
-    runner, ready = load_runner(config)
+    runner, ready = load_runner(plan_worker(config))
     console = output.stdout()
     console.print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
     with torch.inference_mode():
@@ -105,7 +106,7 @@ class _Cost:
 
 
 class _Steps:
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner | StageRunner) -> None:
         self._runner = runner
         self._step = 0
         self._decoded: list[int] = [0] * 16

@@ -1,4 +1,4 @@
-// Norms, rotation and activation of one row.
+// Sums, norms, rotation and activation of one row.
 #pragma once
 
 #include <cmath>
@@ -6,6 +6,34 @@
 #include "products.h"
 
 namespace {
+
+// More parts than this are added up in a loop.
+constexpr int kUnrolledParts = 4;
+
+void add_up(Dtype dtype, const void* const* parts, int count, int64_t d, void* out_) {
+    with_type(dtype, [&](auto* type) {
+        using T = Pointee<decltype(type)>;
+        T* out = static_cast<T*>(out_);
+        const auto part = [&](int i) { return static_cast<const T*>(parts[i]); };
+        if (count > kUnrolledParts) {
+            for_vectors(d, [&](auto get, auto put) {
+                vec total = get(part(0));
+                for (int i = 1; i < count; ++i) total = add(total, get(part(i)));
+                put(out, total);
+            });
+            return;
+        }
+        with_count<kUnrolledParts>(count, [&](auto n) {
+            const T* all[n.value];
+            for (int i = 0; i < n.value; ++i) all[i] = part(i);
+            for_vectors(d, [&](auto get, auto put) {
+                vec total = get(all[0]);
+                for (int i = 1; i < n.value; ++i) total = add(total, get(all[i]));
+                put(out, total);
+            });
+        });
+    });
+}
 
 template <class T>
 PAGODA_INLINE float inverse_root_mean_square(const T* x, float eps, int64_t d) {

@@ -27,6 +27,7 @@ from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import ApiError, as_api_error, unavailable
+from pagoda.api.metrics import metrics
 from pagoda.api.service import Service
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -39,6 +40,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models": {"GET": info.models},
     "/v1/models/*": {"GET": info.model},
     "/v1/load": {"GET": info.load},
+    "/metrics": {"GET": metrics},
     "/v1/completions": {"POST": completions},
     "/v1/chat/completions": {"POST": chat_completions},
     "/tokenize": {"POST": info.tokenize},

@@ -83,6 +83,13 @@ class Call:
             headers={"X-Request-Id": self.request_id},
         )
 
+    def text(self, text: str, content_type: str) -> web.Response:
+        """An answer in one piece, of a type with its parameters such as `text/plain; version=0.0.4`."""
+        return web.Response(
+            body=text.encode(),
+            headers={"Content-Type": content_type, "X-Request-Id": self.request_id},
+        )
+
     def error(self, error: ApiError) -> web.Response:
         """An answer that is an error."""
         return web.Response(

@@ -1,6 +1,7 @@
 """The kernels in csrc/. Tensors are given by address; 0 stands for none."""
 
 MAX_HEAD_DIM: int
+MAX_EXPERTS: int
 
 def instruction_sets() -> list[str]:
     """Those that this CPU has and kernels exist for, from the lowest to the highest."""
@@ -51,7 +52,15 @@ class Kernels:
         self, dtype: int, outputs: int, inputs: int, weight: int, packed: int
     ) -> None: ...
     def weight_rows(
-        self, dtype: int, outputs: int, inputs: int, packed: int, ids: int, n: int, out: int
+        self,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        first_id: int,
+        ids: int,
+        n: int,
+        out: int,
     ) -> None: ...
     def linear(
         self,
@@ -67,7 +76,14 @@ class Kernels:
         out_stride: int,
     ) -> None: ...
     def quantized_rows(
-        self, shape: QuantizedShape, packed: int, order: int, ids: int, n: int, out: int
+        self,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        first_id: int,
+        ids: int,
+        n: int,
+        out: int,
     ) -> None: ...
     def quantized_linear(
         self,
@@ -92,6 +108,7 @@ class Kernels:
         row_stride: int,
         n: int,
         columns: int,
+        values: int,
         finite: int,
     ) -> None: ...
     def quantized_highest(
@@ -104,6 +121,7 @@ class Kernels:
         row_stride: int,
         n: int,
         columns: int,
+        values: int,
         finite: int,
     ) -> None: ...
     def quantize_int8(
@@ -119,6 +137,7 @@ class Kernels:
         codes: int,
         scales: int,
     ) -> None: ...
+    def add(self, dtype: int, x: int, delta: int, n: int, d: int, out: int) -> None: ...
     def add_rms_norm(
         self,
         dtype: int,
@@ -132,6 +151,9 @@ class Kernels:
         out: int,
     ) -> None: ...
     def silu_and_mul(self, dtype: int, gate_up: int, n: int, d: int, out: int) -> None: ...
+    def experts(
+        self, experts: Experts, x: int, row_stride: int, logits: int, n: int, out: int
+    ) -> None: ...
     def key_pair(self, dtype: int, cache_dtype: int) -> int:
         """Elements of a key that lie side by side in a cache for activations of a dtype."""
 
@@ -162,13 +184,69 @@ class Kernels:
         out: int,
     ) -> None: ...
 
+class LinearMap:
+    """A packed weight, as experts take it."""
+
+    @staticmethod
+    def dense(dtype: int, outputs: int, inputs: int, panels: int) -> LinearMap: ...
+    @staticmethod
+    def quantized(shape: QuantizedShape, panels: int, order: int) -> LinearMap: ...
+
+class Experts:
+    """Experts of a layer from `first` on; `counts` [num_experts] takes the tokens of each."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        dtype: int,
+        hidden: int,
+        num_experts: int,
+        per_token: int,
+        renormalize: bool,
+        first: int,
+        counts: int,
+    ) -> None: ...
+    def add(self, gate: LinearMap, up: LinearMap, down: LinearMap) -> None: ...
+
+class Collectives:
+    """One rank of a group on this host, over shared memory; waits without the GIL."""
+
+    def __init__(self, descriptor: int, rank: int, size: int) -> None: ...
+    @staticmethod
+    def bytes(size: int) -> int: ...
+    def all_reduce(self, kernels: Kernels, dtype: int, x: int, count: int) -> None: ...
+    def all_gather(self, x: int, bytes: int, out: int) -> None: ...  # noqa: A002
+    def broadcast(self, x: int, bytes: int) -> None: ...  # noqa: A002
+
 class Program:
     """Operations on values that are recorded by number and computed by `run`."""
 
     def __init__(self, kernels: Kernels) -> None: ...
     def value(self, dtype: int, width: int) -> int: ...
-    def weight_rows(self, out: int, dtype: int, outputs: int, inputs: int, packed: int) -> None: ...
-    def quantized_rows(self, out: int, shape: QuantizedShape, packed: int, order: int) -> None: ...
+    def input(self, dtype: int, width: int) -> int: ...
+    def weight_rows(
+        self,
+        out: int,
+        dtype: int,
+        outputs: int,
+        inputs: int,
+        packed: int,
+        first_id: int,
+        num_ids: int,
+    ) -> None: ...
+    def quantized_rows(
+        self,
+        out: int,
+        shape: QuantizedShape,
+        packed: int,
+        order: int,
+        first_id: int,
+        num_ids: int,
+    ) -> None: ...
+    def all_reduce(self, x: int, group: Collectives) -> None:
+        """In place."""
+
+    def add(self, x: int, delta: int) -> int: ...
     def linear(
         self,
         x: int,
@@ -193,6 +271,7 @@ class Program:
     def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
     def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
     def silu_and_mul(self, gate_up: int) -> int: ...
+    def experts(self, x: int, logits: int, experts: Experts) -> int: ...
     def rotate_and_cache(
         self,
         qkv: int,
@@ -209,6 +288,7 @@ class Program:
         num_tokens: int,
         plan: AttentionPlan,
         token_ids: int,
+        hidden: int,
         cosines: int,
         sines: int,
         out: int,

@@ -14,6 +14,7 @@ from torch import Tensor, device, dtype
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
+from pagoda.parallel.collectives import Collectives
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,35 @@ PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
+class ExpertRouting:
+    """How many experts a layer has, and how many of them each token goes through."""
+
+    num_experts: int
+    experts_per_token: int
+    renormalize: bool
+    """Whether the probabilities of a token's experts are made to add up to one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts(Generic[LinearT_co]):
+    """The feed-forward experts of a layer, or those in a row of them that one rank holds.
+
+    Expert `first + i` computes `down[i](silu(gate[i](x)) * up[i](x))`; each map is one part without bias.
+    """
+
+    routing: ExpertRouting
+    first: int
+    gate: tuple[LinearT_co, ...]
+    """Of each, [inner, hidden]."""
+    up: tuple[LinearT_co, ...]
+    """The same."""
+    down: tuple[LinearT_co, ...]
+    """Of each, [hidden, inner]."""
+    counts: Tensor
+    """[num_experts] int64, to which the tokens that go to each expert are added, held here or not."""
+
+
+@dataclass(frozen=True)
 class StepInput(Generic[ValueT, PlanT]):
     """What a forward pass starts from."""
 
@@ -82,10 +112,12 @@ class StepInput(Generic[ValueT, PlanT]):
     rotary_table: tuple[ValueT, ValueT]
     """Of the tokens' positions; see `Backend.rotary_table`."""
     plan: PlanT
+    hidden: ValueT | None = None
+    """[n, hidden], what the pipeline stage before computed; None on the first stage."""
 
 
 class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
-    """The operations of a dense decoder.
+    """The operations of a decoder, of which each tensor-parallel rank may hold a part.
 
     The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its
     sequence was cut into steps: this is what makes an answer repeatable (invariant 10 of the scheduler).
@@ -95,8 +127,29 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
         """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out]."""
         ...
 
-    def linear_rows(self, token_ids: ValueT, weight: LinearT_contra) -> ValueT:
-        """Rows of a weight [vocab, hidden] that is an embedding table, without its bias: [n, hidden]."""
+    def linear_rows(
+        self,
+        token_ids: ValueT,
+        weight: LinearT_contra,
+        first_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> ValueT:
+        """Rows of a weight [outputs, hidden] that is an embedding table, without its bias: [n, hidden].
+
+        The weight has the rows from `first_id` on of a table of `vocab_size`; None means that it ends the table.
+        Rows that it does not have are zeros, so that those of all ranks add up to the table's.
+
+        Raises:
+            IndexError: a token id is not from 0 to `vocab_size - 1`.
+        """
+        ...
+
+    def all_reduce(self, x: ValueT) -> ValueT:
+        """The sum of x [n, d] over the ranks of the group; the same bits on all of them. x is not used after."""
+        ...
+
+    def add(self, x: ValueT, delta: ValueT) -> ValueT:
+        """x + delta [n, d]: what `add_rms_norm` gives first."""
         ...
 
     def rms_norm(self, x: ValueT, weight: Tensor, eps: float) -> ValueT:
@@ -111,6 +164,15 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
 
     def silu_and_mul(self, gate_up: ValueT) -> ValueT:
         """silu(left half) times right half of [n, 2 d]: [n, d] (SwiGLU, Shazeer 2020)."""
+        ...
+
+    def experts(self, x: ValueT, logits: ValueT, experts: Experts[LinearT_contra]) -> ValueT:
+        """Sends rows of x [n, hidden] through the experts with the highest of logits [n, num_experts].
+
+        Of equal logits the first is taken. Gives [n, hidden], the sum in float32 of what they compute, in the
+        order of their numbers, each times its probability: softmax of the logits in float32 over all experts.
+        Experts that are not held here add nothing.
+        """
         ...
 
     def rotate_and_cache(
@@ -146,7 +208,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
 
 
 class ForwardPass(Protocol[LinearT_co, PlanT]):
-    """A model in terms of operations, from tokens to hidden states."""
+    """A model in terms of operations, from tokens or hidden states to hidden states."""
 
     def __call__(
         self,
@@ -164,6 +226,11 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
     @property
     def device(self) -> device:
         """Where weights, caches and activations lie."""
+        ...
+
+    @property
+    def group(self) -> Collectives:
+        """The ranks that `all_reduce` adds up over."""
         ...
 
     @property
@@ -203,10 +270,11 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         """
         ...
 
-    def greedy(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor]:
+    def greedy(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
         """The highest of `linear`'s outputs for each row of x [m, in], without storing the others.
 
-        Returns its index [m] int64, the lowest of equal ones, and whether all outputs are finite [m] bool.
+        Returns its index [m] int64, the lowest of equal ones; its value [m] float32; and whether all outputs
+        are finite [m] bool, without which the other two mean nothing.
         """
         ...
 
@@ -221,9 +289,11 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         ...
 
     def compile(
-        self, forward: ForwardPass[LinearT, PlanT]
+        self, forward: ForwardPass[LinearT, PlanT], hidden: tuple[int, dtype] | None = None
     ) -> Callable[[StepInput[Tensor, PlanT]], Tensor]:
         """The same forward pass, as quick as the backend can make it.
+
+        `hidden` is the width and dtype of `StepInput.hidden` where every step has it, else None.
 
         It may be called once, with stand-ins for tensors and no plan, and what it did be repeated for every
         step; so it must do the same whatever the step is.

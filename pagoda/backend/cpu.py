@@ -7,17 +7,18 @@ contexts, never a sum.
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.cpu_collectives import SharedMemoryCollectives
 from pagoda.backend.cpu_memory import WeightMemory
+from pagoda.backend.cpu_native import load_native
 from pagoda.backend.cpu_program import CompiledForward
 from pagoda.backend.cpu_types import (
     DTYPES,
@@ -29,8 +30,9 @@ from pagoda.backend.cpu_types import (
     QuantizedSegment,
     Segment,
     address,
+    check_experts,
 )
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.reference import ReferenceBackend, check_token_ids, highest_outputs
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,
@@ -41,66 +43,35 @@ from pagoda.backend.weights import (
 )
 from pagoda.engine.messages import Capabilities
 from pagoda.errors import ConfigError
+from pagoda.parallel.collectives import Alone, Collectives
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
 
-INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
-"""Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
-
-
-class BackendUnavailableError(Exception):
-    """This machine or installation has no such backend; the message says why."""
-
-
-def available_instruction_sets() -> list[str]:
-    """Those that kernels exist for on this CPU, from the lowest to the highest.
-
-    Raises:
-        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
-    """
-    # A process has one OpenMP library when torch, which brings one along, is loaded first.
-    names: list[str] = _load().instruction_sets()
-    if not names:
-        raise BackendUnavailableError("this CPU has no AVX2")
-    return names
-
-
-def choose_instruction_set() -> str:
-    """The highest one, or what the environment says.
-
-    Raises:
-        BackendUnavailableError: as above.
-        ConfigError: the environment names one that this CPU does not have.
-    """
-    names = available_instruction_sets()
-    wanted = os.environ.get(INSTRUCTION_SET_ENV)
-    if wanted is None:
-        return names[-1]
-    if wanted not in names:
-        known = ", ".join(names)
-        raise ConfigError(
-            f"{INSTRUCTION_SET_ENV} must be one of {known} on this CPU, got {wanted!r}."
-        )
-    return wanted
 
 
 class CpuBackend:
     """Native kernels of one instruction set."""
 
-    def __init__(self, instruction_set: str) -> None:
-        """Raises:
+    def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
+        """Without a group, alone.
+
+        Raises:
         BackendUnavailableError: the kernels are not installed.
         ValueError: the CPU does not have the instruction set.
         """
-        self._native = _load()
+        self._native = load_native()
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
         self._instruction_set = instruction_set
         self._reference = ReferenceBackend()
+        self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
+            WeakKeyDictionary()
+        )
         self._memory = WeightMemory(self._native.advise_large_pages)
         self.device = torch.device("cpu")
+        self.group = group or Alone()
         self.capabilities: Capabilities = self._reference.capabilities
 
     @property
@@ -276,27 +247,33 @@ class CpuBackend:
             order = address(segment.input_order)
             self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
-    def linear_rows(self, token_ids: Tensor, weight: PackedLinear) -> Tensor:
-        if (
-            len(token_ids)
-            and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < weight.outputs
-        ):
-            raise IndexError(f"A token id is not from 0 to {weight.outputs - 1}.")
+    def linear_rows(
+        self,
+        token_ids: Tensor,
+        weight: PackedLinear,
+        first_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        check_token_ids(token_ids, first_id + weight.outputs if vocab_size is None else vocab_size)
         if len(weight.segments) == 1:
-            return self._rows(token_ids, weight.segments[0], weight)
-        out = torch.empty((len(token_ids), weight.inputs), dtype=weight.dtype)
-        first = 0
+            return self._rows(token_ids, first_id, weight.segments[0], weight)
+        out = torch.zeros((len(token_ids), weight.inputs), dtype=weight.dtype)
         for segment in weight.segments:
-            own = (token_ids >= first) & (token_ids < first + segment.outputs)
-            out[own] = self._rows(token_ids[own] - first, segment, weight)
-            first += segment.outputs
+            own = (token_ids >= first_id) & (token_ids < first_id + segment.outputs)
+            out[own] = self._rows(token_ids[own], first_id, segment, weight)
+            first_id += segment.outputs
         return out
 
-    def _rows(self, token_ids: Tensor, segment: Segment, weight: PackedLinear) -> Tensor:
+    def _rows(
+        self, token_ids: Tensor, first_id: int, segment: Segment, weight: PackedLinear
+    ) -> Tensor:
         """Of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
-        panels, rows = segment.panels.data_ptr(), (ids.data_ptr(), len(ids), out.data_ptr())
+        panels, rows = (
+            segment.panels.data_ptr(),
+            (first_id, ids.data_ptr(), len(ids), out.data_ptr()),
+        )
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[weight.dtype]
             self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
@@ -305,23 +282,35 @@ class CpuBackend:
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
-    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor]:
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
         if len(weight.segments) > 1:
-            outputs = self.linear(x, weight)
-            return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+            return highest_outputs(self.linear(x, weight))
         x = self._fitting(x, weight)
         columns = torch.empty(len(x), dtype=torch.int64)
-        finite = torch.empty(len(x), dtype=torch.bool)
+        values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
         (segment,) = weight.segments
         panels, bias = segment.panels.data_ptr(), address(segment.bias)
-        rows = (x.data_ptr(), x.stride(0), len(x), columns.data_ptr(), finite.data_ptr())
+        results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
+        rows = (x.data_ptr(), x.stride(0), len(x), *results)
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[x.dtype]
             self._kernels.linear_highest(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
         else:
             order = address(segment.input_order)
             self._kernels.quantized_highest(segment.shape, panels, order, bias, *rows)
-        return columns, finite
+        return columns, values, finite
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        dtype, x, delta = self._checked(x, delta.dtype), x.contiguous(), delta.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.add(
+            dtype, x.data_ptr(), delta.data_ptr(), x.numel() // width, width, out.data_ptr()
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, x = self._checked(x, weight.dtype), x.contiguous()
@@ -371,6 +360,53 @@ class CpuBackend:
         out = gate_up.new_empty((num_tokens, width))
         self._kernels.silu_and_mul(dtype, gate_up.data_ptr(), num_tokens, width, out.data_ptr())
         return out
+
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]) -> Tensor:
+        x = self._fitting(x, experts.gate[0])
+        self._checked(logits, x.dtype)
+        if logits.shape != (len(x), experts.routing.num_experts):
+            raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
+        logits, out = logits.contiguous(), x.new_empty(x.shape)
+        self._kernels.experts(
+            self._native_experts(experts),
+            x.data_ptr(),
+            x.stride(0),
+            logits.data_ptr(),
+            len(x),
+            out.data_ptr(),
+        )
+        return out
+
+    def _native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
+        known = self._known_experts.get(experts)
+        if known is not None:
+            return known
+        check_experts(experts, self._native.MAX_EXPERTS)
+        routing = experts.routing
+        native: _native.Experts = self._native.Experts(
+            self._kernels,
+            DTYPES[experts.gate[0].dtype],
+            experts.gate[0].inputs,
+            routing.num_experts,
+            routing.experts_per_token,
+            routing.renormalize,
+            experts.first,
+            experts.counts.data_ptr(),
+        )
+        for maps in zip(experts.gate, experts.up, experts.down, strict=True):
+            native.add(*map(self._native_map, maps))
+        self._known_experts[experts] = native
+        return native
+
+    def _native_map(self, weight: PackedLinear) -> _native.LinearMap:
+        (segment,) = weight.segments
+        panels, kind = segment.panels.data_ptr(), self._native.LinearMap
+        native: _native.LinearMap
+        if isinstance(segment, DenseSegment):
+            native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
+        else:
+            native = kind.quantized(segment.shape, panels, address(segment.input_order))
+        return native
 
     # ---- attention
 
@@ -454,9 +490,18 @@ class CpuBackend:
     # ---- all at once
 
     def compile(
-        self, forward: ForwardPass[PackedLinear, AttentionPlan]
+        self,
+        forward: ForwardPass[PackedLinear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None = None,
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
-        return CompiledForward(self._native.Program(self._kernels), self._native_cache, forward)
+        # Only what shares memory can be met in the middle of a native call.
+        native = self.group.native if isinstance(self.group, SharedMemoryCollectives) else None
+        if native is None and self.group.size > 1:
+            return partial(forward, self)
+        program = self._native.Program(self._kernels)
+        return CompiledForward(
+            program, self._native_cache, self._native_experts, native, forward, hidden
+        )
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:
         """The number that kernels know a dtype by."""
@@ -506,15 +551,3 @@ def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
 def _join(parts: Sequence[LinearWeight], field: str) -> Tensor:
     tensors = [getattr(part, field) for part in parts]
     return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _load() -> ModuleType:
-    try:
-        return importlib.import_module("pagoda.backend._native")
-    except ModuleNotFoundError:
-        raise BackendUnavailableError(
-            "the kernels were not built when Pagoda was installed; "
-            "that takes a C++20 compiler with OpenMP and Python's header files, on x86-64"
-        ) from None
-    except ImportError as error:
-        raise BackendUnavailableError(f"the kernels cannot be loaded: {error}") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
 from pagoda.backend.cpu_types import (
     DTYPES,
     UNLIMITED,
@@ -42,12 +42,21 @@ class _Recorder:
     """Takes operations down instead of computing them."""
 
     def __init__(
-        self, program: _native.Program, native_cache: Callable[[KVCache], _native.Cache]
+        self,
+        program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
+        group: _native.Collectives | None,
     ) -> None:
         self._program = program
+        self._group = group
         self._make_native_cache = native_cache
+        self._native_experts = native_experts
         self.kept: list[object] = []
         """What the program has only the address of."""
+
+    def input(self, width: int, dtype: torch.dtype) -> Value:
+        return Value(self._program.input(DTYPES[dtype], width), dtype, width)
 
     def linear(self, x: Value, weight: PackedLinear) -> Value:
         _expect(x, weight.dtype, weight.inputs)
@@ -70,20 +79,39 @@ class _Recorder:
             order = address(segment.input_order)
             self._program.quantized_linear(*where, segment.shape, panels, order, bias)
 
-    def linear_rows(self, token_ids: Value, weight: PackedLinear) -> Value:
+    def linear_rows(
+        self,
+        token_ids: Value,
+        weight: PackedLinear,
+        first_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> Value:
         if token_ids != _TOKEN_IDS:
             raise ValueError("Rows are looked up by the token ids of the step only.")
         (segment,) = weight.segments
         self.kept.append(weight)
         out = self._value(weight.dtype, weight.inputs)
         panels = segment.panels.data_ptr()
+        ids = (first_id, first_id + weight.outputs if vocab_size is None else vocab_size)
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[weight.dtype]
-            self._program.weight_rows(out.index, dtype, segment.outputs, weight.inputs, panels)
+            self._program.weight_rows(
+                out.index, dtype, segment.outputs, weight.inputs, panels, *ids
+            )
         else:
             order = address(segment.input_order)
-            self._program.quantized_rows(out.index, segment.shape, panels, order)
+            self._program.quantized_rows(out.index, segment.shape, panels, order, *ids)
         return out
+
+    def all_reduce(self, x: Value) -> Value:
+        if self._group is not None:
+            self._program.all_reduce(x.index, self._group)
+            self.kept.append(self._group)
+        return x
+
+    def add(self, x: Value, delta: Value) -> Value:
+        _expect(delta, x.dtype, x.width)
+        return Value(self._program.add(x.index, delta.index), x.dtype, x.width)
 
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         _expect(x, weight.dtype, len(weight))
@@ -100,6 +128,14 @@ class _Recorder:
     def silu_and_mul(self, gate_up: Value) -> Value:
         index = self._program.silu_and_mul(gate_up.index)
         return Value(index, gate_up.dtype, gate_up.width // 2)
+
+    def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
+        weight = experts.gate[0]
+        _expect(x, weight.dtype, weight.inputs)
+        _expect(logits, weight.dtype, experts.routing.num_experts)
+        self.kept.append(experts)
+        index = self._program.experts(x.index, logits.index, self._native_experts(experts))
+        return Value(index, x.dtype, x.width)
 
     def rotate_and_cache(
         self,
@@ -169,13 +205,21 @@ class CompiledForward:
         self,
         program: _native.Program,
         native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
+        group: _native.Collectives | None,
         forward: ForwardPass[PackedLinear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None,
     ) -> None:
-        """Records `forward` in the empty `program`."""
+        """Records `forward` of a rank of the group, or alone, in the empty `program`.
+
+        `hidden` is as in `Backend.compile`.
+        """
         self._program = program
-        recorder = _Recorder(program, native_cache)
+        recorder = _Recorder(program, native_cache, native_experts, group)
+        self._hidden = None if hidden is None else recorder.input(*hidden)
         no_plan = cast("AttentionPlan", None)
-        self._result = forward(recorder, StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan))
+        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)
+        self._result = forward(recorder, step)
         self._kept = recorder.kept
         program.finish(self._result.index)
 
@@ -185,13 +229,28 @@ class CompiledForward:
         if num_tokens != step.plan.native.num_tokens or len(cosines) != num_tokens:
             raise ValueError(f"{num_tokens} tokens do not fit the plan or the rotary table.")
         token_ids = step.token_ids.contiguous()
+        hidden = self._checked_hidden(step.hidden, num_tokens)
         out = torch.empty((num_tokens, self._result.width), dtype=self._result.dtype)
         self._program.run(
             num_tokens,
             step.plan.native,
             token_ids.data_ptr(),
+            address(hidden),
             cosines.data_ptr(),
             sines.data_ptr(),
             out.data_ptr(),
         )
         return out
+
+    def _checked_hidden(self, hidden: Tensor | None, num_tokens: int) -> Tensor | None:
+        """As the program reads them."""
+        if self._hidden is None:
+            return None
+        if hidden is None:
+            raise ValueError(
+                "A step without hidden states does not fit a stage that starts from them."
+            )
+        _expect(Value(-1, hidden.dtype, hidden.shape[1]), self._hidden.dtype, self._hidden.width)
+        if len(hidden) != num_tokens:
+            raise ValueError(f"Hidden states of {len(hidden)} tokens do not fit {num_tokens}.")
+        return hidden.contiguous()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pagoda.backend.base import Experts
+
 if TYPE_CHECKING:
     from pagoda.backend import _native
 
@@ -60,6 +62,30 @@ class AttentionPlan:
     native: _native.AttentionPlan
     num_heads: int
     head_dim: int
+
+
+def check_experts(experts: Experts[PackedLinear], limit: int) -> None:
+    """Raises ValueError where kernels cannot compute these experts."""
+    routing, held = experts.routing, len(experts.gate)
+    hidden, inner = experts.gate[0].inputs, experts.gate[0].outputs
+    if not 1 <= routing.experts_per_token <= routing.num_experts <= limit:
+        raise ValueError(
+            f"{routing.experts_per_token} of {routing.num_experts} experts are no choice."
+        )
+    if not 0 <= experts.first <= routing.num_experts - held:
+        raise ValueError(f"There are no {held} experts from {experts.first} on.")
+    for maps, outputs, inputs in (
+        (experts.gate, inner, hidden),
+        (experts.up, inner, hidden),
+        (experts.down, hidden, inner),
+    ):
+        if len(maps) != held or any((m.outputs, m.inputs) != (outputs, inputs) for m in maps):
+            raise ValueError("Experts must be of one shape.")
+        if any(len(m.segments) > 1 or m.segments[0].bias is not None for m in maps):
+            raise ValueError("The maps of experts are of one part and without bias.")
+    counts = experts.counts
+    if counts.dtype != torch.int64 or counts.shape != (routing.num_experts,):
+        raise ValueError(f"Counts must be {routing.num_experts} of int64.")
 
 
 def address(tensor: Tensor | None) -> int:

@@ -45,6 +45,13 @@ class PackedGroups:
         )
 
 
+def num_rows(weight: Tensor | Int8Weight | PackedGroups) -> int:
+    """Outputs of a weight."""
+    if isinstance(weight, PackedGroups):
+        return len(weight.weight.codes)
+    return len(weight.values if isinstance(weight, Int8Weight) else weight)
+
+
 def weight_rows(ids: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
     """Rows of the weight, one for each of `ids` [n]: [n, in] float32."""
     if isinstance(weight, PackedGroups):

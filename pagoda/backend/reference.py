@@ -17,11 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda.backend.base import ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
-from pagoda.backend.quantized import PackedGroups, quantized_product, weight_rows
+from pagoda.backend.base import (
+    ExpertRouting,
+    Experts,
+    ForwardPass,
+    HeadNorms,
+    KVCache,
+    StepInput,
+    TokenBatch,
+)
+from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
 from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
+from pagoda.parallel.collectives import Alone, Collectives
 
 ROWS = 16
 """Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
@@ -70,8 +79,10 @@ class AttentionPlan:
 class ReferenceBackend:
     """Plain PyTorch."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Collectives | None = None) -> None:
+        """Without a group, alone."""
         self.device = torch.device("cpu")
+        self.group = group or Alone()
         self.capabilities = Capabilities(
             block_sizes=(16, 1, 2, 4, 8, 32, 64, 128),
             max_batch_tokens=65536,
@@ -128,15 +139,29 @@ class ReferenceBackend:
         out = torch.cat([product.to(weight.dtype) for product in products], dim=1)
         return out if weight.bias is None else out.add_(weight.bias)
 
-    def linear_rows(self, token_ids: Tensor, weight: Linear) -> Tensor:
+    def linear_rows(
+        self, token_ids: Tensor, weight: Linear, first_id: int = 0, vocab_size: int | None = None
+    ) -> Tensor:
         (table,) = weight.parts
+        outputs = num_rows(table)
+        check_token_ids(token_ids, first_id + outputs if vocab_size is None else vocab_size)
+        own = token_ids - first_id
+        foreign = (own < 0) | (own >= outputs)
+        own = own.masked_fill(foreign, 0)
         if isinstance(table, Tensor):
-            return F.embedding(token_ids, table)
-        return weight_rows(token_ids, table).to(weight.dtype)
+            rows = F.embedding(own, table)
+        else:
+            rows = weight_rows(own, table).to(weight.dtype)
+        return rows.masked_fill(foreign[:, None], 0)
 
-    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor]:
-        outputs = self.linear(x, weight)
-        return outputs.argmax(dim=1), outputs.isfinite().all(dim=1)
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        return x + delta
+
+    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor, Tensor]:
+        return highest_outputs(self.linear(x, weight))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -167,10 +192,28 @@ class ReferenceBackend:
         # F.silu takes another path for the last few elements of a tensor than for the rest.
         return (wide / (1 + torch.exp(-wide))).to(up.dtype) * up
 
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[Linear]) -> Tensor:
+        chosen, weights = _routed(logits, experts.routing)
+        experts.counts.add_(torch.bincount(chosen.flatten(), minlength=experts.routing.num_experts))
+        total = torch.zeros(x.shape)
+        for index, (gate, up, down) in enumerate(
+            zip(experts.gate, experts.up, experts.down, strict=True)
+        ):
+            tokens, places = (chosen == experts.first + index).nonzero(as_tuple=True)
+            if not len(tokens):
+                continue
+            own = x[tokens]
+            gate_up = torch.cat((self.linear(own, gate), self.linear(own, up)), dim=1)
+            out = self.linear(self.silu_and_mul(gate_up), down)
+            total[tokens] += out.float() * weights[tokens, places, None]
+        return total.to(x.dtype)
+
     # ---- all at once
 
     def compile(
-        self, forward: ForwardPass[Linear, AttentionPlan]
+        self,
+        forward: ForwardPass[Linear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None = None,  # noqa: ARG002 - steps have what they have
     ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
         return partial(forward, self)
 
@@ -275,10 +318,34 @@ class ReferenceBackend:
         return out.view_as(queries).to(queries.dtype)
 
 
+def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
+    """Raises:
+    IndexError: one is not from 0 to `vocab_size - 1`.
+    """
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise IndexError(f"A token id is not from 0 to {vocab_size - 1}.")
+
+
+def highest_outputs(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Backend.greedy` gives, of outputs [m, out]."""
+    columns = outputs.argmax(dim=1)
+    values = outputs.gather(1, columns[:, None]).flatten().float()
+    return columns, values, outputs.isfinite().all(dim=1)
+
+
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:
     if isinstance(part, DenseWeight):
         return part.values.to(dtype, copy=True)
     return part if isinstance(part, Int8Weight) else PackedGroups.of(part)
+
+
+def _routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
+    """Of each token the numbers of its experts, ascending, and their weights: two of [n, experts_per_token]."""
+    # By logits: two that differ may have the same probability.
+    ranked = logits.float().sort(dim=1, descending=True, stable=True).indices
+    chosen = ranked[:, : routing.experts_per_token].sort(dim=1).values
+    weights = logits.softmax(dim=1, dtype=torch.float32).gather(1, chosen)
+    return chosen, weights / weights.sum(1, keepdim=True) if routing.renormalize else weights
 
 
 def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How many bytes of weights a decode step reads, from a Hugging Face config or the header of a GGUF file alone.
 
-A step multiplies by every weight once, whatever the batch. Of the input embedding it reads one row a
-token, so only the output projection counts, be it tied or not.
+A step multiplies by every weight once, whatever the batch; of experts, by those that its tokens go through. Of
+the input embedding it reads one row a token, so only the output projection counts, be it tied or not.
 """
 
 from __future__ import annotations
@@ -34,6 +34,27 @@ class _Shape(msgspec.Struct):
     tie_word_embeddings: bool = False
     torch_dtype: str | None = None
     dtype: str | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int | None = None
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+    @property
+    def mlp_weights(self) -> int:
+        """Of all layers, those that one token is multiplied with."""
+        num_experts = self.num_local_experts or self.num_experts
+        dense = 3 * self.hidden_size * self.intermediate_size
+        if not num_experts:
+            return self.num_hidden_layers * dense
+        layers = range(
+            self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step
+        )
+        num_sparse = len(set(layers) - set(self.mlp_only_layers or ()))
+        inner = self.moe_intermediate_size or self.intermediate_size
+        sparse = self.hidden_size * (3 * inner * self.num_experts_per_tok + num_experts)
+        return num_sparse * sparse + (self.num_hidden_layers - num_sparse) * dense
 
 
 @dataclass(frozen=True)
@@ -47,7 +68,7 @@ class WeightTraffic:
 def weight_traffic(
     config: Mapping[str, object], dtype: str, source: str, quantization: str = "none"
 ) -> WeightTraffic:
-    """Of a dense decoder with grouped-query attention and a gated MLP (Qwen, Llama, Mistral).
+    """Of a decoder with grouped-query attention and gated MLPs (Qwen, Llama, Mistral); of experts, for one token.
 
     `dtype` `auto` takes the config's own; `quantization` is `none`, `int8` or `int4` in groups of 32, with an int8
     head. Norms, biases and the scales of int8, less than a hundredth, are left out.
@@ -60,8 +81,8 @@ def weight_traffic(
     head_dim = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     kv_heads = shape.num_key_value_heads or shape.num_attention_heads
     attention = shape.hidden_size * head_dim * 2 * (shape.num_attention_heads + kv_heads)
-    mlp = 3 * shape.hidden_size * shape.intermediate_size
-    layers, head = shape.num_hidden_layers * (attention + mlp), shape.vocab_size * shape.hidden_size
+    layers = shape.num_hidden_layers * attention + shape.mlp_weights
+    head = shape.vocab_size * shape.hidden_size
     if quantization == "none":
         return WeightTraffic((layers + head) * BYTES_PER_WEIGHT[chosen], chosen)
     return WeightTraffic(int(layers * _QUANTIZED_BYTES[quantization]) + head, quantization)

@@ -19,6 +19,7 @@ from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import KVManager
+from pagoda.parallel.config import expert_share
 
 STABLE_S = 30.0
 """A worker that lived this long starts a new count of losses."""
@@ -46,6 +47,7 @@ class EngineCore:
         self._idle_losses_in_row = 0
         self._num_restarts = 0
         self._step_time_s = 0.0
+        self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
         executor.start()
 
@@ -123,7 +125,12 @@ class EngineCore:
         self._idle_losses_in_row = 0
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
+        self._count_expert_tokens(result.expert_tokens)
         return self._scheduler.update(result)
+
+    def _count_expert_tokens(self, tokens: list[int]) -> None:
+        so_far = self._expert_tokens or [0] * len(tokens)
+        self._expert_tokens = [a + b for a, b in zip(so_far, tokens, strict=True)]
 
     def _take_worker(self, worker: WorkerReady) -> None:
         self._is_worker_ready = True
@@ -135,6 +142,7 @@ class EngineCore:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
+            num_stages=self._config.worker.parallel.pipeline_parallel_size,
         )
         kv = KVManager(
             worker.num_blocks, worker.block_size, prefix_caching=self._config.enable_prefix_caching
@@ -195,8 +203,18 @@ class EngineCore:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             step_time_s=self._step_time_s,
             stalled_for_s=self._clock.now() - self._last_progress if busy else 0.0,
+            expert_tokens=self._expert_tokens,
+            expert_rank_tokens=self._expert_rank_tokens(),
             is_worker_ready=self._is_worker_ready,
         )
+
+    def _expert_rank_tokens(self) -> list[int]:
+        parallel = self._config.worker.parallel
+        if not parallel.expert_parallel or not self._expert_tokens:
+            return []
+        size = parallel.tensor_parallel_size
+        shares = (expert_share(len(self._expert_tokens), rank, size) for rank in range(size))
+        return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def close(self) -> None:
         self._executor.close()

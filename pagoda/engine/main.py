@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
-from pagoda.executor.local import LocalExecutor
+from pagoda.executor.group import GroupExecutor
+from pagoda.executor.launcher import Launcher
+from pagoda.executor.local import LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
@@ -49,6 +52,8 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, directory: Path, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
+        self._config = config
+        self._directory = directory
         self._clock = MonotonicClock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -57,8 +62,6 @@ class EngineProcess:
         self._socket.bind(socket_address(directory, ENGINE_SOCKET))
         self._codec_in = Codec[FrontendMessage](FrontendMessage)
         self._codec_out = Codec[EngineMessage](EngineMessage)
-        self._executor = _make_executor(config, directory, self._clock)
-        self._core = EngineCore(config, self._executor, self._clock)
         self._frontends: list[bytes] = []
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
@@ -71,19 +74,26 @@ class EngineProcess:
     def run(self) -> None:
         """Serves until a frontend says `Shutdown` or the workers cannot be kept alive."""
         try:
+            self._serve()
+        except PagodaError as error:
+            self._wait_for_a_frontend()
+            for frontend in self._frontends:
+                self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
+        finally:
+            self._socket.close()
+
+    def _serve(self) -> None:
+        self._executor = _make_executor(self._config, self._directory, self._clock)
+        self._core = EngineCore(self._config, self._executor, self._clock)
+        try:
             while not self._stopping:
                 self._sleep()
                 self._receive()
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
-        except PagodaError as error:
-            self._wait_for_a_frontend()
-            for frontend in self._frontends:
-                self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
         finally:
             self._core.close()
-            self._socket.close()
 
     def _sleep(self) -> None:
         wakeup = self._core.next_wakeup()
@@ -170,10 +180,24 @@ class EngineProcess:
 
 def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:
     if config.executor == "sim":
-        return SimExecutor(config.sim, clock=clock)
-    return LocalExecutor(
+        num_stages = config.worker.parallel.pipeline_parallel_size
+        return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
+    launcher: Launcher
+    if config.executor == "ray":
+        # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+        from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed
+
+        launcher = RayLauncher(
+            config.ray_address, config.worker.parallel, config.worker.num_threads
+        )
+        address = f"tcp://{launcher.node_address}"
+    else:
+        launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
+    return GroupExecutor(
         config.worker,
-        socket_prefix=socket_address(directory, WORKER_SOCKET),
+        launcher,
+        address=address,
         step_timeout_s=config.step_timeout_s,
         clock=clock,
     )

@@ -287,6 +287,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Moving average."""
     stalled_for_s: float
     """Seconds since a step last finished while work was waiting; 0 when idle."""
+    expert_tokens: list[int] = []
+    """Tokens given to each expert since start; see `StepResult`."""
+    expert_rank_tokens: list[int] = []
+    """The same for each tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
     query_id: int | None = None
@@ -362,6 +366,22 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Formats of K and V in the cache, whatever that of activations."""
 
 
+class CurveKeys(msgspec.Struct, frozen=True):
+    """What a worker on another host needs to talk to its engine and its peers (CurveZMQ); keys are in Z85.
+
+    One pair is of all that bind sockets, one of all that connect to them: the engine and the workers of one start.
+    """
+
+    server_key: str
+    """Public, of whoever binds a socket."""
+    public_key: str
+    """Of whoever connects."""
+    secret_key: str
+    """Belongs to `public_key`."""
+    server_secret_key: str
+    """Belongs to `server_key`: workers bind sockets for their peers."""
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process is told at its start."""
 
@@ -402,19 +422,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that share this host's cores and memory, this one among them."""
     host_memory_bytes: int | None = None
     """What was free on the host before any of them started; None means to look."""
-
-
-class CurveKeys(msgspec.Struct, frozen=True):
-    """What a worker on another host needs to talk to its engine and its peers (CurveZMQ); keys are in Z85."""
-
-    server_key: str
-    """Public, of whoever binds a socket."""
-    public_key: str
-    """Of whoever connects."""
-    secret_key: str
-    """Belongs to `public_key`."""
-    server_secret_key: str
-    """Belongs to `server_key`: workers bind sockets for their peers."""
+    curve: CurveKeys | None = None
+    """Of all sockets, where the engine's is on TCP; None where sockets lie in a private directory."""
+    bind_host: str = ""
+    """The address at which this worker's host is reached by its peers; empty when all are on one host."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
@@ -453,7 +464,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):
-    """The worker's first message: weights are loaded and the KV cache is allocated."""
+    """Weights are loaded and the KV cache is allocated."""
 
     capabilities: Capabilities
     num_blocks: int
@@ -521,6 +532,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     errors: dict[int, str] = {}
     """By slot: what broke for this request alone. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
+    expert_tokens: list[int] = []
+    """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerMessage = WorkerReady | WorkerFailed | StepResult
+WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult

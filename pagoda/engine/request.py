@@ -5,7 +5,8 @@
     num_computed_tokens   K and V are in the cache for certain
 
 With run-ahead, a step may be planned before the sampled token of the step before is known to the engine
-(the worker knows it). Such tokens are counted in `num_pending_samples`.
+(the worker knows it). Such tokens are counted in `num_pending_samples`. Where the worker has several stages, the
+first does not know what the last has sampled: there, a request waits for its sample, and is told of it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class Request:
         "num_pending_samples",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "num_told_tokens",
         "rank",
         "request_id",
+        "runs_ahead",
         "sampling",
         "slot",
         "stop_token_ids",
@@ -39,7 +42,13 @@ class Request:
     )
 
     def __init__(
-        self, message: GenerateRequest, *, arrival: int, table: BlockTable, max_model_len: int
+        self,
+        message: GenerateRequest,
+        *,
+        arrival: int,
+        table: BlockTable,
+        max_model_len: int,
+        runs_ahead: bool = True,
     ) -> None:
         self.request_id = message.request_id
         self.sampling = message.sampling
@@ -63,6 +72,10 @@ class Request:
         self.num_scheduled_tokens = 0
         self.num_computed_tokens = 0
         self.num_pending_samples = 0
+        self.num_told_tokens = 0
+        """Tokens that all stages of the worker know, or will from plans that are made."""
+        self.runs_ahead = runs_ahead
+        """Whether a token may be computed before the engine knows it."""
         self.num_cached_tokens: int | None = None
         """Prefix tokens found in the cache at first admission; None before it."""
         self.strikes = 0
@@ -83,7 +96,7 @@ class Request:
     def num_schedulable_tokens(self) -> int:
         """Tokens that the next step may compute; 0 when the last sample that counts is on its way."""
         expected = len(self.token_ids) + self.num_pending_samples
-        if expected >= self.max_total_tokens and self.num_pending_samples:
+        if self.num_pending_samples and (not self.runs_ahead or expected >= self.max_total_tokens):
             return 0
         return expected - self.num_scheduled_tokens
 

@@ -6,7 +6,11 @@ and recovery only change the two numbers. A request samples when its computed to
 
 The scheduler is pure: it knows no sockets, no devices and no time. `schedule` makes a plan, `update` takes the
 results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
-which is why a block that is freed while a step still writes to it can be handed to a later plan at once.
+which is why a block that is freed while a step still writes to it can be handed to a later plan at once. The same
+holds for a worker of several stages, each of which has KV of its own and executes the plans in order.
+
+With several stages, a request whose sample is under way waits for it, and decoding requests are spread over as
+many steps as there are stages: while one stage computes some of them, the others compute the rest.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     batch_multiple: int = 1
     mixed_steps: bool = True
+    num_stages: int = 1
 
     @classmethod
     def within(
@@ -59,6 +64,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_stages: int = 1,
     ) -> SchedulerLimits:
         """What was asked for, cut to what the backend can do."""
         multiple = capabilities.batch_multiple
@@ -69,6 +75,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             max_model_len=min(max_model_len, capabilities.max_model_len),
             batch_multiple=capabilities.batch_multiple,
             mixed_steps=capabilities.mixed_steps,
+            num_stages=num_stages,
         )
 
 
@@ -96,6 +103,8 @@ class _Flight(NamedTuple):
 
     step: int
     shares: list[_Share]
+    decodes: bool
+    """Whether requests that decode are among them."""
 
 
 class Scheduler:
@@ -164,6 +173,7 @@ class Scheduler:
             arrival=self._num_arrivals,
             table=self.kv.new_table(message.cache_salt),
             max_model_len=self.limits.max_model_len,
+            runs_ahead=self.limits.num_stages == 1,
         )
         self._num_arrivals += 1
         problem = self._refusal(request)
@@ -221,7 +231,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
         for decodes in self._kinds():
-            draft = _Draft(self._step, self.limits, decodes)
+            draft = _Draft(self._step, self.limits, decodes, self._max_decodes())
             if self._suspects:
                 self._schedule_alone(min(self._suspects, key=_by_rank), draft)
             else:
@@ -230,7 +240,7 @@ class Scheduler:
             if draft.shares:
                 self._last_was_decodes = bool(decodes)
                 self._step += 1
-                self._in_flight.append(_Flight(draft.step, draft.shares))
+                self._in_flight.append(_Flight(draft.step, draft.shares, draft.decodes))
                 return draft.plan(self._take_freed_slots())
         return None
 
@@ -239,6 +249,23 @@ class Scheduler:
         if self.limits.mixed_steps:
             return (None,)
         return (not self._last_was_decodes, self._last_was_decodes)
+
+    def _max_decodes(self) -> int:
+        """How many of the decoding requests the step may take, so that every stage gets an equal part of them.
+
+        None while as many parts are under way as there are stages: those left over join one that comes back, since
+        a step costs much that does not depend on its size.
+        """
+        num_stages = self.limits.num_stages
+        if num_stages == 1:
+            return self.limits.max_num_seqs
+        if sum(flight.decodes for flight in self._in_flight) >= num_stages:
+            return 0
+        decoding = sum(
+            request.num_pending_samples > 0 or request.num_schedulable_tokens == 1
+            for request in self._running
+        )
+        return max(1, -(-decoding // num_stages))
 
     def _take_freed_slots(self) -> list[int]:
         freed, self._freed_slots = self._freed_slots, []
@@ -280,7 +307,8 @@ class Scheduler:
                 admitting = hits is not None and self._admit(first, hits, draft)
                 index += admitting  # it now stands before the next one
             elif request is not None:
-                self._extend(request, draft, self._num_decodes_behind(index) if draft.mixed else 0)
+                num_behind = self._num_decodes_behind(index) if draft.mixed else 0
+                self._extend(request, draft, min(num_behind, draft.decodes_left))
                 admitting = admitting and self.num_preemptions == preemptions
                 index += 1
             else:
@@ -303,9 +331,12 @@ class Scheduler:
         at least half of it.
         """
         slot = request.slot
+        decodes = request.num_schedulable_tokens == 1
         count = draft.share_of(request, num_behind)
-        if count == 0 or slot is None:
+        if count == 0 or slot is None or (decodes and draft.decodes_left == 0):
             return
+        draft.decodes_left -= decodes
+        draft.decodes |= decodes
         new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
         while new_blocks is None:
             victim = self._running[-1]
@@ -315,6 +346,11 @@ class Scheduler:
             new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
         if new_blocks:
             draft.new_blocks.append((slot, new_blocks))
+        if not request.runs_ahead:
+            draft.appended += [
+                (slot, token) for token in request.token_ids[request.num_told_tokens :]
+            ]
+            request.num_told_tokens = request.num_tokens
         draft.add(request, slot, count)
 
     def _preempt(self, request: Request) -> None:
@@ -375,6 +411,7 @@ class Scheduler:
         slot = request.slot = heapq.heappop(self._free_slots)
         request.admission += 1
         request.num_computed_tokens = num_hit_tokens
+        request.num_told_tokens = request.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
             self.num_prefix_hit_tokens += request.num_cached_tokens
@@ -511,24 +548,29 @@ class Scheduler:
 class _Draft:
     """A plan in the making."""
 
-    def __init__(self, step: int, limits: SchedulerLimits, decodes: bool | None) -> None:
+    def __init__(
+        self, step: int, limits: SchedulerLimits, decodes: bool | None, max_decodes: int
+    ) -> None:
         self.step = step
         self.budget = limits.max_num_batched_tokens
         self.shares: list[_Share] = []
         self.starts: list[SlotStart] = []
         self.new_blocks: list[tuple[int, list[int]]] = []
+        self.appended: list[tuple[int, int]] = []
+        self.decodes_left = max_decodes
+        self.decodes = False
         self._multiple = limits.batch_multiple
-        self._decodes = decodes
+        self._kind = decodes
         """Whether the step holds single tokens only, or chunks only; None for both together."""
 
     @property
     def mixed(self) -> bool:
-        return self._decodes is None
+        return self._kind is None
 
     def share_of(self, request: Request, num_behind: int = 0) -> int:
         """How many tokens this step gives to the request; 0 if none."""
         available = request.num_schedulable_tokens
-        if available <= 0 or self._decodes not in (None, available == 1):
+        if available <= 0 or self._kind not in (None, available == 1):
             return 0
         count = min(available, self.budget)
         if count > 1:
@@ -553,6 +595,7 @@ class _Draft:
             self.starts,
             self.new_blocks,
             freed_slots,
+            self.appended,
         )
 
 

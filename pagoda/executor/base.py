@@ -29,7 +29,7 @@ class Executor(Protocol):
     """
 
     max_in_flight: int
-    """How many plans may be under way: 2 lets the engine plan one step while the worker runs another."""
+    """How many plans may be under way."""
 
     def start(self, num_blocks: int | None = None) -> None:
         """Begins to start the workers; a `WorkerReady` or `WorkerLost` event follows.
@@ -57,3 +57,12 @@ class Executor(Protocol):
     def close(self) -> None:
         """Ends the workers."""
         ...
+
+
+def max_in_flight(num_stages: int) -> int:
+    """How many plans keep workers busy: one at each stage, and one in front of the first, planned meanwhile.
+
+    Of decoding requests there is at most one step at each stage, since each waits for its sample; the one more is
+    then a prompt's, whose chunks follow each other without waiting.
+    """
+    return num_stages + 1

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagoda.engine.messages import WorkerConfig
+from pagoda.executor.base import WorkerLost
 
 
 class WorkerSet(Protocol):
     """The workers of one start, until they are closed."""
 
     def pollables(self) -> list[object]:
-        """What becomes readable when a worker has ended."""
+        """What becomes readable when a worker has ended (as `zmq.Poller` takes it)."""
         ...
 
-    def lost(self) -> str | None:
-        """How the first worker that ended did, such as `the worker was killed by SIGKILL`; None while all live."""
+    def lost(self) -> WorkerLost | None:
+        """How the first worker that ended did, or why they cannot be started; None while all live."""
         ...
 
     def close(self) -> None:
@@ -26,8 +27,16 @@ class WorkerSet(Protocol):
 
 class Launcher(Protocol):
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> WorkerSet:
-        """Starts one worker for each config, in that order; each connects to the engine's socket at `address`.
+        """Starts `python -m pagoda.worker.main ADDRESS` for each config, which it gives over standard input.
 
-        Does not wait for them.
+        `configs` are in the order of `ParallelConfig.places`. What depends on the host that a worker comes to
+        (`bind_host`, `workers_on_host`, `host_memory_bytes`) is the launcher's to fill in. Does not wait.
         """
         ...
+
+
+def worker_name(config: WorkerConfig) -> str:
+    """Such as `the worker`, or `worker pp1 tp0` where it is one of several."""
+    if config.parallel.replica_size == 1:
+        return "the worker"
+    return f"worker pp{config.place.pp} tp{config.place.tp}"

@@ -3,7 +3,8 @@
 The simulated worker keeps slots exactly as a real one does, and its "model" is a hash of seed, position and
 the previous token, so an answer depends on nothing but the request. With `check_kv` it also remembers which
 token of which sequence was last written to every cell of the KV cache, and refuses to read a cell that holds
-anything else: a wrong block table shows up at once.
+anything else: a wrong block table shows up at once. With several stages it refuses to compute a token that the
+first of them was not told of.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pagoda.engine.messages import (
     TokenLogprobs,
     WorkerReady,
 )
-from pagoda.executor.base import ExecutorEvent
+from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 
 _MASK = 2**64 - 1
@@ -34,22 +35,25 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
 
 
 class SimExecutor:
-    """Answers every plan after the time that the cost model gives it."""
+    """Answers every plan after the time that the cost model gives it, which all stages share evenly."""
 
-    max_in_flight = 2
-
-    def __init__(self, config: SimConfig, *, clock: Clock, check_kv: bool = False) -> None:
+    def __init__(
+        self, config: SimConfig, *, clock: Clock, check_kv: bool = False, num_stages: int = 1
+    ) -> None:
         self._config = config
         self._clock = clock
         self._check_kv = check_kv
         self._events: deque[tuple[float, ExecutorEvent]] = deque()
-        self._busy_until = 0.0
-        self._worker = SimWorker(config, check_kv=check_kv)
+        self._busy_until = [0.0] * num_stages
+        """By stage."""
+        self._worker = SimWorker(config, check_kv=check_kv, num_stages=num_stages)
+        self.max_in_flight = max_in_flight(num_stages)
 
     def start(self, num_blocks: int | None = None) -> None:
         config = self._config
-        self._worker = SimWorker(config, check_kv=self._check_kv)
-        self._busy_until = self._clock.now()
+        num_stages = len(self._busy_until)
+        self._worker = SimWorker(config, check_kv=self._check_kv, num_stages=num_stages)
+        self._busy_until = [self._clock.now()] * num_stages
         self._events.clear()
         ready = WorkerReady(
             capabilities=Capabilities(
@@ -64,12 +68,15 @@ class SimExecutor:
             vocab_size=config.vocab_size,
             summary="simulated worker",
         )
-        self._events.append((self._busy_until, ready))
+        self._events.append((self._clock.now(), ready))
 
     def submit(self, plan: StepPlan) -> None:
         cost = self._config.base_s + self._config.per_token_s * sum(plan.num_tokens)
-        self._busy_until = max(self._busy_until, self._clock.now()) + cost
-        self._events.append((self._busy_until, self._worker.execute(plan, cost)))
+        done = self._clock.now()
+        for stage, busy_until in enumerate(self._busy_until):
+            done = max(busy_until, done) + cost / len(self._busy_until)
+            self._busy_until[stage] = done
+        self._events.append((done, self._worker.execute(plan, cost)))
 
     def poll(self) -> list[ExecutorEvent]:
         now = self._clock.now()
@@ -91,8 +98,9 @@ class SimExecutor:
 class SimWorker:
     """The slots of a worker, without the arithmetic."""
 
-    def __init__(self, config: SimConfig, *, check_kv: bool) -> None:
+    def __init__(self, config: SimConfig, *, check_kv: bool, num_stages: int = 1) -> None:
         self._config = config
+        self._num_stages = num_stages
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], tuple[int, ...]] | None = {} if check_kv else None
         """(block id, offset) -> the tokens of the sequence up to and including that cell."""
@@ -106,8 +114,14 @@ class SimWorker:
             self._slots[start.slot] = _Slot(start)
         for slot_id, block_ids in plan.new_blocks:
             self._slots[slot_id].block_ids.extend(block_ids)
+        for slot_id, token_id in plan.appended:
+            self._slots[slot_id].tell(token_id)
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self._slots[slot_id]
+            if self._num_stages > 1 and slot.num_computed_tokens + count > slot.num_told_tokens:
+                raise ValueError(
+                    f"Slot {slot_id} is to compute a token that the first stage does not know."
+                )
             if self._cells is not None:
                 self._write(slot, count, self._cells)
             slot.num_computed_tokens += count
@@ -155,7 +169,14 @@ class _Slot:
         self.sampling = start.sampling
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prompt_tokens = start.num_prompt_tokens
+        self.num_told_tokens = len(start.token_ids)
+        """What the stages know that do not sample."""
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
+
+    def tell(self, token_id: int) -> None:
+        if self.token_ids[self.num_told_tokens : self.num_told_tokens + 1] != [token_id]:
+            raise ValueError(f"Token {token_id} was not what the last stage sampled.")
+        self.num_told_tokens += 1
 
     def sample(self, vocab_size: int) -> int:
         position = len(self.token_ids) - self.num_prompt_tokens

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 LIFELINE_ENV = "PAGODA_LIFELINE_FD"
 _PR_SET_PDEATHSIG = 1
@@ -74,6 +74,10 @@ class ChildProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
 
+    def was_killed(self) -> bool:
+        """Whether a signal ended the child."""
+        return (self._process.poll() or 0) < 0
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the child: hangs up, waits, and kills it if it stays. Leaves no zombie. May be called twice."""
         self._lifeline.close()
@@ -85,8 +89,16 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Ends the child with SIGKILL and waits for it."""
-        self._process.kill()
-        self.close()
+        kill_all([self])
+
+
+def kill_all(children: Iterable[ChildProcess]) -> None:
+    """Ends children with SIGKILL, all at once, and waits for them. May be called twice."""
+    several = list(children)
+    for child in several:
+        child._process.kill()
+    for child in several:
+        child.close()
 
 
 def hold_lifeline() -> None:

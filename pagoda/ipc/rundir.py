@@ -10,16 +10,17 @@ import tempfile
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.parallel.config import MAX_RANKS
 
 ENGINE_SOCKET = "engine"
 WORKER_SOCKET = "worker"
-"""Followed by a number for each start of the worker."""
+"""Followed by a number for each start of the workers; and another for a rank that takes what a stage computed."""
 
 _PREFIX = "pagoda-"
 _LOCK = "lock"
 _MAX_SOCKET_PATH_BYTES = 107
 """What the kernel takes for a socket's path (unix(7))."""
-_LONGEST_NAME = f"{WORKER_SOCKET}-9999999"
+_LONGEST_NAME = f"{WORKER_SOCKET}-9999999-{MAX_RANKS}"
 
 
 class RuntimeDirectory:

@@ -1,7 +1,8 @@
-"""The shape of a dense decoder model, read from a Hugging Face config.json."""
+"""The shape of a decoder model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from pagoda.errors import ConfigError
 from pagoda.model.fields import Fields
 from pagoda.model.quantization_config import parse_quantization
-from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
+from pagoda.model.weight_formats import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_EXPERTS = 1024
+"""Of a layer; what kernels have room for."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,102 @@ class FrequencyFactors:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
+class Split(enum.Enum):
+    """How tensor-parallel ranks share a linear map: what its outputs, or its inputs, are cut along."""
+
+    HEADS = enum.auto()
+    """Outputs, by query heads."""
+    KV_HEADS = enum.auto()
+    """Outputs, by KV heads."""
+    FROM_HEADS = enum.auto()
+    """Inputs, by query heads."""
+    INNER = enum.auto()
+    """Outputs, by the inner channels of an MLP."""
+    FROM_INNER = enum.auto()
+    """Inputs, by the inner channels of an MLP."""
+    EXPERT_INNER = enum.auto()
+    """Outputs, by the inner channels of an expert, unless ranks hold whole experts."""
+    FROM_EXPERT_INNER = enum.auto()
+    """Inputs, by the same."""
+    VOCABULARY = enum.auto()
+    """Outputs, by tokens."""
+    WHOLE = enum.auto()
+    """Not at all: every rank holds it."""
+
+
 @dataclass(frozen=True)
 class LinearMap:
     name: str
     """Such as `model.layers.0.mlp.up_proj`; its weight is the tensor of that name with `.weight` behind."""
     outputs: int
     inputs: int
+    split: Split
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The linear maps of one layer's attention."""
+
+    q: LinearMap
+    k: LinearMap
+    v: LinearMap
+    out: LinearMap
+
+    def __iter__(self) -> Iterator[LinearMap]:
+        return iter((self.q, self.k, self.v, self.out))
+
+
+@dataclass(frozen=True)
+class MlpMaps:
+    """The linear maps of one layer's MLP."""
+
+    gate: LinearMap
+    up: LinearMap
+    down: LinearMap
+
+    def __iter__(self) -> Iterator[LinearMap]:
+        return iter((self.gate, self.up, self.down))
+
+
+@dataclass(frozen=True)
+class ExpertMaps:
+    """The linear maps of one layer's experts."""
+
+    router: LinearMap
+    experts: tuple[MlpMaps, ...]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the maps of its experts, behind the name of the layer."""
+
+    router: str
+    experts: str
+    """Expert 3 is below this name and `.3`."""
+    gate: str
+    up: str
+    down: str
+
+
+QWEN_EXPERTS = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_EXPERTS = ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Layers whose MLP is several, of which every token goes through a few (Shazeer et al. 2017)."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of each expert."""
+    renormalize: bool
+    """Whether the probabilities of a token's experts are made to add up to one."""
+    layers: frozenset[int]
+    """The other layers are dense."""
+    names: ExpertNames
 
 
 @dataclass(frozen=True)
@@ -95,50 +188,79 @@ class ModelConfig:
     """Of the checkpoint; of a quantized one, that of activations."""
     quantization: Quantization | None
     """How the checkpoint holds its linear maps; None where all are dense."""
+    experts: ExpertsConfig | None
+    """None where all layers are dense."""
 
     @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def linear_maps(self) -> Iterator[LinearMap]:
-        """All that the decoder keeps; a tied head is the embedding table."""
-        for index in range(self.num_layers):
-            yield from self._layer_maps(f"model.layers.{index}")
-        yield LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size)
-        if not self.tie_word_embeddings:
-            yield LinearMap("lm_head", self.vocab_size, self.hidden_size)
+    @property
+    def embedding(self) -> LinearMap:
+        return LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size, Split.VOCABULARY)
 
-    def _layer_maps(self, prefix: str) -> Iterator[LinearMap]:
-        hidden, inner = self.hidden_size, self.intermediate_size
+    @property
+    def head(self) -> LinearMap:
+        """Of logits; it may be the embedding table."""
+        if self.tie_word_embeddings:
+            return self.embedding
+        return LinearMap("lm_head", self.vocab_size, self.hidden_size, Split.VOCABULARY)
+
+    def attention_maps(self, layer: int) -> AttentionMaps:
+        prefix, hidden = f"model.layers.{layer}.self_attn", self.hidden_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield LinearMap(f"{attention}.q_proj", q_size, hidden)
-        yield LinearMap(f"{attention}.k_proj", kv_size, hidden)
-        yield LinearMap(f"{attention}.v_proj", kv_size, hidden)
-        yield LinearMap(f"{attention}.o_proj", hidden, q_size)
-        yield LinearMap(f"{mlp}.gate_proj", inner, hidden)
-        yield LinearMap(f"{mlp}.up_proj", inner, hidden)
-        yield LinearMap(f"{mlp}.down_proj", hidden, inner)
-
-    def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of all weights in memory; `itemsize` is that of the activations' dtype.
-
-        Raises:
-            ConfigError: a linear map cannot be quantized so.
-        """
-        maps = sum(
-            format_bytes(
-                DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs),
-                m.outputs,
-                m.inputs,
-                itemsize,
-            )
-            for m in self.linear_maps()
+        return AttentionMaps(
+            q=LinearMap(f"{prefix}.q_proj", q_size, hidden, Split.HEADS),
+            k=LinearMap(f"{prefix}.k_proj", kv_size, hidden, Split.KV_HEADS),
+            v=LinearMap(f"{prefix}.v_proj", kv_size, hidden, Split.KV_HEADS),
+            out=LinearMap(f"{prefix}.o_proj", hidden, q_size, Split.FROM_HEADS),
         )
-        return maps + self._num_vector_elements() * itemsize
 
-    def _num_vector_elements(self) -> int:
-        """Of all norms and biases."""
+    def mlp_maps(self, layer: int) -> MlpMaps:
+        prefix, hidden, inner = (
+            f"model.layers.{layer}.mlp",
+            self.hidden_size,
+            self.intermediate_size,
+        )
+        return MlpMaps(
+            gate=LinearMap(f"{prefix}.gate_proj", inner, hidden, Split.INNER),
+            up=LinearMap(f"{prefix}.up_proj", inner, hidden, Split.INNER),
+            down=LinearMap(f"{prefix}.down_proj", hidden, inner, Split.FROM_INNER),
+        )
+
+    def expert_maps(self, layer: int) -> ExpertMaps | None:
+        """None where the layer is dense, and has `mlp_maps` instead."""
+        experts = self.experts
+        if experts is None or layer not in experts.layers:
+            return None
+        names, hidden, inner = experts.names, self.hidden_size, experts.intermediate_size
+        prefix = f"model.layers.{layer}"
+
+        def maps(name: str) -> MlpMaps:
+            return MlpMaps(
+                gate=LinearMap(f"{name}.{names.gate}", inner, hidden, Split.EXPERT_INNER),
+                up=LinearMap(f"{name}.{names.up}", inner, hidden, Split.EXPERT_INNER),
+                down=LinearMap(f"{name}.{names.down}", hidden, inner, Split.FROM_EXPERT_INNER),
+            )
+
+        return ExpertMaps(
+            LinearMap(f"{prefix}.{names.router}", experts.num_experts, hidden, Split.WHOLE),
+            tuple(maps(f"{prefix}.{names.experts}.{i}") for i in range(experts.num_experts)),
+        )
+
+    def weights_per_token(self, layer: int) -> int:
+        """How many weights of a layer a token is multiplied with."""
+        maps, experts = list(self.attention_maps(layer)), self.expert_maps(layer)
+        if self.experts is None or experts is None:
+            maps += self.mlp_maps(layer)
+        else:
+            maps.append(experts.router)
+            for mlp in experts.experts[: self.experts.experts_per_token]:
+                maps += mlp
+        return sum(m.outputs * m.inputs for m in maps)
+
+    def num_vector_elements(self, num_layers: int) -> int:
+        """Of the norms and biases of so many layers, and of the norm behind the last one."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = 2 * hidden + 2 * self.head_dim * self.qk_norm
@@ -147,7 +269,7 @@ class ModelConfig:
             + hidden * self.output_bias
             + (2 * inner + hidden) * self.mlp_bias
         )
-        return self.num_layers * (norms + biases) + hidden
+        return num_layers * (norms + biases) + hidden
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -188,7 +310,7 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", f"must divide num_attention_heads ({num_heads})")
     # A Qwen3 head is 128 wide unless the file says otherwise, whatever the hidden size.
-    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+    usual_head_dim = 128 if architecture in QWEN3 else hidden_size // num_heads
     head_dim = fields.positive("head_dim", max(1, usual_head_dim))
     if head_dim % 2:
         fields.refuse("head_dim", "must be even")
@@ -208,22 +330,26 @@ def parse_model_config(values: Mapping[str, object], *, source: str) -> ModelCon
         rope_scaling=scaling,
         max_position_embeddings=_longest_sequence(fields, scaling),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in QWEN3,
         qkv_bias=attention_bias,
         output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=_dtype(fields),
         quantization=parse_quantization(fields),
+        experts=_experts(fields, architecture, num_layers),
     )
 
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
+QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def _architecture(fields: Fields) -> str:
@@ -242,6 +368,52 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", "must be 'silu'")
+
+
+def _experts(fields: Fields, architecture: str, num_layers: int) -> ExpertsConfig | None:
+    if architecture == "MixtralForCausalLM":
+        return ExpertsConfig(
+            *_expert_counts(fields, "num_local_experts", 8, 2),
+            intermediate_size=fields.positive("intermediate_size"),
+            renormalize=True,
+            layers=frozenset(range(num_layers)),
+            names=MIXTRAL_EXPERTS,
+        )
+    # New files say it as Mixtral does.
+    name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    # Zero experts are how Qwen3-MoE says that all layers are dense.
+    if architecture != "Qwen3MoeForCausalLM" or fields.values.get(name) == 0:
+        return None
+    return ExpertsConfig(
+        *_expert_counts(fields, name, 128, 8),
+        intermediate_size=fields.positive("moe_intermediate_size", 768),
+        renormalize=fields.flag("norm_topk_prob", False),
+        layers=_sparse_layers(fields, num_layers),
+        names=QWEN_EXPERTS,
+    )
+
+
+def _expert_counts(fields: Fields, name: str, usual: int, usual_per_token: int) -> tuple[int, int]:
+    num_experts = fields.positive(name, usual)
+    if num_experts > MAX_EXPERTS:
+        fields.refuse(name, f"must be at most {MAX_EXPERTS}")
+    per_token = fields.positive("num_experts_per_tok", usual_per_token)
+    if per_token > num_experts:
+        fields.refuse("num_experts_per_tok", f"must be at most {name} ({num_experts})")
+    return num_experts, per_token
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer but those that `mlp_only_layers` names."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(
+        not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers
+        for layer in dense
+    ):
+        fields.refuse("mlp_only_layers", f"must be a list of layers from 0 to {num_layers - 1}")
+    return frozenset(range(step - 1, num_layers, step)) - frozenset(dense)
 
 
 def _dtype(fields: Fields) -> str:
@@ -311,6 +483,9 @@ def _longest_sequence(fields: Fields, scaling: RopeScaling | None) -> int:
 def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
+    if architecture == "MixtralForCausalLM":
+        windowed = fields.values.get("sliding_window") is not None
+        return (fields.positive("sliding_window") if windowed else None,) * num_layers
     if architecture == "MistralForCausalLM":
         # An absent field means 4096 (the first Mistral), an explicit null means none.
         windowed = (
@@ -320,6 +495,8 @@ def _sliding_windows(fields: Fields, architecture: str, num_layers: int) -> tupl
     if not fields.flag("use_sliding_window", False):
         return (None,) * num_layers
     window = fields.positive("sliding_window", 4096)
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * num_layers
     return tuple(
         window if kind == "sliding_attention" else None for kind in _layer_types(fields, num_layers)
     )

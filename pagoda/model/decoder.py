@@ -1,6 +1,8 @@
-"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+"""The decoder that Llama, Mistral, Mixtral, Qwen2 and Qwen3 share.
 
-The families differ in switches only: biases, norms of queries and keys, sliding windows, rotary scaling.
+The families differ in switches only: biases, norms of queries and keys, sliding windows, rotary scaling, experts.
+Of several ranks each computes its part (`pagoda.model.sharding`): some of the layers, and of those some of the
+heads and channels. Hidden states are whole, and the same on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.weights import GroupedWeight, LinearWeight
 from pagoda.errors import ConfigError
-from pagoda.model.config import ModelConfig
+from pagoda.model.config import LinearMap
+from pagoda.model.experts import DenseMlp, SparseMlp, compute_mlp, load_experts
 from pagoda.model.rotary import rotary_frequencies
-from pagoda.model.weights import WeightSource
+from pagoda.model.sharding import PartialWeights, Shard
 
 
 @dataclass(frozen=True)
@@ -39,73 +42,122 @@ class Layer(Generic[LinearT]):
     attention_out: LinearT
     window: int | None
     mlp_norm: Tensor
-    gate_up: LinearT
-    down: LinearT
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
 
 
 class Decoder(Generic[LinearT, PlanT]):
-    """Tokens in, hidden states and logits out; K and V go to the caches."""
+    """One stage: tokens or hidden states in, hidden states and at last logits out; K and V go to the caches."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        shard: Shard,
         backend: Backend[LinearT, PlanT],
-        source: WeightSource,
+        source: PartialWeights,
         dtype: torch.dtype,
         caches: Sequence[KVCache],
     ) -> None:
-        """Takes the weights out of `source`; `caches` has one entry per layer.
+        """Takes the weights of `shard` out of `source`; `caches` has one entry for each of its layers.
 
         Raises:
             ConfigError: a weight is missing or has the wrong shape.
         """
-        loader = _Loader(config, backend, source, dtype)
-        self._config = config
+        config = shard.config
+        loader = _Loader(shard, backend, source, dtype)
+        self._shard = shard
         self._backend = backend
-        self._layers = [loader.layer(index) for index in range(config.num_layers)]
-        self._norm = loader.tensor("model.norm.weight", config.hidden_size)
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self._embedding = loader.linear({"model.embed_tokens": vocab}, hidden, bias=False)
-        self._head = (
-            self._embedding
-            if config.tie_word_embeddings
-            else loader.linear({"lm_head": vocab}, hidden, bias=False)
+        self._layers = [loader.layer(index) for index in shard.layers]
+        self._expert_counts = loader.expert_counts
+        self._norm = (
+            loader.tensor("model.norm.weight", config.hidden_size) if shard.is_last else None
         )
+        self._embedding = loader.linear([config.embedding], bias=False) if shard.is_first else None
+        self._head: LinearT | None = None
+        if shard.is_last:
+            tied = config.tie_word_embeddings and shard.is_first
+            self._head = self._embedding if tied else loader.linear([config.head], bias=False)
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
         self._caches = caches
-        self._compiled = backend.compile(self._hidden_states)
+        self._compiled = backend.compile(
+            self._compute, hidden=None if shard.is_first else (config.hidden_size, dtype)
+        )
 
-    def forward(self, batch: TokenBatch) -> Tensor:
-        """Normed hidden states behind the last layer, [n, hidden], which `logits` takes."""
+    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+        """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
+
+        `hidden` [n, hidden] is what the stage before this one gave, None for the first stage.
+        """
         backend = self._backend
-        plan = backend.plan_attention(batch, self._config.num_heads, self._caches[0])
+        plan = backend.plan_attention(batch, self._shard.num_heads, self._caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        return self._compiled(StepInput(batch.token_ids, table, plan))
+        return self._compiled(StepInput(batch.token_ids, table, plan, hidden))
+
+    def take_expert_tokens(self) -> list[int]:
+        """How many tokens each expert was given since this was last asked, in all layers of the stage together.
+
+        Experts of other ranks count as well; empty for a model that has none.
+        """
+        taken: list[int] = self._expert_counts.tolist()
+        self._expert_counts.zero_()
+        return taken
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [m, hidden]: [m, vocab] float32."""
-        return self._backend.linear(hidden, self._head).float()
+        """Of normed hidden states [m, hidden]: [m, vocab] float32, on all ranks of the last stage."""
+        own = self._backend.linear(hidden, self._require_head()).float()
+        if self._backend.group.size == 1:
+            return own
+        missing = self._shard.vocabulary_share - own.shape[1]
+        shares = self._backend.group.all_gather(torch.nn.functional.pad(own, (0, missing)))
+        joined = shares.transpose(0, 1).flatten(1)
+        return joined[:, : self._shard.config.vocab_size].contiguous()
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token of each row of hidden states [m, hidden], and whether its logits are finite."""
-        return self._backend.greedy(hidden, self._head)
+        own, highest, finite = self._backend.greedy(hidden, self._require_head())
+        if self._backend.group.size == 1:
+            return own, finite
+        own += self._shard.vocabulary.start
+        # In one message: floats as their bits.
+        shares = self._backend.group.all_gather(
+            torch.stack([own, highest.view(torch.int32).long(), finite.long()])
+        )
+        tokens, bits, sound = shares.unbind(1)
+        values = bits.int().view(torch.float32)
+        # Of equal ones the lowest token, which the lowest rank has.
+        winner = (values == values.amax(dim=0)).int().argmax(dim=0)
+        return tokens.gather(0, winner[None])[0], sound.bool().all(dim=0)
 
-    def _hidden_states(
+    def _require_head(self) -> LinearT:
+        if self._head is None:
+            raise RuntimeError("Only the last stage has a head.")
+        return self._head
+
+    def _compute(
         self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
     ) -> ValueT:
-        eps = self._config.rms_norm_eps
+        eps = self._shard.config.rms_norm_eps
+        x = self._embed(ops, step)
+        h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         # The norm in front of a layer is taken together with the sum behind the one before.
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
-        x = ops.linear_rows(step.token_ids, self._embedding)
-        h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         for layer, cache, next_norm in zip(self._layers, self._caches, norms, strict=True):
-            x, h = ops.add_rms_norm(
-                x, self._attention(ops, step, layer, cache, h), layer.mlp_norm, eps
-            )
-            mixed = ops.linear(ops.silu_and_mul(ops.linear(h, layer.gate_up)), layer.down)
+            attended = ops.all_reduce(self._attention(ops, step, layer, cache, h))
+            x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
+            mixed = ops.all_reduce(compute_mlp(ops, h, layer.mlp))
+            if next_norm is None:
+                return ops.add(x, mixed)
             x, h = ops.add_rms_norm(x, mixed, next_norm, eps)
         return h
+
+    def _embed(
+        self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
+    ) -> ValueT:
+        if self._embedding is not None:
+            ids = self._shard.vocabulary.start, self._shard.config.vocab_size
+            return ops.all_reduce(ops.linear_rows(step.token_ids, self._embedding, *ids))
+        if step.hidden is None:
+            raise ValueError("This stage starts from hidden states.")
+        return step.hidden
 
     def _attention(
         self,
@@ -117,7 +169,7 @@ class Decoder(Generic[LinearT, PlanT]):
     ) -> ValueT:
         qkv = ops.linear(h, layer.qkv)
         queries = ops.rotate_and_cache(qkv, cache, step.plan, step.rotary_table, layer.head_norms)
-        scale = self._config.head_dim**-0.5
+        scale = self._shard.config.head_dim**-0.5
         attended = ops.attention(queries, cache, step.plan, scale=scale, window=layer.window)
         return ops.linear(attended, layer.attention_out)
 
@@ -127,76 +179,71 @@ class _Loader(Generic[LinearT]):
 
     def __init__(
         self,
-        config: ModelConfig,
+        shard: Shard,
         backend: Backend[LinearT, PlanT],
-        source: WeightSource,
+        source: PartialWeights,
         dtype: torch.dtype,
     ) -> None:
-        self._config = config
+        self._shard = shard
         self._prepare_linear = backend.prepare_linear
         self._source = source
         self._dtype = dtype
         self._device = backend.device
+        experts = shard.config.experts
+        self.expert_counts = torch.zeros(
+            0 if experts is None else experts.num_experts, dtype=torch.int64, device=backend.device
+        )
+        """Tokens that went to each expert, of all layers together."""
 
     def layer(self, index: int) -> Layer[LinearT]:
-        config, prefix = self._config, f"model.layers.{index}"
-        hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        config, prefix = self._shard.config, f"model.layers.{index}"
+        attention = config.attention_maps(index)
         return Layer(
-            attention_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self.linear(
-                {
-                    f"{attention}.q_proj": q_size,
-                    f"{attention}.k_proj": kv_size,
-                    f"{attention}.v_proj": kv_size,
-                },
-                hidden,
-                bias=config.qkv_bias,
-            ),
-            head_norms=self._head_norms(attention) if config.qk_norm else None,
-            attention_out=self.linear(
-                {f"{attention}.o_proj": hidden}, q_size, bias=config.output_bias
-            ),
+            attention_norm=self.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size),
+            qkv=self.linear([attention.q, attention.k, attention.v], bias=config.qkv_bias),
+            head_norms=self._head_norms(f"{prefix}.self_attn") if config.qk_norm else None,
+            attention_out=self.linear([attention.out], bias=config.output_bias),
             window=config.sliding_windows[index],
-            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self.linear(
-                {
-                    f"{mlp}.gate_proj": config.intermediate_size,
-                    f"{mlp}.up_proj": config.intermediate_size,
-                },
-                hidden,
-                bias=config.mlp_bias,
-            ),
-            down=self.linear(
-                {f"{mlp}.down_proj": hidden}, config.intermediate_size, bias=config.mlp_bias
-            ),
+            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            mlp=self._mlp(index),
         )
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self._joined({name: shape[0]}, *shape[1:])
+    def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
+        config, maps = self._shard.config, self._shard.expert_maps(index)
+        if config.experts is not None and maps is not None:
+            first = self._shard.experts.start
+            return load_experts(config.experts, maps, first, self.expert_counts, self.linear)
+        mlp = config.mlp_maps(index)
+        return DenseMlp(
+            gate_up=self.linear([mlp.gate, mlp.up], bias=config.mlp_bias),
+            down=self.linear([mlp.down], bias=config.mlp_bias),
+        )
 
-    def linear(self, parts: dict[str, int], in_size: int, *, bias: bool) -> LinearT:
-        """Linear maps of the same input, as one; `parts` holds their names and output sizes."""
-        weights = [
-            self._source.linear(name, size, in_size, self._dtype) for name, size in parts.items()
-        ]
-        _check_input_orders(list(parts), weights)
-        biases = {f"{name}.bias": size for name, size in parts.items()}
-        return self._prepare_linear(weights, self._joined(biases) if bias else None, self._dtype)
+    def tensor(self, name: str, size: int) -> Tensor:
+        out = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._source.read_into(name, out)
+        return out
+
+    def linear(self, maps: Sequence[LinearMap], *, bias: bool) -> LinearT:
+        """This rank's parts of linear maps of the same input, as one."""
+        weights = [self._source.linear(m, self._shard.part_of(m), self._dtype) for m in maps]
+        _check_input_orders([m.name for m in maps], weights)
+        biases = [self._bias(m) for m in maps] if bias else []
+        return self._prepare_linear(weights, torch.cat(biases) if biases else None, self._dtype)
+
+    def _bias(self, linear_map: LinearMap) -> Tensor:
+        values = self.tensor(f"{linear_map.name}.bias", linear_map.outputs)
+        part = self._shard.part_of(linear_map)
+        if len(part.inputs) < linear_map.inputs and self._shard.tp_rank > 0:
+            return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
+        return values[part.outputs.start : part.outputs.stop]
 
     def _head_norms(self, attention: str) -> HeadNorms:
         queries, keys = (
-            self.tensor(f"{attention}.{name}_norm.weight", self._config.head_dim) for name in "qk"
+            self.tensor(f"{attention}.{name}_norm.weight", self._shard.config.head_dim)
+            for name in "qk"
         )
-        return HeadNorms(queries, keys, self._config.rms_norm_eps)
-
-    def _joined(self, parts: dict[str, int], *inner: int) -> Tensor:
-        shape = (sum(parts.values()), *inner)
-        joined = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for name, out in zip(parts, torch.split(joined, list(parts.values())), strict=True):
-            self._source.read_into(name, out)
-        return joined
+        return HeadNorms(queries, keys, self._shard.config.rms_norm_eps)
 
 
 def _check_input_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:

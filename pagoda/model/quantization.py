@@ -1,7 +1,7 @@
 """Dense weights are quantized as they are read, one linear map after the other.
 
 int8 has a scale for each output. int4 has one for each group of inputs; heads and embedding tables, which are read
-row by row and suffer most from rounding, are int8 all the same.
+row by row and suffer most from rounding, are int8 all the same. Routers of experts, small as they are, stay dense.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pagoda.backend.weights import GROUP_SIZES, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.errors import ConfigError
-from pagoda.model.quantization_config import EMBEDDING, HEAD
-from pagoda.model.weight_formats import GroupedFormat, Int8Format, WeightFormat
-from pagoda.model.weights import WeightSource
+from pagoda.model.config import LinearMap
+from pagoda.model.quantization_config import EMBEDDING, HEAD, ROUTERS
+from pagoda.model.sharding import Part, PartialWeights
+from pagoda.model.weight_formats import DenseFormat, GroupedFormat, Int8Format, WeightFormat
 
 QUANTIZATIONS = ("none", "int8", "int4")
 
@@ -25,8 +26,8 @@ QUANTIZATIONS = ("none", "int8", "int4")
 class Int8OnLoad:
     summary = "int8 weights"
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:  # noqa: ARG002 - any map
-        return Int8Format()
+    def format_of(self, name: str, inputs: int) -> WeightFormat:  # noqa: ARG002 - any size
+        return DenseFormat() if name.endswith(ROUTERS) else Int8Format()
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Int4OnLoad:
         return f"int4 weights (groups of {self.group_size})"
 
     def format_of(self, name: str, inputs: int) -> WeightFormat:
+        if name.endswith(ROUTERS):
+            return DenseFormat()
         if name in (EMBEDDING, HEAD):
             return Int8Format()
         if inputs % self.group_size:
@@ -73,11 +76,11 @@ class Quantizer(Protocol):
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight: ...
 
 
-class QuantizingSource:
-    """Quantizes what another source gives."""
+class QuantizedWeights:
+    """Quantizes what another source gives, part by part."""
 
     def __init__(
-        self, dense: WeightSource, quantization: QuantizationOnLoad, quantizer: Quantizer
+        self, dense: PartialWeights, quantization: QuantizationOnLoad, quantizer: Quantizer
     ) -> None:
         self._dense = dense
         self._quantizer = quantizer
@@ -86,11 +89,14 @@ class QuantizingSource:
     def read_into(self, name: str, out: Tensor) -> None:
         self._dense.read_into(name, out)
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
-        weight = self._dense.linear(name, outputs, inputs, dtype)
+    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:
+        name = linear_map.name
+        weight = self._dense.linear(linear_map, part, dtype)
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{name} is quantized already.")
-        held_as = self._quantization.format_of(name, inputs)
+        held_as = self._quantization.format_of(name, len(part.inputs))
+        if isinstance(held_as, DenseFormat):
+            return weight
         quantized: Int8Weight | GroupedWeight
         if isinstance(held_as, GroupedFormat):
             quantized = self._quantizer.quantize_int4(weight.values, held_as.group_size)

@@ -17,6 +17,8 @@ from pagoda.model.weight_formats import (
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
+ROUTERS = (".mlp.gate", ".block_sparse_moe.gate")
+"""Ends of the names of the maps that choose experts."""
 
 _SUPPORTED = (
     "compressed-tensors (int8 weights and inputs, or packed int4 and int8 weights), awq (4 bits) and "
@@ -99,8 +101,9 @@ class Awq:
         return f"awq {self.scheme.summary}"
 
     def scheme_of(self, name: str) -> GroupScheme | None:
-        dense = name in (EMBEDDING, HEAD) or any(part in name for part in self.not_converted)
-        return None if dense else self.scheme
+        if name in (EMBEDDING, HEAD) or name.endswith(ROUTERS):
+            return None
+        return None if any(part in name for part in self.not_converted) else self.scheme
 
     def format_of(self, name: str, inputs: int) -> WeightFormat:
         return _format_of(self.scheme_of(name), name, inputs)
@@ -124,6 +127,8 @@ class Gptq:
     def scheme_of(self, name: str) -> GroupScheme | None:
         if name in (EMBEDDING, HEAD):
             return self.scheme if name == HEAD and self.head else None
+        if name.endswith(ROUTERS):  # no file says so, as none is quantized
+            return None
         chosen = not self.modules or name.endswith(tuple(f".{module}" for module in self.modules))
         return self.scheme if chosen else None
 

@@ -67,11 +67,43 @@ def _llama3(
     }
 
 
+_QWEN3_30B_A3B: Mapping[str, object] = {
+    **_qwen3(2048, 6144, 48, 32, tied=False),
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+}
+_MIXTRAL_8X7B: Mapping[str, object] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
     "llama-3.2-1b": _llama3(2048, 8192, 16, head_dim=64, rope_factor=32.0, tied=True),
     "llama-3.1-8b": _llama3(4096, 14336, 32, head_dim=128, rope_factor=8.0, tied=False),
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "mixtral-8x7b": _MIXTRAL_8X7B,
 }
 """Preset name -> Hugging Face config.json."""

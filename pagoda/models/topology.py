@@ -12,6 +12,8 @@ from pagoda.models.gguf_config import config_values
 from pagoda.models.presets import PRESETS
 from pagoda.parallel.config import ParallelConfig
 
+_EXPERT_COUNTS = ("num_local_experts", "num_experts")
+
 
 def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> None:
     """Checks before anything starts that tensor-parallel ranks and stages can share out a model.
@@ -29,6 +31,8 @@ def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> No
     if heads is not None:
         kv_heads = _count(shape.get("num_key_value_heads")) or heads
         _check_heads(model, parallel.tensor_parallel_size, heads, kv_heads)
+    if parallel.expert_parallel:
+        _check_experts(model, parallel.tensor_parallel_size, shape)
     if layers is not None and parallel.pipeline_parallel_size > layers:
         raise ConfigError(
             f"--pipeline-parallel-size {parallel.pipeline_parallel_size} is more than the {layers} layers of "
@@ -49,6 +53,23 @@ def _check_heads(model: str, size: int, heads: int, kv_heads: int) -> None:
         raise ConfigError(
             f"--tensor-parallel-size {size} neither divides the {kv_heads} key-value heads of {model} nor is a "
             f"multiple of them; the nearest that is one or the other is {_nearest(size, heads, fits)}."
+        )
+
+
+def _check_experts(model: str, size: int, shape: Mapping[str, object]) -> None:
+    if not shape:
+        return
+    experts = next(
+        (count for name in _EXPERT_COUNTS if (count := _count(shape.get(name))) is not None), None
+    )
+    if experts is None:
+        raise ConfigError(
+            f"--enable-expert-parallel needs a model with experts, which {model} does not have; leave it out."
+        )
+    if size > experts:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} is more than the {experts} experts of {model}; with "
+            f"--enable-expert-parallel it may be at most {experts}."
         )
 
 

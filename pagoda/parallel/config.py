@@ -18,6 +18,11 @@ MAX_RANKS = 4096
 _DEVICE = re.compile(r"(cpu|cuda|npu):(0|[1-9][0-9]{0,4})")
 
 
+def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
+    """The experts of each layer that a rank holds under expert parallelism; shares differ by one at most."""
+    return range(num_experts * tp_rank // tp_size, num_experts * (tp_rank + 1) // tp_size)
+
+
 class RankPlace(msgspec.Struct, frozen=True, order=True):
     """One worker's coordinates."""
 
@@ -59,6 +64,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"{self._product()} devices; a server takes at most {MAX_RANKS}: lower one of the sizes."
+            )
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "--enable-expert-parallel shares out experts among tensor-parallel ranks; "
+                "give --tensor-parallel-size 2 or more, or leave it out."
             )
         self._check_devices()
 

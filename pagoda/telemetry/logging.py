@@ -21,16 +21,17 @@ LOG_LEVEL_ENV = "PAGODA_LOG_LEVEL"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
-_FORMAT = (
-    "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s %(process)d [%(request_id)s] %(message)s"
-)
+_ORIGIN = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s %(process)d"
+_TEXT = "[%(request_id)s] %(message)s"
 
 
-def configure_logging(level: str | None = None, *, stream: TextIO | None = None) -> None:
+def configure_logging(
+    level: str | None = None, *, stream: TextIO | None = None, place: str | None = None
+) -> None:
     """Sends the log lines of this process to `stream` (standard error) in Pagoda's format.
 
-    `level` is one of `LOG_LEVELS`; None takes `PAGODA_LOG_LEVEL` from the environment, else `info`.
-    Libraries log from `warning` up. May be called again; the last call counts.
+    `level` is one of `LOG_LEVELS`; None takes `PAGODA_LOG_LEVEL` from the environment, else `info`. `place` tells
+    processes of one kind apart. Libraries log from `warning` up. May be called again; the last call counts.
 
     Raises:
         ConfigError: no such level.
@@ -39,8 +40,7 @@ def configure_logging(level: str | None = None, *, stream: TextIO | None = None)
     if name not in LOG_LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {name}.")
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S", defaults={"request_id": "-"})
-    )
+    line = f"{_ORIGIN} {_TEXT}" if place is None else f"{_ORIGIN} {place} {_TEXT}"
+    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S", defaults={"request_id": "-"}))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pagoda").setLevel(name.upper())

@@ -1,9 +1,10 @@
-"""From a `WorkerConfig` to a model that is ready to run."""
+"""From a `WorkerConfig` to a model, or one rank's part of it, that is ready to run."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,81 +18,159 @@ from pagoda.model.gguf import GgufWeights, gguf_model_config
 from pagoda.model.quantization import (
     QUANTIZATIONS,
     QuantizationOnLoad,
+    QuantizedWeights,
     Quantizer,
-    QuantizingSource,
     quantization_on_load,
 )
 from pagoda.model.quantization_config import CheckpointQuantization
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
+from pagoda.model.sharding import CutWeights, PartialWeights, Shard, shard_of
 from pagoda.model.weight_formats import Quantization
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.models.gguf import is_gguf, read_gguf
 from pagoda.models.presets import PRESETS
+from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.worker.backends import choose_backend
+from pagoda.worker.heads import FollowingHead, Head, LeadingHead, OwnHead
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
-from pagoda.worker.runner import Runner
+from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 
 
-def load_runner(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
-    """Loads weights and allocates the KV cache.
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker will load, worked out before it takes any memory."""
+
+    config: WorkerConfig
+    shard: Shard
+    quantization: Quantization | None
+    dtype_name: str
+    kv_dtype_name: str
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+    """How large a KV cache there is room for."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _torch_dtype(self.dtype_name)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return _torch_dtype(self.kv_dtype_name)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return _kv_bytes_per_token(self.shard, self.kv_dtype)
+
+
+def plan_worker(config: WorkerConfig) -> WorkerPlan:
+    """Reads the model's configuration and looks at the machine.
 
     Raises:
-        ConfigError: the model, its files, the machine or a flag does not allow it.
+        ConfigError: the model, the machine or a flag does not allow it.
     """
-    torch.set_num_threads(config.num_threads or available_cores())
-    backend, backend_summary = choose_backend(config.backend)
-    block_size = _block_size(config.block_size, backend.capabilities)
+    torch.set_num_threads(config.num_threads or max(1, available_cores() // config.workers_on_host))
+    backend, _ = choose_backend(config.backend)
+    capabilities = backend.capabilities
     shape = _model_config(config)
-    dtype_name = _dtype(config.dtype, shape.dtype, backend.capabilities)
-    dtype = getattr(torch, dtype_name)
-    kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, backend.capabilities)
-    kv_dtype = getattr(torch, kv_dtype_name)
-    max_model_len = _max_model_len(config.max_model_len, shape, backend.capabilities)
-    _check_max_num_seqs(config.max_num_seqs, backend.capabilities)
-
-    quantization = _quantization(config, shape, backend.capabilities)
-    weight_bytes = shape.weight_bytes(quantization, dtype.itemsize)
-    bytes_per_token = _kv_bytes_per_token(shape, kv_dtype)
-    num_blocks = choose_num_blocks(
-        config,
+    shard = shard_of(shape, config.parallel, config.place)
+    dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
+    quantization = _quantization(config, shape, capabilities)
+    kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities)
+    block_size = _block_size(config.block_size, capabilities)
+    max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
+    _check_max_num_seqs(config.max_num_seqs, capabilities)
+    bytes_per_token = _kv_bytes_per_token(shard, _torch_dtype(kv_dtype_name))
+    on_host = config.host_memory_bytes or available_memory_bytes()
+    return WorkerPlan(
+        config=config,
+        shard=shard,
+        quantization=quantization,
+        dtype_name=dtype_name,
+        kv_dtype_name=kv_dtype_name,
         block_size=block_size,
-        bytes_per_block=block_size * bytes_per_token,
         max_model_len=max_model_len,
-        available_bytes=left_for_kv_cache(
+        num_blocks=choose_num_blocks(
             config,
-            weight_bytes=weight_bytes,
-            batch_bytes=input_batch_bytes(config.max_num_seqs, max_model_len, block_size),
+            block_size=block_size,
+            bytes_per_block=block_size * bytes_per_token,
             max_model_len=max_model_len,
-            available_bytes=available_memory_bytes(),
+            available_bytes=left_for_kv_cache(
+                config,
+                weight_bytes=shard.weight_bytes(quantization, _torch_dtype(dtype_name).itemsize),
+                batch_bytes=input_batch_bytes(config.max_num_seqs, max_model_len, block_size),
+                max_model_len=max_model_len,
+                available_bytes=on_host // config.workers_on_host,
+            ),
         ),
     )
+
+
+def load_runner(
+    plan: WorkerPlan, num_blocks: int | None = None, group: Collectives | None = None
+) -> tuple[Runner | StageRunner, WorkerReady]:
+    """Loads weights and allocates a KV cache of `num_blocks`, by default as large as there is room for.
+
+    `group` holds the tensor-parallel ranks of the stage; None where this rank is alone.
+
+    Raises:
+        ConfigError: a file does not hold what it should.
+    """
+    config, shard = plan.config, plan.shard
+    num_blocks = num_blocks or plan.num_blocks
+    group = group or Alone()
+    backend, backend_summary = choose_backend(config.backend, group)
     caches = [
         backend.allocate_kv_cache(
-            num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype, kv_dtype
+            num_blocks,
+            plan.block_size,
+            shard.num_kv_heads,
+            shard.config.head_dim,
+            plan.dtype,
+            plan.kv_dtype,
         )
-        for _ in range(shape.num_layers)
+        for _ in shard.layers
     ]
-    with _weights(config, quantization, backend) as source:
-        model = Decoder(shape, backend, source, dtype, caches)
-    num_cached = num_blocks * block_size
+    with _weights(config, plan.quantization, backend) as source:
+        model = Decoder(shard, backend, source, plan.dtype, caches)
     ready = WorkerReady(
         capabilities=backend.capabilities,
         num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        vocab_size=shape.vocab_size,
-        summary=(
-            f"{backend_summary}, {dtype_name}, "
-            f"{'' if quantization is None else f'{quantization.summary}, '}"
-            f"{format_bytes(weight_bytes)} weights, "
-            f"{format_bytes(num_cached * bytes_per_token)} {kv_dtype_name} KV cache "
-            f"for {num_cached} tokens"
-        ),
+        block_size=plan.block_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=shard.config.vocab_size,
+        summary=_summary(plan, num_blocks, backend_summary),
     )
-    batch = InputBatch(config.max_num_seqs, max_model_len, block_size)
-    return Runner(model, batch, Sampler(shape.vocab_size)), ready
+    batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
+    if not shard.is_last:
+        return StageRunner(model, batch), ready
+    alone = shard.is_first and group.size == 1
+    return Runner(model, batch, _head(shard, group, alone=alone), alone=alone), ready
+
+
+def _head(shard: Shard, group: Collectives, *, alone: bool) -> Head:
+    if group.rank > 0:
+        return FollowingHead(group)
+    sampler = Sampler(shard.config.vocab_size)
+    return OwnHead(sampler) if alone else LeadingHead(sampler, group)
+
+
+def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:
+    quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
+    weight_bytes = plan.shard.weight_bytes(plan.quantization, plan.dtype.itemsize)
+    num_cached = num_blocks * plan.block_size
+    return (
+        f"{backend}, {plan.dtype_name}, {quantization}{format_bytes(weight_bytes)} weights, "
+        f"{format_bytes(num_cached * plan.kv_bytes_per_token)} {plan.kv_dtype_name} KV cache "
+        f"for {num_cached} tokens"
+    )
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _block_size(wanted: int | None, capabilities: Capabilities) -> int:
@@ -165,11 +244,11 @@ def _kv_cache_dtype(wanted: str, dtype: str, capabilities: Capabilities) -> str:
     return chosen
 
 
-def _kv_bytes_per_token(shape: ModelConfig, kv_dtype: torch.dtype) -> int:
-    head = shape.head_dim * kv_dtype.itemsize
+def _kv_bytes_per_token(shard: Shard, kv_dtype: torch.dtype) -> int:
+    head = shard.config.head_dim * kv_dtype.itemsize
     if kv_dtype == torch.int8:
         head += torch.float32.itemsize  # its scale
-    return 2 * shape.num_layers * shape.num_kv_heads * head
+    return 2 * len(shard.layers) * shard.num_kv_heads * head
 
 
 def _max_model_len(wanted: int | None, shape: ModelConfig, capabilities: Capabilities) -> int:
@@ -193,12 +272,13 @@ def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
 @contextlib.contextmanager
 def _weights(
     config: WorkerConfig, quantization: Quantization | None, quantizer: Quantizer
-) -> Iterator[WeightSource]:
+) -> Iterator[PartialWeights]:
     with _stored_weights(config, quantization) as source:
+        cut = CutWeights(source)
         if isinstance(quantization, QuantizationOnLoad):
-            yield QuantizingSource(source, quantization, quantizer)
+            yield QuantizedWeights(cut, quantization, quantizer)
         else:
-            yield source
+            yield cut
 
 
 @contextlib.contextmanager

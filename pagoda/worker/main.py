@@ -1,6 +1,6 @@
-"""The worker process: `python -m pagoda.worker.main ipc://PATH`.
+"""The worker process: `python -m pagoda.worker.main ADDRESS`.
 
-Its configuration comes over standard input; then it answers step plans, in order, over one ZeroMQ pair socket.
+Its configuration comes over standard input; then it answers step plans, in order, over one ZeroMQ socket.
 Plans wait in the socket, so the next one is there when a step ends. Nothing here polls.
 """
 
@@ -10,68 +10,83 @@ import logging
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from pagoda.engine.messages import (
-    StepPlan,
-    WorkerConfig,
-    WorkerFailed,
-    WorkerMessage,
-    WorkerReady,
-)
+from pagoda.engine.messages import StepResult, WorkerConfig, WorkerFailed, WorkerReady
 from pagoda.errors import ConfigError
-from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.ipc.machine import available_cores
 from pagoda.telemetry.logging import configure_logging
-from pagoda.worker.pinning import bind_this_thread, bind_threads, places
+from pagoda.worker.engine_link import EngineLink
+from pagoda.worker.pinning import settle
 from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
-    from pagoda.worker.runner import Runner
-
-_FAREWELL_MS = 5000
-"""How long a last message may wait for the engine to fetch it."""
+    from pagoda.worker.meeting import Meeting
+    from pagoda.worker.runner import Runner, StageRunner
+    from pagoda.worker.stages import StageInput, StageOutput
 
 _log = logging.getLogger("pagoda.worker")
 
 
+@dataclass(frozen=True)
+class _Worker:
+    """A rank that is ready, and what it has to do with its neighbours."""
+
+    runner: Runner | StageRunner
+    ready: WorkerReady
+    meeting: Meeting | None = None
+    source: StageInput | None = None
+    target: StageOutput | None = None
+    answers: bool = True
+    """Whether this is the rank whose results go to the engine."""
+
+
 def main() -> None:
     hold_lifeline()
-    configure_logging()
-    set_thread_waiting(os.environ)
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
+    configure_logging(place=str(config.place) if config.parallel.num_ranks > 1 else None)
+    set_thread_waiting(os.environ)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, _FAREWELL_MS)
-    socket.connect(address)
-    codec = Codec[WorkerMessage](WorkerMessage)
-    loaded = _load(config)
-    if isinstance(loaded, WorkerFailed):
-        socket.send(codec.encode(loaded))
+    engine = EngineLink(context, address, config)
+    worker = _start(config, engine, context, address)
+    if isinstance(worker, WorkerFailed):
+        engine.send(worker)
         context.destroy()
         sys.exit(1)
-    runner, ready = loaded
-    socket.send(codec.encode(ready))
-    decode = Codec[StepPlan](StepPlan).decode
+    engine.send(worker.ready)
+    _run(worker, engine)
+
+
+def _run(worker: _Worker, engine: EngineLink) -> None:
     while True:
-        socket.send(codec.encode(runner.step(decode(socket.recv()))))
+        plan = engine.receive_plan()
+        before = None if worker.source is None else worker.source.receive(plan)
+        output = worker.runner.step(plan, before)
+        if isinstance(output, StepResult):
+            if worker.answers:
+                engine.send(output)
+        elif worker.target is not None and output is not None:
+            worker.target.send(plan.step, output)
 
 
-def _load(config: WorkerConfig) -> tuple[Runner, WorkerReady] | WorkerFailed:
+def _start(
+    config: WorkerConfig,
+    engine: EngineLink,
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+) -> _Worker | WorkerFailed:
     try:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        # Importing torch takes a second; until then the engine's hang-up must already be heard.
-        if config.pin_threads:
-            config = _pin_threads(config)
-        from pagoda.worker.loading import load_runner
-
-        return load_runner(config)
+        config = settle(config)
+        if config.parallel.replica_size == 1:
+            return _start_alone(config)
+        return _start_with_peers(config, engine, context, address)
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
     except Exception as error:
@@ -79,15 +94,41 @@ def _load(config: WorkerConfig) -> tuple[Runner, WorkerReady] | WorkerFailed:
         return WorkerFailed(f"{type(error).__name__}: {error}", is_user_error=False)
 
 
-def _pin_threads(config: WorkerConfig) -> WorkerConfig:
-    cores = places(os.sched_getaffinity(0))
-    # Counted now: a thread that is bound sees one core.
-    num_threads = config.num_threads or available_cores()
-    bind_threads(cores, os.environ)
-    import torch  # noqa: F401 - loaded while all cores are allowed still
+# Importing torch takes a second; until then the engine's hang-up must already be heard.
 
-    bind_this_thread(cores[0])
-    return msgspec.structs.replace(config, num_threads=num_threads)
+
+def _start_alone(config: WorkerConfig) -> _Worker:
+    from pagoda.worker.loading import load_runner, plan_worker
+
+    runner, ready = load_runner(plan_worker(config))
+    return _Worker(runner, ready)
+
+
+def _start_with_peers(
+    config: WorkerConfig,
+    engine: EngineLink,
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+) -> _Worker:
+    from pagoda.worker.loading import load_runner, plan_worker
+    from pagoda.worker.meeting import Meeting
+
+    plan = plan_worker(config)
+    meeting = Meeting(
+        config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
+    )
+    peers = engine.meet_peers(meeting.hello(plan.num_blocks))
+    group = meeting.form_group(peers)
+    runner, ready = load_runner(plan, peers.num_blocks, group)
+    parallel, place = config.parallel, config.place
+    return _Worker(
+        runner,
+        ready,
+        meeting,
+        source=meeting.source,
+        target=meeting.target(peers),
+        answers=place == parallel.sampling_place(place.dp),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each OpenMP thread of a worker on a core of its own.
+"""Which cores a worker's threads may use: a part of the host's, and each OpenMP thread a core of its own.
 
 The OpenMP library reads where its threads belong when it is loaded, and puts each there when it starts it; so this
 comes before torch, which brings the library along.
@@ -10,7 +10,58 @@ import os
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
+import msgspec
+
+from pagoda.engine.messages import WorkerConfig
+from pagoda.ipc.machine import available_cores
+
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def settle(config: WorkerConfig) -> WorkerConfig:
+    """Binds this process, and its threads with `pin_threads`, to its cores; returns the number of threads with it.
+
+    One of several workers keeps to its part of the cores where devices were named or threads are pinned.
+    """
+    # Counted now: a process that is bound sees its own cores only.
+    num_threads = config.num_threads or max(1, available_cores() // config.workers_on_host)
+    cores = os.sched_getaffinity(0)
+    if config.parallel.devices or (config.pin_threads and config.workers_on_host > 1):
+        cores = part_of_cores(cores, _device_number(config), config.workers_on_host)
+        os.sched_setaffinity(0, cores)
+    if config.pin_threads:
+        _pin_threads(places(cores))
+    return msgspec.structs.replace(config, num_threads=num_threads)
+
+
+def _device_number(config: WorkerConfig) -> int:
+    _, _, number = config.parallel.device_of(config.place).partition(":")
+    return int(number)
+
+
+def part_of_cores(
+    allowed: Iterable[int], index: int, count: int, topology: Path = _TOPOLOGY
+) -> set[int]:
+    """The `index`-th of `count` equal parts of the cores; counted in circles where there are not so many.
+
+    Hyper-threads of one core lie in one part where possible; with fewer cores than parts, parts share them.
+    """
+    first_of_core: dict[str, int] = {}
+    for core in sorted(allowed):
+        first_of_core.setdefault(_siblings(core, topology), core)
+    cores = sorted(allowed, key=lambda core: (first_of_core[_siblings(core, topology)], core))
+    size = len(cores) // count
+    if size == 0:
+        return {cores[index % len(cores)]}
+    start = index % count * size
+    return set(cores[start : start + size])
+
+
+def _pin_threads(cores: list[int]) -> None:
+    bind_threads(cores, os.environ)
+    import torch  # noqa: F401 - loaded while all cores are allowed still
+
+    bind_this_thread(cores[0])
 
 
 def places(allowed: Iterable[int], topology: Path = _TOPOLOGY) -> list[int]:

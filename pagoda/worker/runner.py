@@ -1,9 +1,10 @@
-"""Executes step plans on a loaded model."""
+"""Executes step plans on a loaded model, or on one rank's part of it."""
 
 from __future__ import annotations
 
 import logging
 import time
+from operator import add
 from typing import Protocol
 
 import torch
@@ -11,43 +12,102 @@ from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import StepPlan, StepResult
+from pagoda.worker.heads import BROKE_A_STEP, Head, Logits
 from pagoda.worker.input_batch import InputBatch
-from pagoda.worker.sampler import Sampled, Sampler, joined, take_likeliest
-
-BROKE_A_STEP = "this request broke a step; the server's log says why"
+from pagoda.worker.sampler import Sampled, joined
+from pagoda.worker.stages import StageState
 
 _log = logging.getLogger(__name__)
 
 
-class Model(Protocol):
-    def forward(self, batch: TokenBatch) -> Tensor:
-        """Hidden states [n, hidden] of the batch's tokens; K and V go to the model's caches."""
+class Model(Logits, Protocol):
+    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
+        """Hidden states [n, hidden] of the batch's tokens; K and V go to the model's caches.
+
+        `hidden` [n, hidden] comes from the stage before; None on the first one.
+        """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[m, hidden] to [m, vocab] float32."""
+    def take_expert_tokens(self) -> list[int]:
+        """Tokens given to each expert since this was last asked; empty without experts."""
         ...
 
-    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[m, hidden] to the index of the highest logit [m], and whether all are finite [m] bool."""
-        ...
+
+class _Slots:
+    """What every rank keeps of the requests in its slots."""
+
+    def __init__(self, batch: InputBatch) -> None:
+        self.batch = batch
+        self._request_ids: dict[int, str] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        for slot in plan.freed_slots:
+            self.batch.free(slot)
+            del self._request_ids[slot]
+        for start in plan.starts:
+            self.batch.start(start)
+            self._request_ids[start.slot] = start.request_id
+        for slot, block_ids in plan.new_blocks:
+            self.batch.add_blocks(slot, block_ids)
+
+    def of(self, slot: int) -> dict[str, str]:
+        """What a log line about a slot's request carries."""
+        return {"request_id": self._request_ids.get(slot, "-")}
+
+
+class StageRunner:
+    """A stage before the last: tokens or hidden states in, hidden states out."""
+
+    def __init__(self, model: Model, batch: InputBatch) -> None:
+        self._model = model
+        self._slots = _Slots(batch)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan, before: StageState | None = None) -> StageState | None:
+        """What the next stage needs of the plan's tokens, None where it has none.
+
+        `before` comes from the stage before this one, if there is one.
+
+        Raises:
+            ValueError: the plan does not fit what the worker knows; engine and worker disagree.
+        """
+        batch = self._slots.batch
+        self._slots.apply(plan)
+        for slot, token_id in plan.appended:
+            batch.append(slot, token_id)
+        if not plan.slots:
+            return None
+        tokens = batch.prepare(plan.slots, plan.num_tokens)
+        computed = self._model.forward(tokens, None if before is None else before.hidden)
+        for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
+            batch.advance(slot, count)
+        return StageState(computed, _expert_tokens(self._model, before))
+
+
+def _expert_tokens(model: Model, before: StageState | None) -> list[int]:
+    """Of this stage and all before it."""
+    own = model.take_expert_tokens()
+    return own if before is None else list(map(add, before.expert_tokens, own))
 
 
 class Runner:
-    """One model with its KV cache and the requests in its slots."""
+    """The last stage, or the only one, which samples."""
 
-    def __init__(self, model: Model, batch: InputBatch, sampler: Sampler) -> None:
+    def __init__(self, model: Model, batch: InputBatch, head: Head, *, alone: bool = True) -> None:
+        """`alone`: no other rank takes part in a step, so that it can be tried again in parts."""
         self._model = model
-        self._batch = batch
-        self._sampler = sampler
+        self._slots = _Slots(batch)
+        self._head = head
+        self._alone = alone
         self._failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them."""
-        self._request_ids: dict[int, str] = {}
-        """By slot; for the log."""
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult:
-        """Executes a plan. A request that cannot be computed fails alone.
+    def step(self, plan: StepPlan, before: StageState | None = None) -> StepResult:
+        """Executes a plan; `before` comes from the stage before this one, if there is one.
+
+        Alone, a request that cannot be computed fails alone. One rank of several cannot know how far the others
+        got: there, what goes wrong ends the worker, and the engine finds out whose fault it is.
 
         Raises:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
@@ -56,9 +116,11 @@ class Runner:
         self._apply(plan)
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
-        sampled = self._compute_isolated({s: n for s, n in counts.items() if s not in errors})
+        counts = {slot: count for slot, count in counts.items() if slot not in errors}
+        hidden = None if before is None else before.hidden
+        sampled = self._compute_isolated(counts) if self._alone else self._compute(counts, hidden)
         for slot, error in sampled.errors.items():
-            _log.error("failed in step %d: %s", plan.step, error, extra=self._of(slot))
+            _log.error("failed in step %d: %s", plan.step, error, extra=self._slots.of(slot))
         self._failed |= sampled.errors
         self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
@@ -69,24 +131,18 @@ class Runner:
             logprobs=sampled.logprobs,
             errors=errors | sampled.errors,
             step_time_s=time.perf_counter() - began,
+            expert_tokens=_expert_tokens(self._model, before),
         )
 
     def _apply(self, plan: StepPlan) -> None:
+        self._slots.apply(plan)
         for slot in plan.freed_slots:
-            self._batch.free(slot)
-            self._sampler.free(slot)
+            self._head.free(slot)
             self._failed.pop(slot, None)
-            del self._request_ids[slot]
         for start in plan.starts:
-            self._batch.start(start)
-            self._request_ids[start.slot] = start.request_id
-            try:
-                self._sampler.start(start)
-            except Exception:
-                _log.exception("cannot be started", extra=self._of(start.slot))
-                self._failed[start.slot] = BROKE_A_STEP
-        for slot, block_ids in plan.new_blocks:
-            self._batch.add_blocks(slot, block_ids)
+            error = self._head.start(start)
+            if error is not None:
+                self._failed[start.slot] = error
 
     def _compute_isolated(self, counts: dict[int, int]) -> Sampled:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
@@ -94,54 +150,35 @@ class Runner:
         Computing tokens a second time writes the same K and V to the same places and draws the same tokens:
         nothing is remembered until the whole step is done.
         """
-        if not counts:
-            return Sampled()
         try:
-            return self._compute(counts)
+            return self._compute(counts, None)
         except Exception:
             if len(counts) == 1:
                 (slot,) = counts
-                _log.exception("computing this request raised", extra=self._of(slot))
+                _log.exception("computing this request raised", extra=self._slots.of(slot))
                 return Sampled(errors={slot: BROKE_A_STEP})
             _log.exception("computing %d requests together raised", len(counts))
         parts = [self._compute_isolated({slot: count}) for slot, count in counts.items()]
         return joined(parts)
 
-    def _compute(self, counts: dict[int, int]) -> Sampled:
-        slots, num_tokens = list(counts), list(counts.values())
-        batch = self._batch.prepare(slots, num_tokens)
-        hidden = self._model.forward(batch)
-        sampling = [self._batch.will_sample(slot, count) for slot, count in counts.items()]
-        return self._sample(batch, hidden, slots, sampling)
-
-    def _sample(
-        self, batch: TokenBatch, hidden: Tensor, slots: list[int], sampling: list[bool]
-    ) -> Sampled:
-        last_tokens = (batch.query_lens.cumsum(0) - 1).tolist()
+    def _compute(self, counts: dict[int, int], hidden: Tensor | None) -> Sampled:
+        if not counts:
+            return Sampled()
+        batch = self._slots.batch
+        tokens = batch.prepare(list(counts), list(counts.values()))
+        hidden = self._model.forward(tokens, hidden)
+        last_tokens = (tokens.query_lens.cumsum(0) - 1).tolist()
         rows = {
             slot: last
-            for slot, last, samples in zip(slots, last_tokens, sampling, strict=True)
-            if samples
+            for (slot, count), last in zip(counts.items(), last_tokens, strict=True)
+            if batch.will_sample(slot, count)
         }
-        greedy = {slot: row for slot, row in rows.items() if not self._sampler.needs_logits(slot)}
-        other = {slot: row for slot, row in rows.items() if slot not in greedy}
-        sampled = Sampled()
-        if greedy:
-            tokens, sound = self._model.greedy(hidden[list(greedy.values())])
-            sampled = take_likeliest(list(greedy), tokens, sound)
-        if other:
-            logits = self._model.logits(hidden[list(other.values())])
-            sampled = joined([sampled, self._sampler.sample(logits, list(other))])
-        return sampled
+        return self._head.choose(self._model, hidden, rows) if rows else Sampled()
 
     def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""
         for slot, count in counts.items():
-            self._batch.advance(slot, count)
+            self._slots.batch.advance(slot, count)
         for slot, token_id in sampled.token_ids.items():
-            self._batch.append(slot, token_id)
-            self._sampler.append(slot, token_id)
-
-    def _of(self, slot: int) -> dict[str, str]:
-        """What a log line about a slot's request carries."""
-        return {"request_id": self._request_ids.get(slot, "-")}
+            self._slots.batch.append(slot, token_id)
+            self._head.append(slot, token_id)

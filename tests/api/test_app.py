@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 
+import msgspec
 import pytest
 
 from pagoda.api.app import ROUTES, hosts_for
+from pagoda.engine.messages import LoadReport
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
@@ -41,6 +43,34 @@ async def test_version_and_load(api) -> None:
     assert (await api.get("/version")).json() == {"version": __version__}
     load = (await api.get("/v1/load")).json()
     assert (load["num_running"], load["draining"]) == (0, False)
+
+
+async def test_metrics(api, monkeypatch) -> None:
+    report = await api.endpoint.load()
+    changes = {"num_prompt_tokens": 7, "expert_tokens": [4, 0, 9], "expert_rank_tokens": [4, 9]}
+
+    async def load() -> LoadReport:
+        return msgspec.structs.replace(report, **changes)
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    answer = await api.get("/metrics")
+    assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = answer.body.decode().splitlines()
+    assert "# TYPE pagoda_num_requests_running gauge" in lines
+    assert "pagoda_num_requests_running 0" in lines
+    assert "pagoda_prefix_cache_queries_total 7" in lines
+    start = lines.index("# TYPE pagoda_expert_tokens_total counter")
+    assert lines[start + 1 :] == [
+        'pagoda_expert_tokens_total{expert="0"} 4',
+        'pagoda_expert_tokens_total{expert="1"} 0',
+        'pagoda_expert_tokens_total{expert="2"} 9',
+        "# HELP pagoda_expert_rank_tokens_total Tokens given to the experts of a rank, over all layers.",
+        "# TYPE pagoda_expert_rank_tokens_total counter",
+        'pagoda_expert_rank_tokens_total{rank="0"} 4',
+        'pagoda_expert_rank_tokens_total{rank="1"} 9',
+    ]
+    changes = {"expert_tokens": [], "expert_rank_tokens": []}
+    assert b"expert" not in (await api.get("/metrics")).body
 
 
 async def test_tokenize_and_detokenize(api) -> None:

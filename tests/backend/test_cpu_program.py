@@ -73,6 +73,23 @@ class _Layer:
         return ops.add_rms_norm(x, mixed, self.norm, 1e-6)[1]
 
 
+@dataclasses.dataclass
+class _Stage:
+    """The same layer as the last of two pipeline stages."""
+
+    layer: _Layer
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, PackedLinear, AttentionPlan],
+        step: StepInput[ValueT, AttentionPlan],
+    ) -> ValueT:
+        assert step.hidden is not None
+        x = ops.add(step.hidden, ops.rms_norm(step.hidden, self.layer.norm, 1e-6))
+        mixed = ops.linear(ops.silu_and_mul(ops.linear(x, self.layer.gate_up)), self.layer.down)
+        return ops.add(step.hidden, mixed)
+
+
 def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
     ops = CpuBackend(name)
     cache = ops.allocate_kv_cache(12, 16, KV_HEADS, HEAD_DIM, DTYPE, kv_dtype)
@@ -122,6 +139,98 @@ def test_a_program_gives_the_bits_of_its_operations(
             assert torch.equal(compiled(step), layer(layer.ops, step))
     finally:
         torch.set_num_threads(before)
+
+
+@given(
+    name=sets,
+    kind=st.sampled_from(["dense", "int8"]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_a_program_starts_from_hidden_states(
+    name: str, kind: str, lengths: list[int], seed: int
+) -> None:
+    layer = _layer(name, kind, DTYPE)
+    stage = _Stage(layer)
+    hidden = random_tensor(sum(lengths), HIDDEN, seed=seed, dtype=DTYPE)
+    before = hidden.clone()
+    # Nobody looks at the ids of tokens that were embedded elsewhere.
+    step = _step(layer.ops, layer.cache, lengths, [-1] * len(hidden))
+    step = dataclasses.replace(step, hidden=hidden)
+    result = layer.ops.compile(stage, (HIDDEN, DTYPE))(step)
+    assert torch.equal(result, stage(layer.ops, step))
+    assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        (None, "without hidden states"),
+        (torch.zeros(3, HIDDEN), r"torch\.float32 do not fit"),
+        (torch.zeros(3, HIDDEN + 1, dtype=DTYPE), r"Rows of 65"),
+        (torch.zeros(2, HIDDEN, dtype=DTYPE), "Hidden states of 2 tokens do not fit 3"),
+    ],
+)
+def test_hidden_states_that_do_not_fit_are_refused(hidden: Tensor | None, message: str) -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    compiled = layer.ops.compile(_Stage(layer), (HIDDEN, DTYPE))
+    step = _step(layer.ops, layer.cache, [3], [0, 1, 2])
+    with pytest.raises(ValueError, match=message):
+        compiled(dataclasses.replace(step, hidden=hidden))
+
+
+@dataclasses.dataclass
+class _Rows:
+    """Rows of a part of an embedding table."""
+
+    weight: PackedLinear
+    first_id: int
+    vocab_size: int | None
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, PackedLinear, AttentionPlan],
+        step: StepInput[ValueT, AttentionPlan],
+    ) -> ValueT:
+        return ops.linear_rows(step.token_ids, self.weight, self.first_id, self.vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
+@pytest.mark.parametrize("name", SETS)
+def test_parts_of_an_embedding_table_add_up_to_it(name: str, kind: str) -> None:
+    layer = _layer(name, kind, DTYPE)
+    ids = list(range(VOCAB))
+    step = _step(layer.ops, layer.cache, [25, VOCAB - 25], ids)
+    whole = layer.ops.linear_rows(step.token_ids, layer.embedding)
+    values = random_tensor(VOCAB, HIDDEN, seed=1, dtype=DTYPE) * HIDDEN**-0.5
+    total = torch.zeros_like(whole)
+    for part in torch.tensor(ids).split(17):
+        weight: LinearWeight = DenseWeight(values[part])
+        if kind != "dense":
+            quantize = layer.ops.quantize_int8 if kind == "int8" else _in_groups(layer.ops)
+            weight = quantize(values[part])
+        rows = _Rows(layer.ops.prepare_linear([weight], None, DTYPE), int(part[0]), VOCAB)
+        recorded = layer.ops.compile(rows)(step)
+        assert torch.equal(recorded, rows(layer.ops, step))
+        assert torch.equal(recorded[part], whole[part])
+        total += recorded
+    assert torch.equal(total, whole)
+
+
+def _in_groups(ops: CpuBackend) -> Callable[[Tensor], LinearWeight]:
+    return lambda values: ops.quantize_int4(values, 32)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB])
+def test_the_whole_table_says_which_tokens_exist(token_id: int) -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    step = _step(layer.ops, layer.cache, [2], [0, token_id])
+    for vocab_size, first_id in ((VOCAB, 20), (None, 0)):
+        rows = _Rows(layer.embedding, first_id, vocab_size)
+        for compute in (layer.ops.compile(rows), lambda step, rows=rows: rows(layer.ops, step)):
+            with pytest.raises(IndexError, match="A token id is not from 0 to 49"):
+                compute(step)
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])

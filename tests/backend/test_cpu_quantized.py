@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend import cpu
-from pagoda.backend.cpu import BackendUnavailableError, CpuBackend
+from pagoda.backend import cpu_native
+from pagoda.backend.cpu import MAX_INT8_INPUTS, CpuBackend
+from pagoda.backend.cpu_native import BackendUnavailableError
 from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     GROUP_SIZES,
@@ -27,7 +28,7 @@ from pagoda.backend.weights import (
 
 def _sets() -> list[str]:
     try:
-        return cpu.available_instruction_sets()
+        return cpu_native.available_instruction_sets()
     except BackendUnavailableError:
         return []
 
@@ -265,7 +266,7 @@ def test_rows_of_nothing_give_the_bias(name: str, held_as: Format, tiny: float) 
 @pytest.mark.parametrize("name", SETS)
 def test_the_largest_sums_fit(name: str) -> None:
     ops = CpuBackend(name)
-    inputs = cpu.MAX_INT8_INPUTS
+    inputs = MAX_INT8_INPUTS
     codes = torch.full((2, inputs), 127, dtype=torch.int8)
     codes[1] = -127
     weight = ops.prepare_linear([Int8Weight(codes, torch.ones(2))], None, torch.float32)
@@ -394,6 +395,7 @@ def test_greedy_is_the_first_of_the_highest_outputs(
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
     expected = ops.linear(x, prepared)
-    columns, finite = ops.greedy(x, prepared)
+    columns, values, finite = ops.greedy(x, prepared)
     assert torch.equal(finite, expected.isfinite().all(dim=1))
     assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])
+    assert torch.equal(values[finite], expected.amax(dim=1).float()[finite])

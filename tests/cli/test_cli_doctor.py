@@ -19,6 +19,7 @@ from pagoda.cli.weight_traffic import (
 )
 from pagoda.errors import ConfigError
 from pagoda.models.gguf import read_gguf
+from pagoda.models.presets import PRESETS
 
 QWEN3_0_6B = {
     "hidden_size": 1024,
@@ -37,6 +38,17 @@ def test_weight_traffic_of_a_known_model() -> None:
     assert traffic.dtype == "bfloat16"
     assert traffic.num_bytes == pytest.approx(2 * 596e6, rel=0.001)
     assert weight_traffic(QWEN3_0_6B, "float32", "config").num_bytes == 2 * traffic.num_bytes
+
+
+def test_weight_traffic_of_experts_is_that_of_one_token() -> None:
+    # 3.3 billion weights take part in a token; of the embedding table, 0.3 billion, it is one row.
+    traffic = weight_traffic(PRESETS["qwen3-30b-a3b"], "auto", "c", "int8")
+    assert round(traffic.num_bytes / 1e8) == 30
+    dense = dict(PRESETS["qwen3-30b-a3b"]) | {"mlp_only_layers": list(range(48))}
+    # The dense layers of this shape are as wide as eight experts.
+    routers = 2 * 48 * 2048 * 128
+    assert weight_traffic(dense, "bfloat16", "c").num_bytes == 2 * traffic.num_bytes - routers
+    assert round(weight_traffic(PRESETS["mixtral-8x7b"], "auto", "c").num_bytes / 2e9) == 13
 
 
 def test_weight_traffic_of_quantized_weights(tmp_path: Path) -> None:

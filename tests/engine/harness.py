@@ -17,6 +17,7 @@ from pagoda.engine.messages import (
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, sim_token
 from pagoda.ipc.clock import VirtualClock
+from pagoda.parallel.config import ParallelConfig
 
 VOCAB_SIZE = 50
 
@@ -59,6 +60,7 @@ class Harness:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         prefix_caching: bool = True,
+        num_stages: int = 1,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
     ) -> None:
         self.clock = VirtualClock()
@@ -70,11 +72,15 @@ class Harness:
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
         )
-        executor: Executor = SimExecutor(sim, clock=self.clock, check_kv=True)
+        executor: Executor = SimExecutor(
+            sim, clock=self.clock, check_kv=True, num_stages=num_stages
+        )
         if wrap is not None:
             executor = wrap(executor, self.clock)  # type: ignore[arg-type]
         config = EngineConfig(
-            worker=WorkerConfig(model="sim"),
+            worker=WorkerConfig(
+                model="sim", parallel=ParallelConfig(pipeline_parallel_size=num_stages)
+            ),
             executor="sim",
             sim=sim,
             max_num_seqs=max_num_seqs,

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from harness import Harness, assert_complete, make_request
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore
-from pagoda.engine.messages import RequestRefused, SimConfig, StepPlan, WorkerConfig
+from pagoda.engine.messages import (
+    RequestRefused,
+    SimConfig,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+)
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
+from pagoda.parallel.config import ParallelConfig
 
 
 class ScriptedExecutor:
@@ -154,3 +162,35 @@ def test_stalling_is_measured_from_the_last_finished_step() -> None:
     assert harness.core.load().stalled_for_s == 7
     harness.step()
     assert harness.core.load().stalled_for_s == 0
+
+
+class ExpertExecutor(ScriptedExecutor):
+    """Says of every step that it gave 2 tokens to the first of five experts and 1 to the last."""
+
+    def poll(self) -> list[ExecutorEvent]:
+        return [
+            msgspec.structs.replace(event, expert_tokens=[2, 0, 0, 0, 1])
+            if isinstance(event, StepResult)
+            else event
+            for event in super().poll()
+        ]
+
+
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_tokens_of_experts_add_up(expert_parallel: bool) -> None:
+    clock, sim = VirtualClock(), SimConfig()
+    parallel = ParallelConfig(tensor_parallel_size=2, expert_parallel=expert_parallel)
+    worker = WorkerConfig(model="sim", parallel=parallel)
+    executor = ExpertExecutor(SimExecutor(sim, clock=clock))
+    core = EngineCore(EngineConfig(worker=worker), executor, clock)
+    core.step()
+    assert core.load().expert_tokens == []
+    core.add(make_request("r", [1, 2, 3], max_tokens=5))
+    while core.load().num_running or core.load().num_waiting:
+        core.step()
+        clock.advance_to(clock.now() + 1.0)
+    load = core.load()
+    assert load.num_steps >= 5
+    assert load.expert_tokens == [2 * load.num_steps, 0, 0, 0, load.num_steps]
+    ranks = [2 * load.num_steps, load.num_steps] if expert_parallel else []
+    assert load.expert_rank_tokens == ranks

@@ -376,3 +376,86 @@ def test_strikes_are_forgotten_once_a_request_gets_further() -> None:
             plan = plan_of(scheduler)
             (chunk,) = scheduler.update(answer(plan, plan.slots))
             assert chunk.finish_reason is None
+
+
+def decoding(num_requests: int, **limits: object) -> Scheduler:
+    """Requests whose prompts are computed, and whose first token is known."""
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, **limits)
+    for index in range(num_requests):
+        scheduler.add(make_request(f"r{index}", [index, 1, 2], max_tokens=20))
+    plan = plan_of(scheduler)
+    scheduler.update(answer(plan, plan.slots))
+    return scheduler
+
+
+def test_decoding_requests_are_spread_over_the_stages() -> None:
+    scheduler = decoding(7, num_stages=3)
+    plans = [plan_of(scheduler) for _ in range(3)]
+    assert [len(plan.slots) for plan in plans] == [3, 3, 1]
+    assert scheduler.schedule() is None  # every request waits for its sample
+    assert sorted(slot for plan in plans for slot in plan.slots) == list(range(7))
+
+
+def test_stages_that_do_not_sample_are_told_what_was_sampled() -> None:
+    scheduler = decoding(2, num_stages=2)
+    first, second = plan_of(scheduler), plan_of(scheduler)
+    assert (first.appended, second.appended) == ([(0, 7)], [(1, 7)])
+    scheduler.update(answer(first, first.slots, token_id=9))
+    assert plan_of(scheduler).appended == [(0, 9)]
+
+
+def test_a_single_stage_is_told_nothing_and_runs_ahead() -> None:
+    scheduler = decoding(2)
+    plans = [plan_of(scheduler) for _ in range(3)]
+    assert [plan.slots for plan in plans] == [[0, 1]] * 3
+    assert not any(plan.appended for plan in plans)
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    scheduler = make_scheduler(num_stages=3)
+    scheduler.add(make_request("a", list(range(40))))
+    assert [plan_of(scheduler).num_tokens for _ in range(3)] == [[16], [16], [8]]
+    assert scheduler.schedule() is None
+
+
+def test_single_tokens_of_prompts_are_not_held_back_by_stages() -> None:
+    scheduler = make_scheduler(num_stages=2)
+    for index in range(4):
+        scheduler.add(make_request(f"r{index}", [index]))
+    assert plan_of(scheduler).num_tokens == [1, 1, 1, 1]
+
+
+def test_a_preempted_request_comes_back_with_all_its_tokens() -> None:
+    scheduler = decoding(1, num_stages=2)
+    scheduler._preempt(scheduler._running[0])
+    plan = plan_of(scheduler)
+    assert [start.token_ids for start in plan.starts] == [[0, 1, 2, 7]]
+    assert plan.appended == []
+
+
+def test_stages_work_at_the_same_time() -> None:
+    seconds = {}
+    for num_stages in (1, 2, 4):
+        harness = Harness(max_num_seqs=16, num_blocks=512, num_stages=num_stages)
+        requests = [make_request(f"r{i}", [i, 1, 2], max_tokens=40) for i in range(16)]
+        for request in requests:
+            harness.add(request)
+        harness.run()
+        assert_complete(harness, requests)
+        seconds[num_stages] = harness.clock.now()
+    assert seconds[2] < 0.75 * seconds[1]
+    assert seconds[4] < 0.6 * seconds[1]
+
+
+def test_no_more_steps_hold_decoding_requests_than_there_are_stages() -> None:
+    """A part left over would otherwise go round for ever, at the price of a whole step."""
+    scheduler = decoding(1, num_stages=2)
+    plan = plan_of(scheduler)
+    for index in range(1, 7):
+        scheduler.add(make_request(f"r{index}", [index, 1, 2], max_tokens=20))
+    prompts = plan_of(scheduler)
+    scheduler.update(answer(plan, plan.slots))
+    assert plan_of(scheduler).slots == plan.slots
+    scheduler.update(answer(prompts, prompts.slots))
+    assert len(plan_of(scheduler).slots) == 4
+    assert scheduler.schedule() is None

@@ -32,9 +32,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(4, 24),
         multiple=st.sampled_from([1, 4]),
         mixed=st.booleans(),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
     )
     def build(
-        self, extra_blocks: int, max_num_seqs: int, budget: int, multiple: int, mixed: bool
+        self,
+        extra_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        multiple: int,
+        mixed: bool,
+        num_stages: int,
     ) -> None:
         num_blocks = MAX_MODEL_LEN // BLOCK_SIZE + extra_blocks
         self.limits = SchedulerLimits(
@@ -43,10 +50,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             batch_multiple=multiple,
             mixed_steps=mixed,
+            num_stages=num_stages,
         )
         self.sim = SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
         self.scheduler = Scheduler(self.limits, KVManager(num_blocks, BLOCK_SIZE))
-        self.worker = SimWorker(self.sim, check_kv=True)
+        self.worker = SimWorker(self.sim, check_kv=True, num_stages=self.limits.num_stages)
         self.results: deque[StepResult] = deque()
         self.requests: dict[str, GenerateRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -72,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
 
-    @precondition(lambda self: self.scheduler.num_in_flight < 3)
+    @precondition(lambda self: self.scheduler.num_in_flight < 4)
     @rule()
     def schedule(self) -> None:
         plan = self.scheduler.schedule()
@@ -118,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_worker(self) -> None:
-        self.worker = SimWorker(self.sim, check_kv=True)
+        self.worker = SimWorker(self.sim, check_kv=True, num_stages=self.limits.num_stages)
         self.results.clear()
         self.take(self.scheduler.recover())
         assert self.scheduler.num_running == 0
@@ -145,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in scheduler._requests.values():
             assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
             assert request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
+            assert request.num_pending_samples <= (4 if self.limits.num_stages == 1 else 1)
             assert request.num_scheduled_tokens <= len(request.table.blocks) * BLOCK_SIZE
             for block in request.table.blocks:
                 held[block.block_id] = held.get(block.block_id, 0) + 1

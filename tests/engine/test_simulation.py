@@ -19,6 +19,7 @@ from pagoda.ipc.clock import VirtualClock
 
 POISON = VOCAB_SIZE + 1
 NUM_SEEDS = 1000
+NUM_SEEDS_WITH_STAGES = 300
 SEEDS_PER_TEST = 50
 
 
@@ -28,11 +29,10 @@ class MortalExecutor:
     And it is lost, every time, in a step that computes a `POISON` token.
     """
 
-    max_in_flight = 2
-
     def __init__(
         self, inner: SimExecutor, clock: VirtualClock, rng: random.Random, rate: float
     ) -> None:
+        self.max_in_flight = inner.max_in_flight
         self._inner = inner
         self._clock = clock
         self._rng = rng
@@ -95,7 +95,7 @@ def random_request(rng: random.Random, index: int, max_model_len: int) -> Genera
     )
 
 
-def live(seed: int) -> Harness:
+def live(seed: int, num_stages: int = 1) -> Harness:
     rng = random.Random(seed)
     max_model_len = rng.choice([24, 48, 64])
     block_size = rng.choice([1, 4, 8])
@@ -108,6 +108,7 @@ def live(seed: int) -> Harness:
         max_num_seqs=rng.choice([1, 2, 8]),
         max_num_batched_tokens=rng.choice([7, 16, 64]),
         prefix_caching=rng.random() < 0.8,
+        num_stages=num_stages,
         wrap=lambda inner, clock: MortalExecutor(inner, clock, rng, death_rate),
     )
     requests: dict[str, GenerateRequest] = {}
@@ -154,6 +155,16 @@ def test_seeds(first: int) -> None:
             live(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_WITH_STAGES, SEEDS_PER_TEST))
+def test_seeds_with_stages(first: int, num_stages: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        try:
+            live(seed, num_stages)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {num_stages} stages: {error}") from error
 
 
 def test_the_same_seed_is_the_same_life() -> None:

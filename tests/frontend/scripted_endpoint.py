@@ -103,8 +103,8 @@ class ScriptedEndpoint:
         self.aborted.append(request_id)
 
     async def load(self) -> LoadReport:
-        fields = [field for field in msgspec.structs.fields(LoadReport) if field.required]
-        return LoadReport(**{**{f.name: 0 for f in fields}, "num_running": len(self.requests)})
+        zeros = {field.name: 0 for field in msgspec.structs.fields(LoadReport) if field.required}
+        return LoadReport(**{**zeros, "num_running": len(self.requests)})
 
     async def health(self) -> Health:
         return self.healthy

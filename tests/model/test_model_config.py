@@ -14,6 +14,7 @@ from pagoda.model.config import (
     parse_model_config,
     read_model_config,
 )
+from pagoda.model.sharding import whole
 from pagoda.models.presets import PRESETS
 
 BASE: dict[str, Any] = {
@@ -49,12 +50,15 @@ def test_a_minimal_file_takes_the_usual_values() -> None:
         ("Qwen2ForCausalLM", (True, False, False)),
         ("LlamaForCausalLM", (False, False, False)),
         ("MistralForCausalLM", (False, False, False)),
+        ("MixtralForCausalLM", (False, False, False)),
+        ("Qwen3MoeForCausalLM", (False, False, False)),
     ],
 )
 def test_families(name: str, biases: tuple[bool, ...]) -> None:
     config = parse(architectures=[name])
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == biases
-    assert config.qk_norm is (name == "Qwen3ForCausalLM")
+    assert config.qk_norm is name.startswith("Qwen3")
+    assert (config.experts is not None) is (name in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"))
 
 
 def test_biases_that_are_switched_on() -> None:
@@ -149,12 +153,14 @@ def test_sliding_windows() -> None:
         (
             {"architectures": ["GPT2LMHeadModel"]},
             "config.json: architecture 'GPT2LMHeadModel' is not supported; Pagoda runs models of "
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM.",
+            "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM.",
         ),
         (
             {"architectures": ...},
             "config.json names no architectures; Pagoda runs models of "
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM.",
+            "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM.",
         ),
         (
             {"quantization_config": [4]},
@@ -165,12 +171,72 @@ def test_sliding_windows() -> None:
             "config.json: layer_types must be a list of 3 of full_attention, sliding_attention, "
             "got ['full_attention'].",
         ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "config.json: num_experts_per_tok must be at most num_local_experts (8), got 9.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
+            "config.json: num_experts_per_tok must be at most num_experts (4), got None.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4096},
+            "config.json: num_experts must be at most 1024, got 4096.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [3]},
+            "config.json: mlp_only_layers must be a list of layers from 0 to 2, got [3].",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0},
+            "config.json: decoder_sparse_step must be a positive integer, got 0.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": "wide"},
+            "config.json: moe_intermediate_size must be a positive integer, got 'wide'.",
+        ),
     ],
 )
 def test_wrong_values_are_one_sentence(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(**changes)
     assert str(caught.value) == message
+
+
+def test_layers_with_experts() -> None:
+    def layers(**changes: Any) -> list[int]:
+        config = parse(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, **changes)
+        return [layer for layer in range(6) if config.expert_maps(layer) is not None]
+
+    assert layers() == [0, 1, 2, 3, 4, 5]
+    assert layers(decoder_sparse_step=2) == [1, 3, 5]
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == [1, 5]
+    assert layers(mlp_only_layers=[]) == [0, 1, 2, 3, 4, 5]
+    assert layers(num_experts=0) == []
+
+
+def test_experts_and_their_names() -> None:
+    qwen = parse(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2)
+    assert qwen.experts.intermediate_size == 768
+    assert not qwen.experts.renormalize
+    new = parse(architectures=["Qwen3MoeForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
+    assert new == qwen
+    maps = qwen.expert_maps(1)
+    assert (maps.router.name, maps.router.outputs) == ("model.layers.1.mlp.gate", 4)
+    assert [m.name for m in maps.experts[3]] == [
+        f"model.layers.1.mlp.experts.3.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    assert qwen.weights_per_token(1) == 2 * 64 * 768 * 3 + 4 * 64 + 64 * 32 * (4 + 2 + 2 + 4)
+    mixtral = parse(architectures=["MixtralForCausalLM"], sliding_window=16)
+    assert mixtral.experts.renormalize
+    assert (mixtral.experts.num_experts, mixtral.experts.experts_per_token) == (8, 2)
+    assert mixtral.sliding_windows == (16, 16, 16)
+    assert parse(architectures=["MixtralForCausalLM"]).sliding_windows == (None, None, None)
+    maps = mixtral.expert_maps(0)
+    assert maps.router.name == "model.layers.0.block_sparse_moe.gate"
+    assert [m.name for m in maps.experts[7]] == [
+        f"model.layers.0.block_sparse_moe.experts.7.{name}" for name in ("w1", "w3", "w2")
+    ]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -196,8 +262,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("qwen3-14b", 14768),
         ("llama-3.2-1b", 1236),
         ("llama-3.1-8b", 8030),
+        ("qwen3-30b-a3b", 30532),
+        ("mixtral-8x7b", 46703),
     ],
 )
 def test_presets_have_the_size_that_is_published(preset: str, millions: int) -> None:
     config = parse_model_config(PRESETS[preset], source=preset)
-    assert round(config.weight_bytes(None, 1) / 1e6) == pytest.approx(millions, abs=1)
+    assert round(whole(config).weight_bytes(None, 1) / 1e6) == pytest.approx(millions, abs=1)

@@ -22,13 +22,14 @@ from pagoda.backend.weights import (
     dequantize,
 )
 from pagoda.errors import ConfigError
-from pagoda.model.config import parse_model_config
+from pagoda.model.config import LinearMap, Split, parse_model_config
 from pagoda.model.quantization import (
     Int4OnLoad,
     Int8OnLoad,
-    QuantizingSource,
+    QuantizedWeights,
     quantization_on_load,
 )
+from pagoda.model.sharding import CutWeights, Part, whole
 from pagoda.model.weight_formats import format_bytes
 from pagoda.model.weights import DummyWeights
 from pagoda.models.presets import PRESETS
@@ -105,27 +106,32 @@ class _Source:
     def read_into(self, name: str, out: Tensor) -> None:
         raise NotImplementedError(name)
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:  # noqa: ARG002
+    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:  # noqa: ARG002
         return DenseWeight(self._values)
+
+
+def _all_of(name: str, outputs: int, inputs: int) -> tuple[LinearMap, Part]:
+    linear_map = LinearMap(name, outputs, inputs, Split.INNER)
+    return linear_map, Part(range(outputs), range(inputs))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
     values = torch.ones(2, 64)
     values[1, 3] = bad
-    source = QuantizingSource(_Source(values), Int4OnLoad(32), ReferenceBackend())
+    source = QuantizedWeights(_Source(values), Int4OnLoad(32), ReferenceBackend())
     with pytest.raises(ConfigError, match=r"^a.weight holds numbers that are infinite, NaN or too"):
-        source.linear("a", 2, 64, torch.float32)
+        source.linear(*_all_of("a", 2, 64), torch.float32)
 
 
 def test_heads_and_tables_are_int8() -> None:
-    source = QuantizingSource(DummyWeights(0), Int4OnLoad(64), ReferenceBackend())
+    source = QuantizedWeights(CutWeights(DummyWeights(0)), Int4OnLoad(64), ReferenceBackend())
     for name, kind in (
         ("model.layers.0.mlp.up_proj", GroupedWeight),
         ("lm_head", Int8Weight),
         ("model.embed_tokens", Int8Weight),
     ):
-        assert isinstance(source.linear(name, 8, 64, torch.bfloat16), kind)
+        assert isinstance(source.linear(*_all_of(name, 8, 64), torch.bfloat16), kind)
 
 
 def test_groups_that_do_not_divide_the_inputs() -> None:
@@ -147,7 +153,7 @@ def test_flags() -> None:
 
 
 def test_memory_is_reckoned_without_loading() -> None:
-    shape = parse_model_config(PRESETS["llama-3.1-8b"], source="preset")
+    shape = whole(parse_model_config(PRESETS["llama-3.1-8b"], source="preset"))
     tables = 2 * 128256 * 4096
     linear = shape.weight_bytes(None, 1) - tables - 65 * 4096
     in_tables, norms = tables + 4 * 2 * 128256, 65 * 4096 * 2
@@ -159,9 +165,8 @@ def test_memory_is_reckoned_without_loading() -> None:
 @pytest.mark.parametrize("quantization", [Int8OnLoad(), Int4OnLoad(128), Int4OnLoad(32)])
 def test_reckoned_bytes_are_those_of_the_tensors(quantization: Int8OnLoad | Int4OnLoad) -> None:
     name, outputs, inputs = "model.layers.0.mlp.up_proj", 24, 256
-    weight = QuantizingSource(DummyWeights(0), quantization, ReferenceBackend()).linear(
-        name, outputs, inputs, torch.bfloat16
-    )
+    source = QuantizedWeights(CutWeights(DummyWeights(0)), quantization, ReferenceBackend())
+    weight = source.linear(*_all_of(name, outputs, inputs), torch.bfloat16)
     assert not isinstance(weight, DenseWeight)
     matrix = weight.codes.nbytes // 2 if isinstance(weight, GroupedWeight) else weight.values.nbytes
     held = quantization.format_of(name, inputs)

@@ -12,8 +12,12 @@ from pagoda.models.topology import check_topology
 from pagoda.parallel.config import ParallelConfig
 
 
-def check(model: str, *, tp: int = 1, pp: int = 1, load_format: str = "dummy") -> None:
-    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+def check(
+    model: str, *, tp: int = 1, pp: int = 1, load_format: str = "dummy", experts: bool = False
+) -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+    )
     check_topology(model, load_format, parallel)
 
 
@@ -51,6 +55,22 @@ def test_key_value_heads_are_split_or_copied(tmp_path: Path) -> None:
     check(str(tmp_path), tp=12, load_format="auto")
     with pytest.raises(ConfigError, match=r"6 neither divides the 4 key-value heads .* is 4 or 12"):
         check(str(tmp_path), tp=6, load_format="auto")
+
+
+def test_experts_that_cannot_be_shared_out(tmp_path: Path) -> None:
+    check("qwen3-30b-a3b", tp=8, pp=2, experts=True)
+    check("mixtral-8x7b", tp=8, experts=True)
+    with pytest.raises(
+        ConfigError, match=r"needs a model with experts, which qwen3-0\.6b does not"
+    ):
+        check("qwen3-0.6b", tp=2, experts=True)
+    with pytest.raises(ConfigError, match=r"16 is more than the 8 experts .* may be at most 8"):
+        check("mixtral-8x7b", tp=16, experts=True)
+    with pytest.raises(
+        ConfigError, match=r"--enable-expert-parallel .* give --tensor-parallel-size 2"
+    ):
+        check("mixtral-8x7b", experts=True)
+    check(str(tmp_path), tp=2, experts=True)  # the worker will say what is wrong with it
 
 
 def test_more_stages_than_layers() -> None:

@@ -12,16 +12,24 @@ from pagoda.engine.messages import (
     StepPlan,
     StepResult,
     WorkerConfig,
+    WorkerReady,
 )
-from pagoda.worker.loading import load_runner
+from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=10_000)
 
 
+def load_config(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
+    """A worker that is the only one."""
+    runner, ready = load_runner(plan_worker(config))
+    assert isinstance(runner, Runner)
+    return runner, ready
+
+
 def load(directory: Path | str, **options: Any) -> Runner:
     defaults: dict[str, Any] = {"num_blocks": 512, "max_num_seqs": 64, "num_threads": 1}
-    runner, _ = load_runner(WorkerConfig(model=str(directory), **defaults | options))
+    runner, _ = load_config(WorkerConfig(model=str(directory), **defaults | options))
     return runner
 
 

@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
+
+import msgspec
+from thread_group import ThreadGroup
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import GenerateRequest, LoadReport, StepPlan, WorkerConfig
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
-from pagoda.worker.loading import load_runner
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.loading import load_runner, plan_worker
+from pagoda.worker.runner import Runner, StageRunner
+from pagoda.worker.stages import StageState
 
 
 class InProcessExecutor:
-    """Runs every plan at once; as with a worker process, the next step is planned before its result is seen."""
+    """Runs every plan at once; as with worker processes, the next step is planned before its result is seen.
 
-    max_in_flight = 2
+    Tensor-parallel ranks are threads, and stages take their turns.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._runner, self._ready = load_runner(config)
+        parallel = config.parallel
+        self.max_in_flight = 2 if parallel.pipeline_parallel_size == 1 else 3
+        self._pool = ThreadPoolExecutor(max_workers=parallel.tensor_parallel_size)
+        groups = [
+            ThreadGroup(parallel.tensor_parallel_size)
+            for _ in range(parallel.pipeline_parallel_size)
+        ]
+        plans = [
+            plan_worker(msgspec.structs.replace(config, place=place))
+            for place in parallel.places(0)
+        ]
+        num_blocks = min(plan.num_blocks for plan in plans)
+        self._stages: list[list[Runner | StageRunner]] = []
+        for pp, group in enumerate(groups):
+            loaded = [
+                self._pool.submit(load_runner, plan, num_blocks, group.member(plan.config.place.tp))
+                for plan in plans
+                if plan.config.place.pp == pp
+            ]
+            self._stages.append([future.result()[0] for future in loaded])
+            self._ready = loaded[0].result()[1]
         self._events: list[ExecutorEvent] = []
 
     def start(self, num_blocks: int | None = None) -> None:  # noqa: ARG002 - never started again
         self._events.append(self._ready)
 
     def submit(self, plan: StepPlan) -> None:
-        self._events.append(self._runner.step(plan))
+        states: list[StageState | None] = [None] * len(self._stages[0])
+        for stage in self._stages[:-1]:
+            computed = self._pool.map(StageRunner.step, stage, repeat(plan), states)
+            states = [s and replace(s, hidden=s.hidden.clone()) for s in computed]
+        last = self._stages[-1]
+        results = list(self._pool.map(Runner.step, last, repeat(plan), states))
+        for result in results:
+            assert (result.slots, result.token_ids) == (results[0].slots, results[0].token_ids)
+        self._events.append(results[0])
 
     def poll(self) -> list[ExecutorEvent]:
         events, self._events = self._events, []
@@ -38,7 +76,7 @@ class InProcessExecutor:
         return None
 
     def close(self) -> None:
-        pass
+        self._pool.shutdown()
 
 
 class InProcessEngine:
@@ -54,6 +92,9 @@ class InProcessEngine:
         block_size: int = 16,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = False,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 - it is frozen
+        dtype: str = "auto",
+        quantization: str = "none",
     ) -> None:
         worker = WorkerConfig(
             model=str(directory),
@@ -63,6 +104,9 @@ class InProcessEngine:
             block_size=block_size,
             max_num_seqs=16,
             num_threads=1,
+            parallel=parallel,
+            dtype=dtype,
+            quantization=quantization,
         )
         config = EngineConfig(
             worker=worker,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 SHAPE: dict[str, Any] = {
@@ -31,6 +31,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+
+_DENSE = ("lm_head", r"re:.*\.mlp\.gate$")
 
 Stored = dict[str, Tensor]
 """Tensors of a linear map by the ends of their names."""
@@ -130,7 +132,7 @@ def packed_format(
     symmetric: bool = True,
     act_order: bool = False,
     scale_dtype: torch.dtype = torch.bfloat16,
-    ignore: tuple[str, ...] = ("lm_head",),
+    ignore: tuple[str, ...] = _DENSE,
 ) -> Format:
     def store(weight: np.ndarray) -> tuple[Stored, np.ndarray]:
         groups = _group_of(weight.shape[1], group_size, shuffled=act_order)
@@ -168,7 +170,7 @@ def compressed_tensors(
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": list(_DENSE),
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group | {"output_activations": None}},
     }
@@ -262,6 +264,35 @@ def save_quantized(
     written = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
     written |= {"quantization_config": how.quantization_config} if how.quantization_config else {}
     (directory / "config.json").write_text(json.dumps(written | how.top))
+    return model, meant
+
+
+def save_quantized_experts(
+    directory: Path, how: Format
+) -> tuple[transformers.PreTrainedModel, dict[str, np.ndarray]]:
+    """The same of a mixture of experts, whose routers are dense."""
+    torch.manual_seed(1)
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = transformers.Qwen3MoeConfig(**SHAPE | sizes | {"tie_word_embeddings": False})
+    model = transformers.Qwen3MoeForCausalLM(config).float().eval()
+    model.save_pretrained(directory)
+    tensors: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    meant: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(_file(directory)).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = dense[name] = tensor
+            continue
+        module = name.removesuffix(".weight")
+        stored, meant[module] = how.store(tensor.double().numpy())
+        dense[name] = torch.from_numpy(meant[module]).float()
+        tensors |= {f"{module}.{kind}": part for kind, part in stored.items()}
+    save_file(dense, _file(directory), metadata={"format": "pt"})
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(directory).float().eval()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, _file(directory))
+    path = directory / "config.json"
+    written = json.loads(path.read_bytes()) | {"quantization_config": how.quantization_config}
+    path.write_text(json.dumps(written | how.top))
     return model, meant
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from driver import Driver, load
+from driver import Driver, load, load_config
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 from gguf_models import finish, quantized, save_gguf
@@ -27,8 +27,8 @@ from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
 from pagoda.model.gguf import GgufWeights, gguf_model_config
+from pagoda.model.sharding import whole
 from pagoda.models.gguf import read_gguf
-from pagoda.worker.loading import load_runner
 
 WITHOUT_WINDOWS_IN_SOME_LAYERS = [name for name in FAMILIES if name != "qwen2-windowed"]
 """A GGUF file cannot say what that model says."""
@@ -281,7 +281,7 @@ def test_parts_are_loaded_as_one_model(tmp_path: Path) -> None:
 def test_activations_are_bfloat16_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
     save_gguf(make_model("llama"), tmp_path / "m.gguf")
     config = WorkerConfig(model=str(tmp_path / "m.gguf"), num_blocks=64, num_threads=1)
-    assert ", bfloat16, " in load_runner(config)[1].summary
+    assert ", bfloat16, " in load_config(config)[1].summary
 
 
 def test_memory_is_what_the_types_take(tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_memory_is_what_the_types_take(tmp_path: Path) -> None:
         config = gguf_model_config(read_gguf(path))
         weights = sum(values.size for values in stored.values())
         expected = weights * bits / 8 + 3 * 256 * 2
-        assert config.weight_bytes(config.quantization, 2) == expected
-    _, ready = load_runner(
+        assert whole(config).weight_bytes(config.quantization, 2) == expected
+    _, ready = load_config(
         WorkerConfig(model=str(tmp_path / "Q4_0.gguf"), num_blocks=64, num_threads=1)
     )
     assert "bfloat16, GGUF Q4_0 weights, " in ready.summary
@@ -304,11 +304,11 @@ def test_dense_files_may_be_quantized_and_others_not(tmp_path: Path) -> None:
     config = WorkerConfig(
         model=str(tmp_path / "dense.gguf"), num_blocks=64, num_threads=1, quantization="int8"
     )
-    assert "int8 weights" in load_runner(config)[1].summary
+    assert "int8 weights" in load_config(config)[1].summary
     save_gguf(make_model("llama"), tmp_path / "packed.gguf", lambda _: Kind.Q4_0)
     config = msgspec.structs.replace(config, model=str(tmp_path / "packed.gguf"))
     with pytest.raises(ConfigError, match=r"packed\.gguf is quantized already \(GGUF Q4_0 weights"):
-        load_runner(config)
+        load_config(config)
 
 
 # ---- files that are wrong

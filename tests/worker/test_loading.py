@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from driver import Driver
+from driver import Driver, load_config
 from tiny_models import FAMILIES, save_model
 
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.model.config import read_model_config
-from pagoda.worker.loading import load_runner
+from pagoda.model.sharding import whole
 from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
 
 CONFIG = WorkerConfig(model="", max_num_seqs=4)
@@ -104,7 +104,7 @@ def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
 def test_parameters_are_counted_without_loading_them(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path)
     expected = sum(parameter.numel() for parameter in model.parameters())
-    assert read_model_config(tmp_path).weight_bytes(None, 1) == expected
+    assert whole(read_model_config(tmp_path)).weight_bytes(None, 1) == expected
 
 
 def test_a_model_larger_than_memory_is_refused_unread(
@@ -127,7 +127,7 @@ def test_format_bytes() -> None:
 
 
 def _load(directory: Path, **changes: Any) -> None:
-    load_runner(
+    load_config(
         WorkerConfig(**{"model": str(directory), "num_threads": 1, "num_blocks": 64} | changes)
     )
 
@@ -170,7 +170,7 @@ def test_dummy_weights_of_a_directory_with_a_config_only(tmp_path: Path) -> None
         config = WorkerConfig(
             model=str(tmp_path), load_format="dummy", seed=seed, num_blocks=64, num_threads=1
         )
-        runner, ready = load_runner(config)
+        runner, ready = load_config(config)
         assert ready.vocab_size == 320
         driver = Driver(runner, num_blocks=64)
         driver.start(0, [1, 2, 3])
@@ -184,10 +184,10 @@ def test_the_checkpoint_says_the_dtype(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     config = WorkerConfig(model=str(tmp_path), num_blocks=64, num_threads=1)
-    assert "bfloat16" in load_runner(config)[1].summary
+    assert "bfloat16" in load_config(config)[1].summary
     written = json.loads((tmp_path / "config.json").read_text())
     written["torch_dtype"] = written.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(written))
-    assert "bfloat16" in load_runner(config)[1].summary
+    assert "bfloat16" in load_config(config)[1].summary
     wider = msgspec.structs.replace(config, dtype="float32")
-    assert "float32" in load_runner(wider)[1].summary
+    assert "float32" in load_config(wider)[1].summary

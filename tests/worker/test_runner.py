@@ -11,10 +11,10 @@ from tiny_models import save_model
 from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
-from pagoda.engine.messages import SamplingParams, StepPlan, WorkerConfig
+from pagoda.engine.messages import SamplingParams, StepPlan
+from pagoda.worker.heads import BROKE_A_STEP, OwnHead
 from pagoda.worker.input_batch import InputBatch
-from pagoda.worker.loading import load_runner
-from pagoda.worker.runner import BROKE_A_STEP, Runner
+from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import NOT_FINITE, Sampled, Sampler
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
@@ -105,7 +105,7 @@ class _Poisoned:
     def __init__(self, poison: int) -> None:
         self._poison = poison
 
-    def forward(self, batch: TokenBatch) -> Tensor:
+    def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:  # noqa: ARG002
         return torch.nn.functional.one_hot(batch.token_ids, 16).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -113,13 +113,16 @@ class _Poisoned:
         logits[hidden[:, self._poison] == 1] = torch.nan
         return logits
 
+    def take_expert_tokens(self) -> list[int]:
+        return []
+
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden)
         return logits.argmax(dim=1), logits.isfinite().all(dim=1)
 
 
 def test_nan_logits_fail_alone() -> None:
-    driver = Driver(Runner(_Poisoned(9), InputBatch(8, 64, 16), Sampler(16)))
+    driver = Driver(Runner(_Poisoned(9), InputBatch(8, 64, 16), OwnHead(Sampler(16))))
     driver.start(0, [3])
     driver.start(1, [8])
     driver.start(2, [1, 2, 7])
@@ -174,10 +177,7 @@ def test_a_plan_for_an_unknown_slot_is_an_error(directory: Path) -> None:
 
 
 def test_the_whole_context_can_be_used(directory: Path) -> None:
-    runner, ready = load_runner(
-        WorkerConfig(model=str(directory), max_model_len=32, num_blocks=2, num_threads=1)
-    )
-    assert ready.max_model_len == 32
+    runner = load(directory, max_model_len=32, num_blocks=2)
     driver = Driver(runner, num_blocks=2)
     driver.start(0, list(range(30)))
     driver.run([0], 3)  # the last is sampled behind the 32nd token and never computed

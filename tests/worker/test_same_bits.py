@@ -62,7 +62,7 @@ def _answer(
     return answers
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3-moe", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_alone_batched_chunked_preempted(
@@ -74,8 +74,11 @@ def test_alone_batched_chunked_preempted(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantized(quantization: str, dtype: str, backend: str, tmp_path: Path) -> None:
-    save_model("qwen3", tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_quantized(
+    family: str, quantization: str, dtype: str, backend: str, tmp_path: Path
+) -> None:
+    save_model(family, tmp_path)
     options = {"dtype": dtype, "quantization": quantization, "num_threads": 2}
     _assert_same_bits(load(tmp_path, backend=backend, **options))
 

@@ -29,6 +29,8 @@ from pagoda.engine.messages import (
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.machine import available_cores
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.pinning import part_of_cores
 
 EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=64)
@@ -38,7 +40,7 @@ class _Worker:
     def __init__(self, directory: Path, config: WorkerConfig) -> None:
         address = f"ipc://{directory}/worker"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._socket.bind(address)
@@ -47,10 +49,10 @@ class _Worker:
         self.child = ChildProcess("pagoda.worker.main", [address], config=encoded)
 
     def receive(self) -> WorkerMessage:
-        return self._codec.decode(self._socket.recv())
+        return self._codec.decode(self._socket.recv_multipart()[1])
 
     def send(self, plan: StepPlan) -> None:
-        self._socket.send(msgspec.msgpack.encode(plan))
+        self._socket.send_multipart([b"0", msgspec.msgpack.encode(plan)])
 
     def close(self) -> None:
         self.child.close()
@@ -172,6 +174,18 @@ def test_pinning_leaves_the_number_of_threads_as_it_is(
     ready = worker.receive()
     assert isinstance(ready, WorkerReady)
     count = available_cores()
+    assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
+
+
+def test_a_named_device_is_a_part_of_the_cores(tmp_path: Path, workers: list[_Worker]) -> None:
+    allowed = os.sched_getaffinity(0)
+    parallel = ParallelConfig(devices=("cpu:1",))
+    config = WorkerConfig(model=str(EMBEDDED), parallel=parallel, workers_on_host=2)
+    worker = _start(workers, tmp_path, config)
+    ready = worker.receive()
+    assert isinstance(ready, WorkerReady)
+    assert os.sched_getaffinity(worker.child.pid) == part_of_cores(allowed, 1, 2)
+    count = max(1, available_cores() // 2)
     assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
 
 

@@ -50,13 +50,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "mistral": ("Mistral", {"sliding_window": 24, "num_key_value_heads": 1}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-windowed": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-windowed": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
 }
 
 
-def make_model(family: str) -> transformers.PreTrainedModel:
-    """A float32 model with biases that are not all zero, the same every time."""
+WITH_EXPERTS = [name for name, (kind, _) in FAMILIES.items() if kind in ("Mixtral", "Qwen3Moe")]
+
+
+def make_model(family: str, **sizes: Any) -> transformers.PreTrainedModel:
+    """A float32 model with biases that are not all zero, the same every time; `sizes` are other than usual."""
     name, changes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**_SHAPE | changes)
+    config = getattr(transformers, f"{name}Config")(**_SHAPE | changes | sizes)
     torch.manual_seed(len(family))
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     with torch.no_grad():

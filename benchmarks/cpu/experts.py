@@ -1,0 +1,135 @@
+"""Experts of one layer: the fused operation beside a loop over experts in PyTorch, and the machine's limits.
+
+`python -m benchmarks.cpu.experts [--threads N] [--isa NAME]`. The shape is that of a layer of Qwen3-30B-A3B.
+Tokens go to experts at random, as evenly as they come. The loop is what transformers does by default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+
+# Read when torch is loaded: threads wait as they do in a worker.
+from pagoda.worker.threads import SPIN_COUNT
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+import torch
+import torch.nn.functional as F
+from cyclopts import App
+from torch import Tensor
+
+from benchmarks.cpu.limits import Limits, measure_limits, median_seconds
+from pagoda.backend.base import ExpertRouting, Experts
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_native import choose_instruction_set
+from pagoda.backend.cpu_types import PackedLinear
+from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.cli import output
+from pagoda.ipc.machine import available_cores
+
+_HIDDEN, _INNER = 2048, 768
+_ROUTING = ExpertRouting(num_experts=128, experts_per_token=8, renormalize=True)
+_TOKENS = (1, 4, 16, 256)
+
+_app = App()
+
+
+@_app.default
+def main(*, threads: int | None = None, isa: str | None = None) -> None:
+    """Measures.
+
+    Args:
+        threads: By default all usable cores.
+        isa: Instruction set; by default the highest.
+    """
+    torch.set_num_threads(threads or available_cores())
+    ops = CpuBackend(isa or choose_instruction_set())
+    console = output.stdout()
+    with torch.inference_mode():
+        limits = measure_limits(ops)
+        console.print(f"{ops.summary}: {limits}")
+        columns = (
+            "tokens",
+            "weights",
+            "experts",
+            "ms",
+            "GB/s",
+            "GFLOP/s",
+            "of the limit",
+            "of PyTorch",
+        )
+        console.print(output.table("128 experts, 8 for each token", columns, _rows(ops, limits)))
+
+
+def _rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
+    gate_up = torch.randn(_ROUTING.num_experts, 2 * _INNER, _HIDDEN).bfloat16() * _HIDDEN**-0.5
+    down = torch.randn(_ROUTING.num_experts, _HIDDEN, _INNER).bfloat16() * _INNER**-0.5
+    held_as = {
+        "bfloat16": _prepared(ops, gate_up, down, "none"),
+        "int8": _prepared(ops, gate_up, down, "int8"),
+        "int4": _prepared(ops, gate_up, down, "int4"),
+    }
+    for tokens in _TOKENS:
+        x = torch.randn(tokens, _HIDDEN).bfloat16()
+        logits = torch.randn(tokens, _ROUTING.num_experts).bfloat16()
+        loop, *fused = median_seconds(
+            partial(_loop, x, logits, gate_up, down),
+            *(partial(ops.experts, x, logits, experts) for experts in held_as.values()),
+        )
+        used = len(set(logits.topk(_ROUTING.experts_per_token).indices.flatten().tolist()))
+        for (name, experts), seconds in zip(held_as.items(), fused, strict=True):
+            moved = used * _expert_bytes(experts) / seconds
+            weights = 3 * _INNER * _HIDDEN
+            flops = 2 * tokens * _ROUTING.experts_per_token * weights / seconds
+            share = max(moved / limits.bytes_per_s, flops / limits.flops)
+            yield (
+                str(tokens),
+                name,
+                str(used),
+                f"{seconds * 1e3:.2f}",
+                f"{moved / 1e9:.1f}",
+                f"{flops / 1e9:.0f}",
+                f"{share:.0%}",
+                f"{loop / seconds:.2f} x",
+            )
+
+
+def _prepared(
+    ops: CpuBackend, gate_up: Tensor, down: Tensor, quantization: str
+) -> Experts[PackedLinear]:
+    def weight(values: Tensor) -> LinearWeight:
+        if quantization == "int8":
+            return ops.quantize_int8(values)
+        return ops.quantize_int4(values, 32) if quantization == "int4" else DenseWeight(values)
+
+    def prepared(maps: Tensor) -> tuple[PackedLinear, ...]:
+        return tuple(ops.prepare_linear([weight(m)], None, torch.bfloat16) for m in maps)
+
+    counts = torch.zeros(_ROUTING.num_experts, dtype=torch.int64)
+    gates, ups = (prepared(part) for part in gate_up.chunk(2, dim=1))
+    return Experts(_ROUTING, 0, gates, ups, prepared(down), counts)
+
+
+def _expert_bytes(experts: Experts[PackedLinear]) -> int:
+    maps = (experts.gate[0], experts.up[0], experts.down[0])
+    return sum(segment.panels.nbytes for m in maps for segment in m.segments)
+
+
+def _loop(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    probabilities = logits.softmax(dim=1, dtype=torch.float32)
+    weights, chosen = probabilities.topk(_ROUTING.experts_per_token)
+    weights = (weights / weights.sum(1, keepdim=True)).to(x.dtype)
+    out = torch.zeros_like(x)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        own = F.linear(F.silu(gate) * up, down[expert])
+        out.index_add_(0, tokens, own * weights[tokens, places, None])
+    return out
+
+
+if __name__ == "__main__":
+    _app()

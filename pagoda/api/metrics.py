@@ -1,0 +1,66 @@
+"""`GET /metrics`: the engine's load in the text format of Prometheus, version 0.0.4.
+
+Names end as those of vLLM do, so that its dashboards need a new prefix only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aiohttp import web
+
+from pagoda.api.call import Call
+from pagoda.engine.messages import LoadReport
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_GAUGES = {
+    "num_requests_running": ("num_running", "Requests that run."),
+    "num_requests_waiting": ("num_waiting", "Requests that wait."),
+    "num_tokens_pending": ("num_pending_tokens", "Prompt and output tokens not yet computed."),
+    "kv_cache_blocks": ("num_blocks", "Blocks of the KV cache."),
+    "kv_cache_free_blocks": ("num_free_blocks", "Blocks of it that are free or can be evicted."),
+    "step_time_seconds": ("step_time_s", "Duration of a step, as a moving average."),
+}
+_COUNTERS = {
+    "num_preemptions_total": ("num_preemptions", "Requests preempted for want of KV blocks."),
+    "prefix_cache_queries_total": ("num_prompt_tokens", "Prompt tokens looked for in the cache."),
+    "prefix_cache_hits_total": ("num_prefix_hit_tokens", "Prompt tokens found in the cache."),
+    "engine_steps_total": ("num_steps", "Steps finished."),
+    "worker_restarts_total": ("num_worker_restarts", "Workers lost and started again."),
+}
+_BY_INDEX = {
+    "expert_tokens_total": (
+        "expert_tokens",
+        "expert",
+        "Tokens given to an expert, over all layers.",
+    ),
+    "expert_rank_tokens_total": (
+        "expert_rank_tokens",
+        "rank",
+        "Tokens given to the experts of a rank, over all layers.",
+    ),
+}
+
+
+async def metrics(call: Call) -> web.StreamResponse:
+    report = await call.service.ready_generator().endpoint.load()
+    return call.text("\n".join([*_lines(report), ""]), CONTENT_TYPE)
+
+
+def _lines(report: LoadReport) -> Iterator[str]:
+    for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+        for name, (field, help_text) in table.items():
+            yield from _head(name, kind, help_text)
+            yield f"pagoda_{name} {getattr(report, field)}"
+    for name, (field, label, help_text) in _BY_INDEX.items():
+        values = getattr(report, field)
+        if values:
+            yield from _head(name, "counter", help_text)
+        for index, value in enumerate(values):
+            yield f'pagoda_{name}{{{label}="{index}"}} {value}'
+
+
+def _head(name: str, kind: str, help_text: str) -> Iterator[str]:
+    yield f"# HELP pagoda_{name} {help_text}"
+    yield f"# TYPE pagoda_{name} {kind}"

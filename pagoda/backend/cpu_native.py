@@ -1,0 +1,64 @@
+"""The library of native kernels, where it is installed, and what it has for this CPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+from pagoda.errors import ConfigError
+
+INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
+"""Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
+
+
+class BackendUnavailableError(Exception):
+    """This machine or installation has no such backend; the message says why."""
+
+
+def available_instruction_sets() -> list[str]:
+    """Those that kernels exist for on this CPU, from the lowest to the highest.
+
+    Raises:
+        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
+    """
+    names: list[str] = load_native().instruction_sets()
+    if not names:
+        raise BackendUnavailableError("this CPU has no AVX2")
+    return names
+
+
+def choose_instruction_set() -> str:
+    """The highest one, or what the environment says.
+
+    Raises:
+        BackendUnavailableError: as above.
+        ConfigError: the environment names one that this CPU does not have.
+    """
+    names = available_instruction_sets()
+    wanted = os.environ.get(INSTRUCTION_SET_ENV)
+    if wanted is None:
+        return names[-1]
+    if wanted not in names:
+        known = ", ".join(names)
+        raise ConfigError(
+            f"{INSTRUCTION_SET_ENV} must be one of {known} on this CPU, got {wanted!r}."
+        )
+    return wanted
+
+
+def load_native() -> ModuleType:
+    """Of a process that has loaded torch first, which brings the OpenMP library along, so that there is one.
+
+    Raises:
+        BackendUnavailableError: it is not installed, or cannot be loaded.
+    """
+    try:
+        return importlib.import_module("pagoda.backend._native")
+    except ModuleNotFoundError:
+        raise BackendUnavailableError(
+            "the kernels were not built when Pagoda was installed; "
+            "that takes a C++20 compiler with OpenMP and Python's header files, on x86-64"
+        ) from None
+    except ImportError as error:
+        raise BackendUnavailableError(f"the kernels cannot be loaded: {error}") from None

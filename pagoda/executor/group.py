@@ -1,0 +1,226 @@
+"""The workers of one replica as one executor: they start together, get the same plans, and are lost together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from pagoda.engine.messages import (
+    CurveKeys,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerHello,
+    WorkerMessage,
+    WorkerPeers,
+    WorkerReady,
+)
+from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
+from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.ipc.clock import Clock
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.parallel.config import ParallelConfig
+
+
+class GroupExecutor:
+    """One worker for each rank of a replica, all reached through one ZeroMQ router socket.
+
+    Several workers first say hello; when all have, each learns of its peers, and they form their groups and load.
+    Every plan goes to all ranks; the one that samples answers. Every start uses a new socket, and on TCP new keys,
+    so nothing of a lost worker can be mistaken for its successor's.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        launcher: Launcher,
+        *,
+        address: str,
+        step_timeout_s: float,
+        clock: Clock,
+    ) -> None:
+        """`config.place` says which replica this is; the ranks' own places are filled in.
+
+        `address` is where workers reach the engine: `ipc://` and a path in a private directory, to which a
+        number is appended per start, or `tcp://` and an address of this host, at which each start takes a free
+        port, with new keys.
+        """
+        self._config = config
+        self._launcher = launcher
+        self._address = address
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._encode_plan = Codec[StepPlan](StepPlan).encode
+        self._num_starts = 0
+        self._group: _Group | None = None
+        self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self._num_starts += 1
+        if num_blocks is not None:
+            self._config = msgspec.structs.replace(self._config, num_blocks=num_blocks)
+        if self._address.startswith("tcp://"):
+            keys, address = new_keys(), f"{self._address}:*"
+        else:
+            keys, address = None, f"{self._address}-{self._num_starts}"
+        parallel = self._config.parallel
+        configs = [
+            msgspec.structs.replace(self._config, place=place, curve=keys)
+            for place in parallel.places(self._config.place.dp)
+        ]
+        self._group = _Group(configs, address, keys, self._launcher.launch)
+
+    @property
+    def workers(self) -> WorkerSet | None:
+        return self._group.workers if self._group else None
+
+    def submit(self, plan: StepPlan) -> None:
+        group = self._group
+        if group is None:
+            raise RuntimeError("A plan was submitted without a worker.")
+        group.send_to_all(self._encode_plan(plan))
+        group.num_in_flight += 1
+        if group.num_in_flight == 1:
+            group.deadline = self._clock.now() + self._step_timeout_s
+
+    def poll(self) -> list[ExecutorEvent]:
+        group = self._group
+        if group is None:
+            return []
+        lost = group.workers.lost()  # before the socket is read: a last message is not overlooked
+        events: list[ExecutorEvent] = []
+        for rank, message in group.receive():
+            match message:
+                case WorkerFailed():
+                    return [*events, self._lose(group.failure(rank, message))]
+                case WorkerHello():
+                    group.greet(rank, message)
+                case WorkerReady():
+                    event = group.take_ready(rank, message)
+                    if isinstance(event, WorkerLost):
+                        return [*events, self._lose(event)]
+                    events += [event] if event is not None else []
+                case StepResult():
+                    group.num_in_flight -= 1
+                    group.deadline = (
+                        self._clock.now() + self._step_timeout_s if group.num_in_flight else None
+                    )
+                    events.append(message)
+        if lost is not None:
+            events.append(self._lose(lost))
+        elif group.deadline is not None and self._clock.now() >= group.deadline:
+            events.append(
+                self._lose(WorkerLost(f"a step took longer than {self._step_timeout_s:g} s"))
+            )
+        return events
+
+    def _lose(self, loss: WorkerLost) -> WorkerLost:
+        self.close()
+        return loss
+
+    def pollables(self) -> list[object]:
+        return [self._group.socket, *self._group.workers.pollables()] if self._group else []
+
+    def next_event_at(self) -> float | None:
+        return self._group.deadline if self._group else None
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class _Group:
+    """One start of the workers."""
+
+    def __init__(
+        self,
+        configs: list[WorkerConfig],
+        address: str,
+        keys: CurveKeys | None,
+        launch: Callable[[list[WorkerConfig], str], WorkerSet],
+    ) -> None:
+        self._configs = configs
+        parallel, dp = configs[0].parallel, configs[0].place.dp
+        self._sampling_rank = parallel.rank_in_replica(parallel.sampling_place(dp))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # A worker that connects anew after its network was gone takes the place of its old connection.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            keep_door(self._context, keys)
+            encrypt_server(self.socket, keys)
+        self.socket.bind(address)
+        self._decode = Codec[WorkerMessage](WorkerMessage).decode
+        self._hellos: dict[int, WorkerHello] = {}
+        self._readies: dict[int, WorkerReady] = {}
+        """Both by rank in the replica."""
+        self.num_in_flight = 0
+        self.deadline: float | None = None
+        """When the step that is being executed has taken too long; None when there is none."""
+        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.workers = launch(configs, endpoint)
+
+    def send_to_all(self, payload: bytes) -> None:
+        for rank in range(len(self._configs)):
+            self.socket.send_multipart([_identity(rank), payload])
+
+    def receive(self) -> list[tuple[int, WorkerMessage]]:
+        messages: list[tuple[int, WorkerMessage]] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
+                messages.append((int(identity), self._decode(payload)))
+        return messages
+
+    def greet(self, rank: int, hello: WorkerHello) -> None:
+        """Once all have said hello, tells them of each other."""
+        self._hellos[rank] = hello
+        if len(self._hellos) < len(self._configs):
+            return
+        hellos = [self._hellos[rank] for rank in range(len(self._configs))]
+        peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
+        self.send_to_all(msgspec.msgpack.encode(peers))
+
+    def take_ready(self, rank: int, message: WorkerReady) -> WorkerReady | WorkerLost | None:
+        """What is to be said of all workers, once the last of them is ready."""
+        self._readies[rank] = message
+        if len(self._readies) < len(self._configs):
+            return None
+        block_sizes = sorted({ready.block_size for ready in self._readies.values()})
+        if len(block_sizes) > 1:
+            sizes = " and ".join(str(size) for size in block_sizes)
+            return WorkerLost(
+                f"the workers' backends prefer KV blocks of {sizes} tokens; name one with --block-size.",
+                is_user_error=True,
+            )
+        ready = self._readies[self._sampling_rank]
+        ranks = _describe_ranks(self._configs[0].parallel)
+        return msgspec.structs.replace(ready, summary=f"{ranks}{ready.summary}")
+
+    def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
+        if len(self._configs) == 1:
+            return WorkerLost(message.error, message.is_user_error)
+        name = worker_name(self._configs[rank])
+        return WorkerLost(f"{name}: {message.error}", message.is_user_error)
+
+    def close(self) -> None:
+        self.workers.close()
+        self.socket.close()
+        self._context.term()
+
+
+def _identity(rank: int) -> bytes:
+    return str(rank).encode()
+
+
+def _describe_ranks(parallel: ParallelConfig) -> str:
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    parts = [f"{pp} pipeline stages"] * (pp > 1) + [f"{tp} tensor-parallel ranks"] * (tp > 1)
+    return f"{' of '.join(parts)}: " if parts else ""

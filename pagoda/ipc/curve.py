@@ -1,0 +1,63 @@
+"""Sockets between hosts: encrypted, and open to the holder of one key only.
+
+CurveZMQ (RFC 26) encrypts and proves who binds; who connects is let in by ZAP (RFC 27): the context's doorkeeper
+is asked for each connection, and whoever has another key is turned away before anything of it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import zmq
+from zmq.utils import z85
+
+from pagoda.engine.messages import CurveKeys
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+
+
+def new_keys() -> CurveKeys:
+    server_key, server_secret_key = zmq.curve_keypair()
+    public_key, secret_key = zmq.curve_keypair()
+    return CurveKeys(
+        server_key=server_key.decode(),
+        public_key=public_key.decode(),
+        secret_key=secret_key.decode(),
+        server_secret_key=server_secret_key.decode(),
+    )
+
+
+def encrypt_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+    """Before `socket` is bound, in a context that has a doorkeeper: without one it would let everybody in."""
+    socket.curve_server = True
+    socket.curve_secretkey = keys.server_secret_key.encode()
+
+
+def encrypt_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+    """Before `socket` is connected."""
+    socket.curve_serverkey = keys.server_key.encode()
+    socket.curve_publickey = keys.public_key.encode()
+    socket.curve_secretkey = keys.secret_key.encode()
+
+
+def keep_door(context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+    """Lets only the holder of `keys.secret_key` connect to sockets of `context`, until that is terminated.
+
+    Must be called before any of them is bound.
+    """
+    # Through a shadow, since `context.destroy` would close the socket under the thread that waits at it.
+    door: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
+    door.setsockopt(zmq.LINGER, 0)
+    door.bind(_ZAP_ADDRESS)
+    key = z85.decode(keys.public_key)
+    threading.Thread(target=_answer, args=(door, key), name="doorkeeper", daemon=True).start()
+
+
+def _answer(door: zmq.Socket[bytes], key: bytes) -> None:
+    with door, contextlib.suppress(zmq.ContextTerminated):
+        while True:
+            version, request_id, *_, mechanism, given = door.recv_multipart()
+            known = mechanism == b"CURVE" and given == key
+            status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+            door.send_multipart([version, request_id, *status, b"", b""])

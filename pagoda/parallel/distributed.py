@@ -1,0 +1,144 @@
+"""Collectives over the library that the devices' maker provides, through `torch.distributed`.
+
+NCCL on CUDA, HCCL on Ascend NPUs, gloo for CPU ranks that cannot share memory. No process-wide group is made, so a
+process can be in several.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from pagoda.errors import ConfigError
+
+_dist: Any = torch.distributed
+"""Type checkers know too little of it."""
+_CONNECT_TIMEOUT = timedelta(minutes=2)
+_WAIT_TIMEOUT = timedelta(days=7)
+"""For other ranks; one that is stuck is ended by its engine."""
+_AT_ONCE_BYTES = 2**16
+"""Up to this size it takes less time to send everything to everybody than to send twice."""
+_LENGTH_BYTES = 8
+
+
+class GroupStore:
+    """Where the ranks of one group find each other; rank 0 serves it."""
+
+    def __init__(self, host: str) -> None:
+        """Listens on an address of this host, at any free port.
+
+        Raises:
+            OSError: this host does not have the address.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self._store = _dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_CONNECT_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class DistributedCollectives:
+    """One rank.
+
+    Sums of CPU ranks are added up in order of rank, in float32, as in shared memory.
+    """
+
+    def __init__(self, address: str, rank: int, size: int, device: torch.device, host: str) -> None:
+        """Waits for all ranks. `address` is that of the store; `host` is an address of this rank's host.
+
+        Raises:
+            ConfigError: this installation of torch has no collectives for the device.
+            RuntimeError: the store does not answer, or the ranks do not find each other.
+        """
+        self.rank = rank
+        self.size = size
+        self._device = device
+        store_host, _, port = address.rpartition(":")
+        store = _dist.TCPStore(
+            store_host, int(port), is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
+        )
+        self._group = _process_group(store, rank, size, device, host)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if self._device.type != "cpu":
+            self._group.allreduce([x]).wait()
+            return x
+        if x.nbytes <= _AT_ONCE_BYTES:
+            return _sum(self.all_gather(x))
+        # Each rank adds up one part of all, and sends it to all.
+        flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % self.size))
+        parts = torch.empty_like(flat)
+        self._group.alltoall_base(_as_bytes(parts), _as_bytes(flat), [], []).wait()
+        total = self.all_gather(_sum(parts.view(self.size, -1)))
+        return total.flatten()[: x.numel()].view(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        self._group._allgather_base(_as_bytes(out), _as_bytes(x.contiguous())).wait()
+        return out
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        if self.rank > 0:
+            payload = bytes(int.from_bytes(self._broadcast(bytes(_LENGTH_BYTES)), "little"))
+        elif payload is None:
+            raise ValueError("Rank 0 gives what is broadcast.")
+        else:
+            self._broadcast(len(payload).to_bytes(_LENGTH_BYTES, "little"))
+        return self._broadcast(payload) if payload else payload
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        """Of one length on all ranks."""
+        buffer = bytearray(payload)
+        here = torch.frombuffer(buffer, dtype=torch.uint8)
+        there = here.to(self._device)
+        self._group.broadcast([there], _dist.BroadcastOptions()).wait()
+        here.copy_(there)
+        return bytes(buffer)
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """For libraries that do not know all dtypes."""
+    return x.flatten().view(torch.uint8)
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """Of parts [ranks, ...], in order."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
+
+
+def _process_group(store: Any, rank: int, size: int, device: torch.device, host: str) -> Any:
+    if device.type == "cpu":
+        options = _dist.ProcessGroupGloo._Options()
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = _WAIT_TIMEOUT
+        return _dist.ProcessGroupGloo(store, rank, size, options)
+    if device.type == "cuda":
+        if not _dist.is_nccl_available():
+            raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")
+        torch.cuda.set_device(device)
+        return _dist.ProcessGroupNCCL(store, rank, size, _WAIT_TIMEOUT)
+    try:
+        import torch_npu
+    except ImportError:
+        raise ConfigError(f"--devices names {device}, but torch_npu is not installed.") from None
+    torch_npu.npu.set_device(device)
+    return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, _WAIT_TIMEOUT)

@@ -1,0 +1,93 @@
+"""From stage to stage: the hidden states of a step, from each rank to that of the same number one stage on.
+
+A message is the number of the step, the raw elements [n, hidden] of the step's tokens, and the tokens of each
+expert in msgpack; both sides know width and dtype from the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from pagoda.engine.messages import CurveKeys, StepPlan
+from pagoda.ipc.curve import encrypt_client, encrypt_server
+
+_STEP_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What a stage hands to the next one for a step."""
+
+    hidden: Tensor
+    """[n, hidden] of the step's tokens."""
+    expert_tokens: list[int]
+    """Tokens given to each expert, in all layers so far; empty without experts."""
+
+
+class StageInput:
+    """What the stage before has computed. `address` is where it is awaited."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: CurveKeys | None,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Binds `address`, whose port may be `*`. With `keys`, `context` must have a doorkeeper."""
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            encrypt_server(self._socket, keys)
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self, plan: StepPlan) -> StageState:
+        """Waits for what the stage before computed of the plan's tokens.
+
+        Raises:
+            ValueError: what comes is not of this step; the stages disagree.
+        """
+        step, elements, expert_tokens = self._socket.recv_multipart(copy=False)
+        number = int.from_bytes(step.bytes, "little")
+        if number != plan.step:
+            raise ValueError(f"Hidden states of step {number} came for step {plan.step}.")
+        hidden = torch.frombuffer(elements.buffer, dtype=self._dtype)
+        if hidden.data_ptr() % hidden.element_size():
+            hidden = hidden.clone()  # small messages lie anywhere in what was read from the wire
+        if hidden.numel() != sum(plan.num_tokens) * self._hidden_size:
+            raise ValueError(
+                f"{hidden.numel()} elements came for the {sum(plan.num_tokens)} tokens of step {plan.step}."
+            )
+        counts = msgspec.msgpack.decode(expert_tokens.buffer, type=list[int])
+        return StageState(hidden.view(-1, self._hidden_size), counts)
+
+
+class StageOutput:
+    """Where the next stage awaits what this one computes."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None
+    ) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            encrypt_client(self._socket, keys)
+        self._socket.connect(address)
+
+    def send(self, step: int, state: StageState) -> None:
+        """Copies the hidden states: the next step may overwrite them before they are on the wire."""
+        contiguous = state.hidden.contiguous()
+        elements = (ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())
+        counts = msgspec.msgpack.encode(state.expert_tokens)
+        self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), elements, counts])

@@ -1,0 +1,253 @@
+"""Shared memory between ranks that are threads of one process here; `tests/parallel` has them as processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+import torch
+from cpu_cases import (
+    DTYPES,
+    SETS,
+    TOLERANCE,
+    assert_close,
+    dtypes,
+    random_tensor,
+    seeds,
+    sets,
+    threads,
+    token_batch,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend.base import Operations, StepInput, ValueT
+from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu_types import AttentionPlan, PackedLinear
+from pagoda.backend.weights import DenseWeight
+from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.parallel.distributed import DistributedCollectives, GroupStore
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
+
+_T = TypeVar("_T")
+SLOT = 2**22
+"""Bytes of a slot in csrc/collectives.cpp."""
+
+
+@contextmanager
+def _memory(size: int) -> Iterator[str]:
+    memory = SharedMemory(size)
+    try:
+        yield memory.path
+    finally:
+        memory.close()
+
+
+def _together(size: int, work: Callable[[int], _T]) -> list[_T]:
+    """What `work` gives for each rank, each in a thread."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
+
+
+def _in_group(size: int, work: Callable[[Collectives], _T]) -> list[_T]:
+    with _memory(size) as path:
+        return _together(size, lambda rank: work(SharedMemoryCollectives(path, rank, size)))
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """In order, as floats."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@given(
+    size=st.integers(1, 5),
+    dtype=dtypes,
+    counts=st.lists(
+        st.one_of(st.integers(0, 300), st.integers(5000, 70000)),
+        min_size=1,
+        max_size=6,
+    ),
+    num_threads=threads,
+    seed=seeds,
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_sums_are_in_order_of_rank(
+    size: int, dtype: torch.dtype, counts: list[int], num_threads: int, seed: int
+) -> None:
+    inputs = [
+        [random_tensor(count, seed=seed + 7 * rank + i, dtype=dtype) for rank in range(size)]
+        for i, count in enumerate(counts)
+    ]
+
+    def work(group: Collectives) -> list[Tensor]:
+        torch.set_num_threads(num_threads)
+        return [group.all_reduce(parts[group.rank].clone()) for parts in inputs]
+
+    for results in _in_group(size, work):
+        for result, parts in zip(results, inputs, strict=True):
+            assert torch.equal(_bits(result), _bits(_sum(parts)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_more_than_fits_the_memory(size: int) -> None:
+    parts = [random_tensor(SLOT // 2 + 33, seed=rank, dtype=torch.float32) for rank in range(size)]
+    for result in _in_group(size, lambda group: group.all_reduce(parts[group.rank].clone())):
+        assert torch.equal(result, _sum(parts))
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    x = torch.tensor([1.0, float("inf"), float("nan"), -0.0])
+
+    def work(group: Collectives) -> Tensor:
+        return group.all_reduce(x.clone())
+
+    for result in _in_group(3, work):
+        assert result.isfinite().tolist() == [True, False, False, True]
+        assert result.isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool])
+def test_everybody_gathers_the_same(dtype: torch.dtype) -> None:
+    for count in (1, 1000, SLOT // dtype.itemsize + 5):
+        parts = [torch.arange(count).add(rank).to(dtype) for rank in range(3)]
+
+        def work(group: Collectives, parts: list[Tensor] = parts) -> Tensor:
+            return group.all_gather(parts[group.rank])
+
+        for result in _in_group(3, work):
+            assert torch.equal(result, torch.stack(parts))
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, SLOT + 1])
+def test_what_rank_0_broadcasts_comes_to_all(length: int) -> None:
+    payload = os.urandom(length)
+    results = _in_group(3, lambda group: group.broadcast(None if group.rank else payload))
+    assert results == [payload] * 3
+
+
+def test_rank_0_must_broadcast_something() -> None:
+    with _memory(2) as path, pytest.raises(ValueError, match="Rank 0 gives what is broadcast"):
+        SharedMemoryCollectives(path, 0, 2).broadcast(None)
+
+
+def test_a_group_that_does_not_fit_its_memory_is_refused() -> None:
+    with _memory(2) as path:
+        with pytest.raises(ValueError, match="not that of a group of this size"):
+            SharedMemoryCollectives(path, 0, 3)
+        with pytest.raises(ValueError, match="no such rank"):
+            SharedMemoryCollectives(path, 2, 2)
+    with pytest.raises(FileNotFoundError):
+        SharedMemoryCollectives(path, 0, 2)
+
+
+def test_a_closed_group_meets_nobody() -> None:
+    with _memory(1) as path:
+        group = SharedMemoryCollectives(path, 0, 1)
+    group.close()
+    with pytest.raises(ValueError, match="closed"):
+        group.all_reduce(torch.zeros(1))
+
+
+HIDDEN, INNER, VOCAB = 64, 96, 50
+
+
+class _Part:
+    """One rank's part of an embedding and of a map there and back, with a sum behind each."""
+
+    def __init__(self, ops: CpuBackend, dtype: torch.dtype) -> None:
+        size, rank = ops.group.size, ops.group.rank
+        table = random_tensor(VOCAB, HIDDEN, seed=1, dtype=dtype).chunk(size)
+        up = random_tensor(INNER, HIDDEN, seed=2, dtype=dtype).chunk(size)
+        down = random_tensor(HIDDEN, INNER, seed=3, dtype=dtype).chunk(size, dim=1)
+        self.first_id = sum(map(len, table[:rank]))
+        self.table, self.up, self.down = (
+            ops.prepare_linear([DenseWeight(parts[rank].contiguous())], None, dtype)
+            for parts in (table, up, down)
+        )
+
+    def __call__(
+        self,
+        ops: Operations[ValueT, PackedLinear, AttentionPlan],
+        step: StepInput[ValueT, AttentionPlan],
+    ) -> ValueT:
+        x = ops.all_reduce(ops.linear_rows(step.token_ids, self.table, self.first_id, VOCAB))
+        return ops.all_reduce(ops.linear(ops.linear(x, self.up), self.down))
+
+
+def _step(ops: CpuBackend, num_tokens: int) -> StepInput[Tensor, AttentionPlan]:
+    batch = token_batch([(0, num_tokens, list(range(-(-num_tokens // 16))))])
+    plan = ops.plan_attention(batch, 1, ops.allocate_kv_cache(1, 16, 1, 2, torch.float32))
+    table = (torch.zeros(num_tokens, 1), torch.zeros(num_tokens, 1))
+    return StepInput(torch.arange(num_tokens) % VOCAB, table, plan)
+
+
+def _outputs(
+    group: Collectives, name: str, dtype: torch.dtype, nums: list[int], num_threads: int
+) -> list[Tensor]:
+    """Of a rank's compiled part, for steps of so many tokens."""
+    torch.set_num_threads(num_threads)
+    ops = CpuBackend(name, group)
+    compiled = ops.compile(_Part(ops, dtype))
+    return [compiled(_step(ops, num_tokens)) for num_tokens in nums]
+
+
+@given(
+    size=st.integers(2, 4),
+    name=sets,
+    dtype=dtypes,
+    nums=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    num_threads=threads,
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_programs_of_all_ranks_add_up_to_the_whole(
+    size: int, name: str, dtype: torch.dtype, nums: list[int], num_threads: int
+) -> None:
+    def work(group: Collectives) -> list[Tensor]:
+        return _outputs(group, name, dtype, nums, num_threads)
+
+    whole = work(Alone())
+    ranks = _in_group(size, work)
+    for i, expected in enumerate(whole):
+        scale = expected.abs().max().item()
+        assert_close(ranks[0][i], expected, scale, 2 * TOLERANCE[dtype])
+        assert all(torch.equal(_bits(rank[i]), _bits(ranks[0][i])) for rank in ranks)
+
+
+def test_a_program_keeps_the_group_it_meets() -> None:
+    def work(group: Collectives) -> Tensor:
+        ops = CpuBackend(SETS[-1], group)
+        compiled = ops.compile(_Part(ops, torch.float32))
+        group.close()
+        return compiled(_step(ops, 3))
+
+    one, other = _in_group(2, work)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operations_one_by_one_over_gloo_give_the_bits_of_programs(dtype: torch.dtype) -> None:
+    size, nums = 3, [1, 40, 700]
+    store = GroupStore("127.0.0.1")
+
+    def over_gloo(rank: int) -> list[Tensor]:
+        device = torch.device("cpu")
+        group = DistributedCollectives(store.address, rank, size, device, "127.0.0.1")
+        return _outputs(group, SETS[-1], dtype, nums, 1)
+
+    recorded = _in_group(size, lambda group: _outputs(group, SETS[-1], dtype, nums, 1))
+    for there, here in zip(_together(size, over_gloo), recorded, strict=True):
+        assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(there, here, strict=True))

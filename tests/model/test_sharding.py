@@ -1,0 +1,152 @@
+"""What each rank holds of a model: parts that together are the whole."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
+from pagoda.errors import ConfigError
+from pagoda.model.config import ModelConfig, parse_model_config
+from pagoda.model.sharding import Part, Shard, shard_of, split_layers, take_part, whole
+from pagoda.models.presets import PRESETS
+from pagoda.parallel.config import ParallelConfig, RankPlace
+
+
+def model(**changes: Any) -> ModelConfig:
+    return parse_model_config(PRESETS["qwen3-0.6b"] | changes, source="test")
+
+
+def shards(config: ModelConfig, tp: int, pp: int = 1) -> list[Shard]:
+    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    return [shard_of(config, parallel, place) for place in parallel.places(0)]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (16, 7)])
+def test_ranks_hold_every_weight_once(tp: int, pp: int) -> None:
+    config = model(vocab_size=500, hidden_size=64, intermediate_size=192, head_dim=4)
+    held: dict[str, Tensor] = {}
+    for shard in shards(config, tp, pp):
+        for linear_map in shard.linear_maps():
+            counts = held.setdefault(
+                linear_map.name, torch.zeros(linear_map.outputs, linear_map.inputs)
+            )
+            part = shard.part_of(linear_map)
+            counts[
+                part.outputs.start : part.outputs.stop, part.inputs.start : part.inputs.stop
+            ] += 1
+    assert held.keys() == {m.name for m in whole(config).linear_maps()}
+    for name, counts in held.items():
+        # The eight KV heads are held twice by 16 ranks; a tied table is needed at both ends of a pipeline.
+        shared = name.endswith(("k_proj", "v_proj"))
+        times = 2 if (tp == 16 and shared) or (pp > 1 and name == "model.embed_tokens") else 1
+        assert bool((counts == times).all()), name
+
+
+def test_queries_find_their_keys_on_their_rank() -> None:
+    config = model()
+    for tp in (2, 4, 8, 16):
+        for shard in shards(config, tp):
+            queries = shard.heads
+            keys = {query // config.queries_per_kv for query in queries}
+            assert keys == set(shard.kv_heads)
+
+
+def test_channels_are_cut_between_groups_where_they_can_be() -> None:
+    for channels, tp, first in (
+        (3072, 4, 768),
+        (192, 2, 96),
+        (96, 2, 48),
+        (100, 3, 34),
+        (64, 2, 32),
+    ):
+        (shard, *_) = (Shard(model(), range(28), rank, tp) for rank in range(tp))
+        assert shard.channels(channels) == range(first)
+
+
+def test_bytes_of_all_ranks_add_up() -> None:
+    config = model()
+    vectors = config.num_vector_elements(config.num_layers)
+    together = sum(shard.weight_bytes(None, 2) for shard in shards(config, 4))
+    assert together == whole(config).weight_bytes(None, 2) + 3 * 2 * vectors
+
+
+def _cost(config: ModelConfig, layers: range) -> int:
+    head = config.head.outputs * config.head.inputs if layers.stop == config.num_layers else 0
+    return head + sum(config.weights_per_token(layer) for layer in layers)
+
+
+@given(st.integers(1, 9), st.data(), st.sampled_from([100, 20_000, 151_936]))
+def test_layers_are_split_by_cost(num_layers: int, data: st.DataObject, vocab: int) -> None:
+    config = model(num_hidden_layers=num_layers, vocab_size=vocab)
+    num_stages = data.draw(st.integers(1, num_layers))
+    stages = split_layers(config, num_stages)
+    assert len(stages) == num_stages
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    assert all(stages)
+    cheapest = min(
+        max(_cost(config, range(a, b)) for a, b in itertools.pairwise([0, *cuts, num_layers]))
+        for cuts in itertools.combinations(range(1, num_layers), num_stages - 1)
+    )
+    assert max(_cost(config, stage) for stage in stages) == cheapest
+
+
+def test_a_large_head_leaves_the_last_stage_fewer_layers() -> None:
+    first, last = split_layers(model(), 2)
+    assert len(first) > len(last) + 5
+
+
+def _weights() -> dict[str, LinearWeight]:
+    ops = ReferenceBackend()
+    values = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
+    grouped = ops.quantize_int4(values, 64)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(2))
+    offsets = torch.randn(grouped.scales.shape).half()
+    return {
+        "dense": DenseWeight(values),
+        "int8": ops.quantize_int8(values),
+        "int4": grouped,
+        "offsets": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64),
+        "ordered": GroupedWeight(grouped.codes, grouped.scales, offsets, 4, 64, order),
+    }
+
+
+@pytest.mark.parametrize("kind", _weights())
+def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
+    weight = _weights()[kind]
+    numbers = dequantize(weight)
+    for outputs, inputs in (
+        (range(48), range(256)),
+        (range(16, 32), range(256)),
+        (range(48), range(64, 192)),
+    ):
+        part = take_part("w", weight, Part(outputs, inputs), torch.float32)
+        assert torch.equal(dequantize(part), numbers[outputs][:, inputs])
+        for tensor in vars(part).values():
+            assert not isinstance(tensor, Tensor) or tensor.is_contiguous()
+
+
+def test_groups_are_not_cut() -> None:
+    part = Part(range(48), range(32, 256))
+    with pytest.raises(ConfigError) as caught:
+        take_part("a.b", _weights()["int4"], part, torch.float32)
+    assert str(caught.value) == (
+        "a.b.weight has groups of 64 inputs, which the tensor-parallel ranks would cut at input 32; "
+        "take a smaller --tensor-parallel-size."
+    )
+
+
+def test_places_of_ranks() -> None:
+    config = model()
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    first = shard_of(config, parallel, RankPlace(pp=0, tp=1))
+    last = shard_of(config, parallel, RankPlace(pp=1, tp=0))
+    assert (first.is_first, first.is_last, first.tp_rank) == (True, False, 1)
+    assert (last.is_first, last.is_last, last.tp_rank) == (False, True, 0)

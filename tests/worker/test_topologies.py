@@ -1,0 +1,205 @@
+"""However a model is split over ranks, its greedy answers are those of transformers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from in_process import InProcessEngine
+from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
+
+from pagoda.engine.messages import GenerateRequest, SamplingParams
+from pagoda.model.config import read_model_config
+from pagoda.parallel.config import ParallelConfig
+
+LENGTH = 24
+CONTEXT = 96
+TOPOLOGIES = [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
+
+
+def parallel(tp: int, pp: int, *, experts: bool = False) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+    )
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    directory: Path
+    requests: list[GenerateRequest]
+    expected: list[list[int]]
+    """What transformers answers to each request."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Oracle:
+    directory = tmp_path_factory.mktemp(request.param)
+    heads = {"num_attention_heads": 12} if request.param == "qwen2" else {}
+    # A vocabulary and inner channels that four ranks cannot share evenly in groups of 32.
+    model = make_model(request.param, num_hidden_layers=3, vocab_size=330, **heads)
+    model.save_pretrained(directory)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(330) for _ in range(rng.randint(1, 60))] for _ in range(5)]
+    expected = [continuation(model, prompt, LENGTH) for prompt in prompts]
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=LENGTH)
+    requests = [
+        GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+    return _Oracle(directory, requests, expected)
+
+
+@pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
+def test_greedy(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
+    engine = InProcessEngine(
+        oracle.directory,
+        backend=backend,
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=37,
+        parallel=parallel(tp, pp),
+    )
+    assert engine.answer(oracle.requests) == oracle.expected
+
+
+@pytest.mark.parametrize("oracle", WITH_EXPERTS, indirect=True)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2)])
+def test_experts_shared_out_whole(oracle: _Oracle, backend: str, tp: int, pp: int) -> None:
+    config = read_model_config(oracle.directory)
+    engine = InProcessEngine(
+        oracle.directory,
+        backend=backend,
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=37,
+        parallel=parallel(tp, pp, experts=True),
+    )
+    assert engine.answer(oracle.requests) == oracle.expected
+    load = engine.load()
+    assert config.experts is not None
+    num_tokens = sum(len(request.prompt_token_ids) + LENGTH - 1 for request in oracle.requests)
+    passes = len(config.experts.layers) * config.experts.experts_per_token
+    # The engine plans one step of a request ahead before it sees that the answer is complete.
+    assert num_tokens * passes <= sum(load.expert_tokens) <= (num_tokens + 10) * passes
+    assert len(load.expert_tokens) == config.experts.num_experts
+    assert len(load.expert_rank_tokens) == tp
+    assert sum(load.expert_rank_tokens) == sum(load.expert_tokens)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_experts_are_the_same_on_any_rank(
+    backend: str, quantization: str, tmp_path: Path
+) -> None:
+    """Whole experts keep their codes; what ranks compute is only added up in another order."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 8}
+    make_model("qwen3-moe", **sizes).save_pretrained(tmp_path)
+    requests = _requests(temperature=0, max_tokens=4)
+    answers = [
+        InProcessEngine(
+            tmp_path,
+            backend=backend,
+            max_model_len=CONTEXT,
+            dtype="float32",
+            quantization=quantization,
+            parallel=topology,
+        ).answer(requests)
+        for topology in (parallel(1, 1), parallel(2, 1, experts=True))
+    ]
+    alike = sum(a[0] == b[0] for a, b in zip(*answers, strict=True))
+    assert alike >= 3, answers
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+    make_model("llama", num_hidden_layers=3, **sizes).save_pretrained(path)
+    return path
+
+
+def _requests(**sampling: object) -> list[GenerateRequest]:
+    rng = random.Random(3)
+    return [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=[rng.randrange(320) for _ in range(20 + 9 * i)],
+            sampling=SamplingParams(**{"max_tokens": 16, "seed": i, **sampling}),  # type: ignore[arg-type]
+        )
+        for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
+def test_preempted(directory: Path, backend: str, tp: int, pp: int) -> None:
+    requests = _requests(temperature=0)
+    one = InProcessEngine(directory, backend=backend, max_model_len=CONTEXT, dtype="float32")
+    engine = InProcessEngine(
+        directory,
+        backend=backend,
+        max_model_len=CONTEXT,
+        block_size=4,
+        num_blocks=28,
+        enable_prefix_caching=True,
+        dtype="float32",
+        parallel=parallel(tp, pp),
+    )
+    assert engine.answer(requests) == one.answer(requests)
+    assert engine.load().num_preemptions > 0
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_change_no_bit(directory: Path, backend: str, dtype: str, pp: int) -> None:
+    """What crosses from stage to stage is not rounded: also drawn tokens are the same, in any number format."""
+    requests = _requests(temperature=1.0, top_p=0.9, logit_bias={5: 2.0})
+    one, split = (
+        InProcessEngine(
+            directory, backend=backend, max_model_len=CONTEXT, dtype=dtype, parallel=parallel(1, n)
+        )
+        for n in (1, pp)
+    )
+    assert split.answer(requests) == one.answer(requests)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized(directory: Path, backend: str, quantization: str) -> None:
+    """Rounded weights split by inputs have scales of their own on each rank: near, not the same."""
+    requests = _requests(temperature=0, max_tokens=2)
+    first_tokens = []
+    for tp, pp in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        engine = InProcessEngine(
+            directory,
+            backend=backend,
+            max_model_len=CONTEXT,
+            dtype="float32",
+            quantization=quantization,
+            parallel=parallel(tp, pp),
+        )
+        first_tokens.append([answer[0] for answer in engine.answer(requests)])
+    alike = [
+        sum(a == b for a, b in zip(first_tokens[0], other, strict=True)) for other in first_tokens
+    ]
+    assert min(alike) >= 2, first_tokens
+
+
+def test_sampled_with_every_rule(directory: Path, backend: str) -> None:
+    """The first rank samples for all, whatever is asked for."""
+    requests = _requests(
+        temperature=0.8,
+        top_k=9,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        logprobs=3,
+    )
+    one, split = (
+        InProcessEngine(
+            directory,
+            backend=backend,
+            max_model_len=CONTEXT,
+            dtype="float32",
+            parallel=parallel(n, 1),
+        )
+        for n in (1, 2)
+    )
+    assert split.answer(requests) == one.answer(requests)
