@@ -471,18 +471,18 @@ def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadRe
     sums["num_waiting"] += num_held
     return LoadReport(
         **sums,
-        expert_tokens=_added_up([report.expert_tokens for report in reports]),
-        expert_rank_tokens=_added_up([report.expert_rank_tokens for report in reports]),
         step_time_s=max((report.step_time_s for report in reports), default=0.0),
         stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
         is_worker_ready=any(report.is_worker_ready for report in reports),
+        expert_tokens=_added([report.expert_tokens for report in reports]),
+        expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
         replicas=replicas,
     )
 
 
-def _added_up(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Number by number; those without any count as zeros."""
-    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+def _added(counts: Sequence[Sequence[int]]) -> list[int]:
+    """The sums over replicas; one that has computed nothing yet has an empty list."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
