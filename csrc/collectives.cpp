@@ -25,9 +25,8 @@ namespace pagoda {
 
 namespace {
 
-// Of one rank; larger messages go slot by slot. Smaller slots would stay in the cache of a core, but every meeting
-// waits until all ranks have had a core.
-constexpr int64_t kSlotBytes = 1 << 22;
+// Of one rank; larger messages go slot by slot. All ranks' slots stay in the last cache.
+constexpr int64_t kSlotBytes = 1 << 20;
 // Up to this size one thread does all the work: meeting its own team would take longer.
 constexpr int64_t kOneThreadBytes = 1 << 14;
 // From this size on, and with more than two ranks, each rank sums a part and reads the rest from others.

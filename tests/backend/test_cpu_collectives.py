@@ -37,7 +37,7 @@ from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
 
 _T = TypeVar("_T")
-SLOT = 2**22
+SLOT = 2**20
 """Bytes of a slot in csrc/collectives.cpp."""
 
 
