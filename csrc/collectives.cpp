@@ -25,8 +25,9 @@ namespace pagoda {
 
 namespace {
 
-// Of one rank; larger messages go slot by slot. All ranks' slots stay in the last cache.
-constexpr int64_t kSlotBytes = 1 << 20;
+// Of one rank; larger messages go slot by slot. Smaller slots would stay in the cache of a core, but every meeting
+// waits until all ranks have had a core.
+constexpr int64_t kSlotBytes = 1 << 22;
 // Up to this size one thread does all the work: meeting its own team would take longer.
 constexpr int64_t kOneThreadBytes = 1 << 14;
 // From this size on, and with more than two ranks, each rank sums a part and reads the rest from others.
@@ -57,6 +58,8 @@ struct Collectives::Shared {
     std::atomic<uint32_t> sleepers;
     alignas(4096) char slots[];
 };
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
 // A part of a row of elements, between cache lines.
 struct Collectives::Part {
     int64_t begin, end;
@@ -75,8 +78,6 @@ struct Collectives::Part {
     }
 };
 
-static_assert(std::atomic<uint32_t>::is_always_lock_free);
-
 void Collectives::copy(void* to, const void* from, const Part& part, int64_t item) {
     std::memcpy(at(to, part.begin * item), at(from, part.begin * item),
                 static_cast<size_t>((part.end - part.begin) * item));
@@ -85,7 +86,8 @@ void Collectives::copy(void* to, const void* from, const Part& part, int64_t ite
 int64_t Collectives::bytes(int size) { return static_cast<int64_t>(sizeof(Shared)) + 2 * size * kSlotBytes; }
 
 Collectives::Collectives(int descriptor, int rank, int size) : rank_(rank), size_(size), spins_(kMostSpins) {
-    if (rank < 0 || rank >= size || size > kMaxRanks) throw std::invalid_argument("there is no such rank");
+    if (size > kMaxRanks) throw std::invalid_argument("a group has at most 64 ranks on one host");
+    if (rank < 0 || rank >= size) throw std::invalid_argument("there is no such rank");
     struct stat facts;
     if (fstat(descriptor, &facts) != 0) throw std::system_error(errno, std::generic_category());
     if (facts.st_size != bytes(size)) throw std::invalid_argument("the memory is not that of a group of this size");
@@ -129,7 +131,7 @@ void Collectives::wait_for(uint32_t arrivals) {
 }
 
 void Collectives::all_reduce(const KernelTable& table, Dtype dtype, void* x, int64_t count) {
-    if (size_ == 1) return;
+    if (size_ == 1 || count == 0) return;
     const int64_t item = size_of(dtype), slot_count = kSlotBytes / item;
     if (count * item <= kOneThreadBytes) {
 #pragma omp single

@@ -35,5 +35,9 @@ class OverloadedError(PagodaError):
         self.retry_after_s = retry_after_s
 
 
+class EngineLostError(PagodaError):
+    """The engine ended with this request in it; another may go on with the request's value."""
+
+
 class EngineDeadError(PagodaError):
     """The engine ended and will not be started again."""

@@ -36,6 +36,10 @@ class Call:
     path_argument: str = ""
     """What stands in the path where the route has a `*`."""
 
+    @property
+    def session_header(self) -> str | None:
+        return self.http.headers.get("X-Session-ID")
+
     async def body(self) -> bytes:
         """The whole body.
 

@@ -21,6 +21,7 @@ from pagoda.api.protocol import (
     chat_logprobs_count,
     chat_max_tokens,
     sampling_params,
+    session_of,
 )
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
 from pagoda.engine.messages import FinishReason
@@ -38,13 +39,16 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     """Answers a conversation, in one piece or as a stream."""
     body = await call.parse(ChatRequest)
     generator = call.service.admit(body.model)
-    job = await _prepare(body, generator, call.service.config.served_model_name)
+    session = session_of(body, call.session_header)
+    job = await _prepare(body, generator, call.service.config.served_model_name, session)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
 
 
-async def _prepare(body: ChatRequest, generator: TextGenerator, model: str) -> _Job:
+async def _prepare(
+    body: ChatRequest, generator: TextGenerator, model: str, session: str | None
+) -> _Job:
     template = generator.text.require_template()
     tools = body.tools if body.tool_choice != "none" else None
     if tools and template.takes_tools and not template.hermes_tool_calls:
@@ -74,6 +78,7 @@ async def _prepare(body: ChatRequest, generator: TextGenerator, model: str) -> _
             add_special_tokens=bool(body.add_special_tokens),
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            session=session,
         )
     return _Job(
         body=body,

@@ -20,6 +20,7 @@ from pagoda.api.protocol import (
     CompletionRequest,
     prompts_of,
     sampling_params,
+    session_of,
 )
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
 from pagoda.engine.messages import TokenLogprobs
@@ -32,13 +33,16 @@ async def completions(call: Call) -> web.StreamResponse:
     """Completes text, in one piece or as a stream."""
     body = await call.parse(CompletionRequest)
     generator = call.service.admit(body.model)
-    job = await _prepare(body, generator, call.service.config.served_model_name)
+    session = session_of(body, call.session_header)
+    job = await _prepare(body, generator, call.service.config.served_model_name, session)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
 
 
-async def _prepare(body: CompletionRequest, generator: TextGenerator, model: str) -> _Job:
+async def _prepare(
+    body: CompletionRequest, generator: TextGenerator, model: str, session: str | None
+) -> _Job:
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
     explicit = body.max_tokens is not None
@@ -58,6 +62,7 @@ async def _prepare(body: CompletionRequest, generator: TextGenerator, model: str
             clamp_max_tokens=not explicit,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            session=session,
         )
     return _Job(body, generator, requests, model)
 

@@ -10,6 +10,7 @@ from aiohttp import web
 from pagoda.api.call import Call
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
+from pagoda.engine.messages import LoadReport, ReplicaLoad
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import render_conversation
 from pagoda.frontend.text_generator import TextGenerator
@@ -60,13 +61,29 @@ def _model(call: Call) -> dict[str, Any]:
 
 
 async def load(call: Call) -> web.StreamResponse:
-    """What a router needs to know: running, waiting, pending tokens, KV blocks."""
+    """What a router needs to know: running, waiting, pending tokens, KV blocks; in all, and of each replica."""
     report = await call.service.ready_generator().endpoint.load()
-    return call.json({"draining": call.service.draining, **_public(report)})
+    return call.json(
+        {
+            "draining": call.service.draining,
+            **_figures(report),
+            "replicas": [_replica(replica) for replica in report.replicas],
+        }
+    )
 
 
-def _public(report: Any) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in report.__struct_fields__}
+def _figures(report: LoadReport) -> dict[str, Any]:
+    inner = {"query_id", "replicas"}
+    return {name: getattr(report, name) for name in report.__struct_fields__ if name not in inner}
+
+
+def _replica(replica: ReplicaLoad) -> dict[str, Any]:
+    return {
+        "state": replica.state,
+        "num_requests": replica.num_requests,
+        "weighed_tokens": replica.weighed_tokens,
+        **({} if replica.report is None else _figures(replica.report)),
+    }
 
 
 async def tokenize(call: Call) -> web.StreamResponse:

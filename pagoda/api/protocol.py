@@ -34,6 +34,9 @@ MAX_TOKEN_IDS = 2**20
 MAX_METADATA = 16
 """As in OpenAI's API."""
 
+MAX_SESSION_CHARS = 256
+"""What is longer is told apart by its beginning."""
+
 T = TypeVar("T")
 
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
@@ -76,7 +79,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
 
-    # No effect on the answer, by OpenAI's definition.
+    # No effect on the answer, by OpenAI's definition; the first two may name the request's session.
+    prompt_cache_key: str | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
 
@@ -276,6 +280,12 @@ def sampling_params(
 
 def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
+
+
+def session_of(body: GenerationFields, header: str | None) -> str | None:
+    """The name of a request's session, from the header `X-Session-ID` or else the body; None if it has none."""
+    session = header or body.prompt_cache_key or body.user
+    return None if not session else session[:MAX_SESSION_CHARS]
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

@@ -18,8 +18,9 @@ from pagoda.api.service import ApiConfig, Service
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
-from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.fleet import make_dispatcher
 from pagoda.frontend.model_text import load_text
+from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_generator import start_generator
 from pagoda.models.resolve import ModelFiles
 
@@ -52,16 +53,17 @@ async def serve(
     engine: EngineConfig,
     model: ModelFiles,
     *,
+    policy: PolicyName = DEFAULT_POLICY,
     on_ready: Callable[[str, EngineReady], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
-    and what the engine can do.
+    and what the engines can do. `policy` says which of several replicas takes a request.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
 
     Raises:
         ConfigError: the port is in use, or the model cannot be loaded.
-        EngineDeadError: the engine was given up.
+        EngineDeadError: all engines were given up.
     """
     service = Service(
         ApiConfig(
@@ -73,7 +75,7 @@ async def serve(
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
-    client = EngineClient(engine)
+    dispatcher = make_dispatcher(engine, policy)
     try:
         url = await _listen(runner, server)
         load = partial(
@@ -82,23 +84,23 @@ async def serve(
             simulated=engine.executor == "sim",
             chat_template=server.chat_template,
         )
-        loading = asyncio.ensure_future(start_generator(client, load))
+        loading = asyncio.ensure_future(start_generator(dispatcher, load))
         if not await signals.before(loading):
             return
         service.generator = loading.result()
-        on_ready(url, client.limits)
-        failed = asyncio.ensure_future(client.wait_failed())
+        on_ready(url, dispatcher.limits)
+        failed = asyncio.ensure_future(dispatcher.wait_failed())
         if await signals.before(failed):
             raise failed.result()
         service.draining = True
         _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
-        draining = asyncio.ensure_future(client.drain(server.drain_timeout_s))
+        draining = asyncio.ensure_future(dispatcher.drain(server.drain_timeout_s))
         if not await signals.before(draining, last=True):
-            await client.drain(0.0)
+            await dispatcher.drain(0.0)
     finally:
         service.draining = True
         await runner.cleanup()
-        await client.close()
+        await dispatcher.close()
         signals.restore()
 
 

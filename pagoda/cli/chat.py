@@ -46,6 +46,7 @@ def chat(
         system: A system message to begin with.
     """
     general.apply()
+    parallel.check_prompts_at_once(1)
     with (
         event_loop.runner() as runner,
         connect(runner, model, base_url, api_key, engine, parallel) as connection,

@@ -58,6 +58,7 @@ def generate(
         if input_file is None or output_file is None or prompts:
             raise ConfigError("--input and --output go together, and without prompts.")
         return _generate_batch(input_file, output_file, concurrency, model, engine, parallel)
+    parallel.check_prompts_at_once(1)
     texts = prompts or (_read_prompt(),)
     body = sampling.body(engine.seed)
     with (
@@ -105,6 +106,7 @@ def _generate_batch(
     parallel: ParallelOptions,
 ) -> int:
     requests = read_batch(source)
+    parallel.check_prompts_at_once(min(concurrency, len(requests)))
     try:
         file = target.open("wb")
     except OSError as error:

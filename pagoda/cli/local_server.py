@@ -21,8 +21,9 @@ from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.engine.config import EngineConfig
-from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.fleet import make_dispatcher
 from pagoda.frontend.model_text import load_text
+from pagoda.frontend.policies import PolicyName
 from pagoda.frontend.text_generator import start_generator
 from pagoda.models.resolve import ModelFiles
 
@@ -81,24 +82,28 @@ async def _local(
     key = secrets.token_urlsafe()
     async with contextlib.AsyncExitStack() as stack:
         with output.stderr().status(f"loading {files.served_name} ..."):
-            service = await _load(files, config, key, stack)
+            service = await _load(files, config, parallel.data_parallel_policy, key, stack)
             url = await _listen(service, stack)
         client = await stack.enter_async_context(OpenAIClient(url, key))
         yield Connection(client, files.served_name)
 
 
 async def _load(
-    files: ModelFiles, engine: EngineConfig, api_key: str, stack: contextlib.AsyncExitStack
+    files: ModelFiles,
+    engine: EngineConfig,
+    policy: PolicyName,
+    api_key: str,
+    stack: contextlib.AsyncExitStack,
 ) -> Service:
-    """The API over an engine that ends with `stack`, behind a key that nobody else knows."""
-    client = EngineClient(engine)
-    stack.push_async_callback(client.close)
+    """The API over engines that end with `stack`, behind a key that nobody else knows."""
+    dispatcher = make_dispatcher(engine, policy)
+    stack.push_async_callback(dispatcher.close)
     text = partial(load_text, files, simulated=False, chat_template=None)
     return Service(
         ApiConfig(
             served_model_name=files.served_name, api_key=api_key, allowed_hosts=hosts_for(_HOST)
         ),
-        await start_generator(client, text),
+        await start_generator(dispatcher, text),
     )
 
 

@@ -96,7 +96,11 @@ def serve(
         seconds = time.perf_counter() - started
         _announce(url, config, files, limits, seconds)
 
-    event_loop.run(serve_api(config, engine_config, files, on_ready=announce))
+    event_loop.run(
+        serve_api(
+            config, engine_config, files, policy=parallel.data_parallel_policy, on_ready=announce
+        )
+    )
     return 0
 
 

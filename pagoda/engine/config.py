@@ -12,7 +12,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: WorkerConfig
     executor: str = "local"
-    """`local` (a worker process) or `sim` (a cost model, no weights)."""
+    """`local` (worker processes), `ray` (workers on a cluster) or `sim` (a cost model, no weights)."""
+    ray_address: str | None = None
+    """Of the cluster, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host has joined."""
     sim: SimConfig = SimConfig()
     max_num_seqs: int = 256
     """The most requests that run at once."""

@@ -66,6 +66,11 @@ class EngineCore:
             summary=self._worker.summary,
         )
 
+    @property
+    def is_worker_ready(self) -> bool:
+        """False while the first worker starts, and while a lost one is being replaced."""
+        return self._is_worker_ready
+
     def add(self, request: GenerateRequest) -> RequestRefused | list[TokenChunk]:
         """Takes a request. What returns after a restart is never refused for want of room."""
         scheduler = self._scheduler

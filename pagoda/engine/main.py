@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from pagoda.engine.messages import (
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
+from pagoda.executor.launcher import Launcher
 from pagoda.executor.local import LocalLauncher
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
@@ -50,6 +52,8 @@ class EngineProcess:
     def __init__(
         self, config: EngineConfig, directory: Path, context: zmq.Context[zmq.Socket[bytes]]
     ) -> None:
+        self._config = config
+        self._directory = directory
         self._clock = MonotonicClock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -58,30 +62,38 @@ class EngineProcess:
         self._socket.bind(socket_address(directory, ENGINE_SOCKET))
         self._codec_in = Codec[FrontendMessage](FrontendMessage)
         self._codec_out = Codec[EngineMessage](EngineMessage)
-        self._executor = _make_executor(config, directory, self._clock)
-        self._core = EngineCore(config, self._executor, self._clock)
         self._frontends: list[bytes] = []
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
         self._owners: dict[str, bytes] = {}
         """Which frontend a running request belongs to."""
+        self._told_worker_ready = True
+        """What frontends believe of the worker; `EngineReady` tells them that there is one."""
         self._stopping = False
 
     def run(self) -> None:
         """Serves until a frontend says `Shutdown` or the workers cannot be kept alive."""
+        try:
+            self._serve()
+        except PagodaError as error:
+            self._wait_for_a_frontend()
+            for frontend in self._frontends:
+                self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
+        finally:
+            self._socket.close()
+
+    def _serve(self) -> None:
+        self._executor = _make_executor(self._config, self._directory, self._clock)
+        self._core = EngineCore(self._config, self._executor, self._clock)
         try:
             while not self._stopping:
                 self._sleep()
                 self._receive()
                 self._send_chunks(self._core.step())
                 self._greet()
-        except PagodaError as error:
-            self._wait_for_a_frontend()
-            for frontend in self._frontends:
-                self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
+                self._tell_of_the_worker()
         finally:
             self._core.close()
-            self._socket.close()
 
     def _sleep(self) -> None:
         wakeup = self._core.next_wakeup()
@@ -131,6 +143,15 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # a pass over a large block pool would take longer than many steps
 
+    def _tell_of_the_worker(self) -> None:
+        """Frontends that choose between engines avoid one whose worker is being replaced."""
+        if self._core.ready is None or self._core.is_worker_ready == self._told_worker_ready:
+            return
+        self._told_worker_ready = self._core.is_worker_ready
+        report = self._core.load()
+        for frontend in self._frontends:
+            self._send(frontend, report)
+
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         answer = self._core.add(request)
         if isinstance(answer, RequestRefused):
@@ -161,10 +182,22 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Execu
     if config.executor == "sim":
         num_stages = config.worker.parallel.pipeline_parallel_size
         return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
+    launcher: Launcher
+    if config.executor == "ray":
+        # Ray reads this when it is imported; else it looks for a cluster that is gone for ten minutes.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+        from pagoda.executor.ray import RayLauncher  # takes a second, and is not always installed
+
+        launcher = RayLauncher(
+            config.ray_address, config.worker.parallel, config.worker.num_threads
+        )
+        address = f"tcp://{launcher.node_address}"
+    else:
+        launcher, address = LocalLauncher(), socket_address(directory, WORKER_SOCKET)
     return GroupExecutor(
         config.worker,
-        LocalLauncher(),
-        address=socket_address(directory, WORKER_SOCKET),
+        launcher,
+        address=address,
         step_timeout_s=config.step_timeout_s,
         clock=clock,
     )

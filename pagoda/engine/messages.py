@@ -205,6 +205,8 @@ class GenerateRequest(
     """Prefix-cache hits happen only among requests of the same salt."""
     returns: bool = False
     """An engine took this request before, so it is not refused for want of room."""
+    session: str | None = None
+    """Requests of the same session may be served by the same replica; has no effect on the answer."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -292,7 +294,22 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
     query_id: int | None = None
-    """Of the query that this answers."""
+    """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
+    replicas: tuple[ReplicaLoad, ...] = ()
+    """What a dispatcher adds up here, one by one; empty for an engine."""
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica, as the dispatcher in front of it sees it."""
+
+    state: str
+    """`starting`, `ready`, `degraded` (its worker is being replaced) or `failed` (given up)."""
+    num_requests: int
+    """Requests that were sent there and have not ended."""
+    weighed_tokens: int
+    """The work that these still are, as policies weigh it."""
+    report: LoadReport | None = None
+    """Its own; None while it does not answer."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

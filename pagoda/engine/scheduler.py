@@ -103,6 +103,8 @@ class _Flight(NamedTuple):
 
     step: int
     shares: list[_Share]
+    decodes: bool
+    """Whether requests that decode are among them."""
 
 
 class Scheduler:
@@ -238,7 +240,7 @@ class Scheduler:
             if draft.shares:
                 self._last_was_decodes = bool(decodes)
                 self._step += 1
-                self._in_flight.append(_Flight(draft.step, draft.shares))
+                self._in_flight.append(_Flight(draft.step, draft.shares, draft.decodes))
                 return draft.plan(self._take_freed_slots())
         return None
 
@@ -249,14 +251,21 @@ class Scheduler:
         return (not self._last_was_decodes, self._last_was_decodes)
 
     def _max_decodes(self) -> int:
-        """How many of the decoding requests the step may take, so that every stage gets some."""
-        if self.limits.num_stages == 1:
+        """How many of the decoding requests the step may take, so that every stage gets an equal part of them.
+
+        None while as many parts are under way as there are stages: those left over join one that comes back, since
+        a step costs much that does not depend on its size.
+        """
+        num_stages = self.limits.num_stages
+        if num_stages == 1:
             return self.limits.max_num_seqs
+        if sum(flight.decodes for flight in self._in_flight) >= num_stages:
+            return 0
         decoding = sum(
             request.num_pending_samples > 0 or request.num_schedulable_tokens == 1
             for request in self._running
         )
-        return max(1, -(-decoding // self.limits.num_stages))
+        return max(1, -(-decoding // num_stages))
 
     def _take_freed_slots(self) -> list[int]:
         freed, self._freed_slots = self._freed_slots, []
@@ -327,6 +336,7 @@ class Scheduler:
         if count == 0 or slot is None or (decodes and draft.decodes_left == 0):
             return
         draft.decodes_left -= decodes
+        draft.decodes |= decodes
         new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
         while new_blocks is None:
             victim = self._running[-1]
@@ -548,18 +558,19 @@ class _Draft:
         self.new_blocks: list[tuple[int, list[int]]] = []
         self.appended: list[tuple[int, int]] = []
         self.decodes_left = max_decodes
+        self.decodes = False
         self._multiple = limits.batch_multiple
-        self._decodes = decodes
+        self._kind = decodes
         """Whether the step holds single tokens only, or chunks only; None for both together."""
 
     @property
     def mixed(self) -> bool:
-        return self._decodes is None
+        return self._kind is None
 
     def share_of(self, request: Request, num_behind: int = 0) -> int:
         """How many tokens this step gives to the request; 0 if none."""
         available = request.num_schedulable_tokens
-        if available <= 0 or self._decodes not in (None, available == 1):
+        if available <= 0 or self._kind not in (None, available == 1):
             return 0
         count = min(available, self.budget)
         if count > 1:

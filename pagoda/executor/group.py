@@ -151,6 +151,8 @@ class _Group:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        # A worker that connects anew after its network was gone takes the place of its old connection.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             keep_door(self._context, keys)
             encrypt_server(self.socket, keys)

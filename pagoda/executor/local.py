@@ -44,10 +44,15 @@ class LocalWorkers:
         return list(self._children.values())
 
     def lost(self) -> WorkerLost | None:
-        for name, child in self._children.items():
-            if not child.is_alive():
-                return WorkerLost(f"{name} {child.describe_end()}")
-        return None
+        ended = [
+            (child.was_killed(), f"{name} {child.describe_end()}")
+            for name, child in self._children.items()
+            if not child.is_alive()
+        ]
+        # Others that exit because of one that was killed are not the reason.
+        killed = [reason for was_killed, reason in ended if was_killed]
+        reasons = killed or [reason for _, reason in ended]
+        return WorkerLost(reasons[0]) if reasons else None
 
     def close(self) -> None:
         kill_all(self._children.values())

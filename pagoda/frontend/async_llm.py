@@ -16,11 +16,13 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Messages, render_conversation
-from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.fleet import make_dispatcher
 from pagoda.frontend.llm_arguments import configure
 from pagoda.frontend.merge import merge
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
+from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.models.resolve import ModelFiles
@@ -33,7 +35,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class AsyncLLM:
-    """A model behind one engine process.
+    """A model behind engine processes, one for each replica.
 
         async with AsyncLLM() as llm:
             async for output in llm.generate("Hello"):
@@ -47,28 +49,41 @@ class AsyncLLM:
     ) -> None:
         """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
-        `options` are the fields of `EngineOptions` and `ExecutorOptions`: the flags of `pagoda serve`.
+        `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
+        `pagoda serve`.
 
         Raises:
             ConfigError: there is no such model or option, or an option has a value that is not allowed.
         """
-        files, engine = configure(model, options)
-        self._init(files, engine, None if chat_template is None else Path(chat_template))
+        files, engine, policy = configure(model, options)
+        self._init(files, engine, policy, None if chat_template is None else Path(chat_template))
 
     @classmethod
     def from_config(
-        cls, files: ModelFiles, engine: EngineConfig, *, chat_template: Path | None = None
+        cls,
+        files: ModelFiles,
+        engine: EngineConfig,
+        *,
+        policy: PolicyName = DEFAULT_POLICY,
+        chat_template: Path | None = None,
     ) -> Self:
         """For callers that have a whole engine configuration."""
         llm = cls.__new__(cls)
-        llm._init(files, engine, chat_template)
+        llm._init(files, engine, policy, chat_template)
         return llm
 
-    def _init(self, files: ModelFiles, engine: EngineConfig, chat_template: Path | None) -> None:
+    def _init(
+        self,
+        files: ModelFiles,
+        engine: EngineConfig,
+        policy: PolicyName,
+        chat_template: Path | None,
+    ) -> None:
         self._files = files
         self._engine = engine
+        self._policy = policy
         self._chat_template = chat_template
-        self._client: EngineClient | None = None
+        self._dispatcher: Dispatcher | None = None
         self._generator: TextGenerator | None = None
         self._requests: dict[str, list[str]] = {}
 
@@ -78,9 +93,9 @@ class AsyncLLM:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        client = self._client = EngineClient(self._engine)
+        dispatcher = self._dispatcher = make_dispatcher(self._engine, self._policy)
         try:
-            self._generator = await start_generator(client, self._load_text)
+            self._generator = await start_generator(dispatcher, self._load_text)
         except BaseException:
             await self.close()
             raise
@@ -91,10 +106,10 @@ class AsyncLLM:
         )
 
     async def close(self) -> None:
-        """Ends the engine. May be called twice."""
-        client, self._client, self._generator = self._client, None, None
-        if client is not None:
-            await client.close()
+        """Ends the engines. May be called twice."""
+        dispatcher, self._dispatcher, self._generator = self._dispatcher, None, None
+        if dispatcher is not None:
+            await dispatcher.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -107,6 +122,10 @@ class AsyncLLM:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    @property
+    def num_replicas(self) -> int:
+        return self._engine.worker.parallel.data_parallel_size
 
     @property
     def generator(self) -> TextGenerator:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import enum
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
 
 from pagoda.engine.messages import EngineReady, GenerateRequest, LoadReport, TokenChunk
+from pagoda.errors import EngineDeadError
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -34,6 +36,8 @@ class Endpoint(Protocol):
 
         Raises:
             OverloadedError: before the first chunk, when the waiting queue is full or the endpoint drains.
+            EngineLostError: an engine ended with this request in it, or there is none at the moment; it may be
+                given to another endpoint, with the tokens so far. A `Dispatcher` does that and never raises it.
             EngineDeadError: the endpoint has ended for good.
         """
         ...
@@ -57,4 +61,40 @@ class Endpoint(Protocol):
 
     async def close(self) -> None:
         """Ends everything behind this endpoint; nothing is left behind."""
+        ...
+
+
+class ReplicaState(enum.StrEnum):
+    """Whether a replica takes requests."""
+
+    STARTING = "starting"
+    """There is no engine yet, or none any more and another is on its way. `generate` raises EngineLostError."""
+    READY = "ready"
+    DEGRADED = "degraded"
+    """The engine takes requests, and they wait until its worker is replaced. Its KV cache is lost."""
+    FAILED = "failed"
+    """Given up, or closed."""
+
+
+class Replica(Endpoint, Protocol):
+    """An endpoint over one engine, which is started, may be lost and comes back with an empty KV cache."""
+
+    @property
+    def state(self) -> ReplicaState: ...
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        """`listener` is called at once, in the event loop, whenever `state` has changed."""
+        ...
+
+    async def start(self) -> None:
+        """Returns when it is ready for the first time; what cannot start leaves nothing behind.
+
+        Raises:
+            ConfigError: it says why it cannot start.
+            EngineDeadError: it cannot start for a reason that is not the user's to mend.
+        """
+        ...
+
+    async def wait_failed(self) -> EngineDeadError:
+        """Returns when it is given up (or closed), with the reason."""
         ...

@@ -1,7 +1,6 @@
-"""An engine process as an `Endpoint`: started, watched, restarted, and given its requests back.
+"""An engine process as a `Replica`: started, watched, and started again when it dies.
 
-The frontend holds the value of every request until the client has the last byte. When the engine dies, a new
-one is started and every request is admitted again with the tokens so far; clients see a pause.
+Requests that were in an engine when it died fail with EngineLostError; the `Dispatcher` holds their values.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import zmq
@@ -33,8 +31,9 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenChunks,
 )
-from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
-from pagoda.frontend.endpoint import Health
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
+from pagoda.frontend.endpoint import Health, ReplicaState
+from pagoda.frontend.token_stream import TokenStream
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
@@ -63,7 +62,9 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
         self._decode = Codec[EngineMessage](EngineMessage).decode
-        self._streams: dict[str, _Stream] = {}
+        self._state = ReplicaState.STARTING
+        self._listeners: list[Callable[[], None]] = []
+        self._streams: dict[str, TokenStream] = {}
         self._load_queries: dict[int, asyncio.Future[LoadReport]] = {}
         self._num_load_queries = 0
         self._limits: EngineReady | None = None
@@ -77,6 +78,8 @@ class EngineClient:
         self._draining = False
         self._deaths_in_row = 0
 
+        self._name = _name(config)
+
     @property
     def limits(self) -> EngineReady:
         if self._limits is None:
@@ -84,16 +87,17 @@ class EngineClient:
         return self._limits
 
     @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    @property
     def engine_pid(self) -> int | None:
         return self._engine.child.pid if self._engine else None
 
     async def start(self) -> None:
-        """Returns when the engine is ready.
-
-        Raises:
-            ConfigError: the engine says why it cannot start.
-            EngineDeadError: it cannot start for a reason that is not the user's to mend.
-        """
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise())
         try:
@@ -103,7 +107,6 @@ class EngineClient:
             raise
 
     async def wait_failed(self) -> EngineDeadError:
-        """Returns when the engine is given up (or closed), with the reason."""
         await self._failed.wait()
         return self._failure or EngineDeadError("The engine was closed.")
 
@@ -114,7 +117,9 @@ class EngineClient:
             raise self._failure
         if self._draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
-        stream = _Stream(request)
+        if not self._takes_requests:
+            raise EngineLostError("The engine is not running.")
+        stream = TokenStream()
         self._streams[request.request_id] = stream
         self._idle.clear()
         try:
@@ -122,7 +127,8 @@ class EngineClient:
             async for chunk in stream:
                 yield chunk
         finally:
-            self._streams.pop(request.request_id, None)
+            if self._streams.get(request.request_id) is stream:
+                del self._streams[request.request_id]
             if not self._streams:
                 self._idle.set()
             if not stream.finished:
@@ -137,6 +143,8 @@ class EngineClient:
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
+        if not self._takes_requests:
+            raise EngineLostError("The engine is not running.")
         query = self._num_load_queries = self._num_load_queries + 1
         answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
         self._load_queries[query] = answer
@@ -153,10 +161,12 @@ class EngineClient:
             return Health(False, "the server is shutting down")
         if self._limits is None:
             return Health(False, "the model is loading")
+        if not self._takes_requests:
+            return Health(False, "the engine is restarting")
         try:
             async with asyncio.timeout(2.0):
                 report = await self.load()
-        except (TimeoutError, EngineDeadError):
+        except (TimeoutError, EngineDeadError, EngineLostError):
             return Health(False, "the engine does not answer")
         if not report.is_worker_ready:
             return Health(False, "the worker is restarting")
@@ -201,7 +211,7 @@ class EngineClient:
                     raise EngineDeadError(
                         f"The engine {reason}, {self._deaths_in_row} times in a row."
                     )
-                _log.error("the engine %s; starting it again", reason)
+                _log.error("%s %s; starting it again", self._name, reason)
                 await asyncio.sleep(
                     0.25 * 2 ** (self._deaths_in_row - 1) if self._deaths_in_row > 1 else 0
                 )
@@ -228,6 +238,8 @@ class EngineClient:
             if not self._engine.child.is_alive():
                 self._engine.drop()
                 self._engine = None
+                self._enter(ReplicaState.STARTING)
+                self._lose_requests()
 
     async def _receive_until_death(self, engine: _Engine) -> None:
         died = asyncio.ensure_future(engine.died.wait())
@@ -253,7 +265,10 @@ class EngineClient:
                     if stream is not None:
                         stream.push(chunk)
             case EngineReady():
-                await self._admit_all(engine, message)
+                self._be_ready(engine, message)
+            case LoadReport(query_id=None):
+                ready = message.is_worker_ready
+                self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
             case LoadReport():
                 answer = self._load_queries.get(message.query_id or 0)
                 if answer is not None and not answer.done():
@@ -269,18 +284,32 @@ class EngineClient:
             case EngineFailed():
                 self._refuse_start(message)
 
-    async def _admit_all(self, engine: _Engine, ready: EngineReady) -> None:
-        """First start or restart: what is not finished is admitted with the tokens so far."""
+    def _be_ready(self, engine: _Engine, ready: EngineReady) -> None:
         self._limits = ready
         self._config = _with_num_blocks(self._config, ready.num_blocks)
         engine.ready = True
+        self._enter(ReplicaState.READY)
         if self._started is not None and not self._started.done():
             self._started.set_result(None)
-        for stream in list(self._streams.values()):
-            if not stream.finished:
-                await engine.send(self._encode(stream.as_request()))
-        for query in list(self._load_queries):
-            await engine.send(self._encode(LoadQuery(query)))
+
+    @property
+    def _takes_requests(self) -> bool:
+        return self._state in (ReplicaState.READY, ReplicaState.DEGRADED)
+
+    def _enter(self, state: ReplicaState) -> None:
+        if state is not self._state:
+            self._state = state
+            for listener in self._listeners:
+                listener()
+
+    def _lose_requests(self) -> None:
+        """The engine has ended: what was in it may go on elsewhere."""
+        error = EngineLostError("The engine ended.")
+        for stream in self._streams.values():
+            stream.fail(error)
+        for answer in self._load_queries.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def _refuse_start(self, failure: EngineFailed) -> None:
         """At the first start the reason is the user's to know; later, an engine that gave up is one more death."""
@@ -291,24 +320,31 @@ class EngineClient:
         raise EngineDeadError(failure.error)
 
     def _fail(self, error: EngineDeadError) -> None:
+        if self._failure is not None:
+            return
         self._failure = error
         self._failed.set()
+        self._enter(ReplicaState.FAILED)
+        self._lose_requests()
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
-        for stream in self._streams.values():
-            stream.fail(error)
-        for answer in self._load_queries.values():
-            if not answer.done():
-                answer.set_exception(error)
 
     async def _send(self, message: FrontendMessage) -> None:
-        """Sends to a ready engine; one that is not will be given all requests when it is."""
+        """Sends to a ready engine; one that is not has nothing to be told."""
         if self._engine is not None and self._engine.ready:
             await self._engine.send(self._encode(message))
 
 
 class _EngineGaveUpError(Exception):
     """An engine ended after saying why."""
+
+
+def _name(config: EngineConfig) -> str:
+    """For the log."""
+    worker = config.worker
+    if worker.parallel.data_parallel_size == 1:
+        return "the engine"
+    return f"the engine of replica {worker.place.dp + 1} of {worker.parallel.data_parallel_size}"
 
 
 def _with_num_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
@@ -362,50 +398,3 @@ class _Engine:
         self._stop_watching()
         self.socket.close()
         self.child.kill()
-
-
-class _Stream:
-    """The tokens of one request on their way to its reader."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
-        self._token_ids = list(request.output_token_ids)
-        self._chunks: deque[TokenChunk] = deque()
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.finished = False
-
-    def push(self, chunk: TokenChunk) -> None:
-        if self.finished:
-            return
-        self._token_ids += chunk.token_ids
-        self._chunks.append(chunk)
-        self.finished = chunk.finish_reason is not None
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self.finished = True
-        self._wake()
-
-    def as_request(self) -> GenerateRequest:
-        """The request as a value, with the tokens so far."""
-        return msgspec.structs.replace(
-            self._request, output_token_ids=self._token_ids, returns=True
-        )
-
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        while True:
-            while self._chunks:
-                chunk = self._chunks.popleft()
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -6,6 +6,7 @@ and is checked when a configuration is made, wherever the values come from.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
@@ -17,6 +18,7 @@ from msgspec import Meta
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.sizes import parse_bytes
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.models.resolve import ModelFiles, resolve_model
@@ -133,7 +135,10 @@ class ParallelOptions:
     """How many devices the model is spread over."""
 
     data_parallel_size: Annotated[Count, Parameter(name=["--data-parallel-size", "--dp"])] = 1
-    """Replicas of the model; requests are shared out among them."""
+    """Replicas of the model, each with an engine and a KV cache of its own; requests are shared out."""
+    data_parallel_policy: PolicyName = DEFAULT_POLICY
+    """Which replica takes a request: that with the soonest first token, cached prompts considered; that with the
+    fewest tokens to compute; the better of two at random; the session's own; each in turn."""
     tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer of a replica."""
     pipeline_parallel_size: Annotated[
@@ -152,13 +157,31 @@ class ParallelOptions:
         """
         options = _checked(self)
         given = options.devices or ()
-        return ParallelConfig(
+        config = ParallelConfig(
             data_parallel_size=options.data_parallel_size,
             tensor_parallel_size=options.tensor_parallel_size,
             pipeline_parallel_size=options.pipeline_parallel_size,
             devices=tuple(given.split(",")) if isinstance(given, str) else given,
             expert_parallel=options.enable_expert_parallel,
         )
+        for device in config.devices:
+            if not device.startswith("cpu:"):
+                raise ConfigError(
+                    f"--devices names {device}, but no backend computes there; name cpu devices."
+                )
+        return config
+
+    def check_prompts_at_once(self, count: int) -> None:
+        """For commands that know how many prompts they will have under way, before anything starts.
+
+        Raises:
+            ConfigError: there is one prompt for several replicas.
+        """
+        if count == 1 and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"--data-parallel-size {self.data_parallel_size} is of no use for one prompt at a time, which one "
+                "replica answers while the others wait; leave it at 1."
+            )
 
 
 SYNTHETIC_MODEL = "synthetic"
@@ -183,6 +206,9 @@ _UNUSED_BY_SIM = (
 
 
 _PARALLEL_UNUSED_BY_SIM = ("tensor_parallel_size", "devices")
+_UNUSED_BY_RAY = ("pin_threads",)
+_PARALLEL_UNUSED_BY_RAY = ("devices",)
+"""Which cores a rank gets is for Ray to say, and it counts them only."""
 
 
 @Parameter(name="*", group=Group("Simulation", sort_key=20))
@@ -190,8 +216,11 @@ _PARALLEL_UNUSED_BY_SIM = ("tensor_parallel_size", "devices")
 class ExecutorOptions:
     """What computes the steps: worker processes, or a cost model that makes up tokens."""
 
-    executor: Literal["local", "sim"] = "local"
-    """local runs the model in a worker process; sim makes up tokens, to measure all the rest."""
+    executor: Literal["local", "ray", "sim"] = "local"
+    """local runs the model in worker processes on this host, ray on the nodes of a Ray cluster; sim makes up
+    tokens, to measure all the rest."""
+    ray_address: str | None = None
+    """host:port of the Ray cluster; by default RAY_ADDRESS, or the cluster that this host has joined."""
     sim_base_ms: NotNegative | None = None
     """Milliseconds that every simulated step takes."""
     sim_per_token_ms: NotNegative | None = None
@@ -211,7 +240,7 @@ class ExecutorOptions:
             ConfigError: there is no such model, or a flag is given that the executor does not use.
         """
         self._check(engine, parallel)
-        if self.executor == "local":
+        if self.executor != "sim":
             return resolve_model(model, load_format=engine.load_format)
         name = model or SYNTHETIC_MODEL
         return ModelFiles(model=name, directory=None, served_name=name)
@@ -232,6 +261,11 @@ class ExecutorOptions:
             check_topology(model, engine.load_format, topology)
             return msgspec.structs.replace(config, worker=_shared_host(config.worker, topology))
         worker = msgspec.structs.replace(config.worker, parallel=topology)
+        if self.executor == "ray":
+            check_topology(model, engine.load_format, topology)
+            return msgspec.structs.replace(
+                config, executor="ray", ray_address=self.ray_address, worker=worker
+            )
         return msgspec.structs.replace(
             config, executor="sim", sim=self._sim_config(engine), worker=worker
         )
@@ -240,13 +274,20 @@ class ExecutorOptions:
         _checked(self)
         _checked(engine)
         parallel.config()
+        if self.ray_address is not None and self.executor != "ray":
+            raise ConfigError("--ray-address needs --executor ray.")
         if self.executor == "sim":
             for name, limit in _SIM_LIMITS.items():
                 if (getattr(engine, name) or 0) > limit:
                     raise ConfigError(f"{_flag(name)} is at most {limit} with --executor sim.")
-            _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_SIM)
-            _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_SIM)
+            _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_SIM, "sim")
+            _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_SIM, "sim")
             return
+        if self.executor == "ray":
+            _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_RAY, "ray")
+            _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_RAY, "ray")
+            if importlib.util.find_spec("ray") is None:
+                raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
         for field in fields(self):
             if field.name.startswith("sim_") and getattr(self, field.name) is not None:
                 raise ConfigError(f"{_flag(field.name)} needs --executor sim.")
@@ -262,10 +303,10 @@ class ExecutorOptions:
         )
 
 
-def _refuse_unused(given: T, default: T, names: Sequence[str]) -> None:
+def _refuse_unused(given: T, default: T, names: Sequence[str], executor: str) -> None:
     for name in names:
         if getattr(given, name) != getattr(default, name):
-            raise ConfigError(f"{_flag(name)} has no effect with --executor sim.")
+            raise ConfigError(f"{_flag(name)} has no effect with --executor {executor}.")
 
 
 def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:

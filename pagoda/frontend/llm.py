@@ -18,6 +18,7 @@ from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
 from pagoda.frontend.event_loop import new_event_loop
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.outputs import RequestOutput
+from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.models.resolve import ModelFiles
@@ -27,13 +28,13 @@ Advance = Callable[[RequestOutput], None]
 
 
 class LLM:
-    """A model behind one engine process, for code without an event loop.
+    """A model behind engine processes, one for each replica, for code without an event loop.
 
         with LLM() as llm:
             [output] = llm.generate(["Hello"], SamplingParams(max_tokens=8))
             print(output.outputs[0].text)
 
-    All work is done in a thread with an event loop of its own, so it works in notebooks too. The engine ends with
+    All work is done in a thread with an event loop of its own, so it works in notebooks too. The engines end with
     `close`, with the `with` block, or with the program.
     """
 
@@ -42,7 +43,8 @@ class LLM:
     ) -> None:
         """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
-        `options` are the fields of `EngineOptions` and `ExecutorOptions`: the flags of `pagoda serve`.
+        `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
+        `pagoda serve`.
 
         Raises:
             ConfigError: there is no such model or option, or an option has a value that is not allowed, or the
@@ -52,11 +54,16 @@ class LLM:
 
     @classmethod
     def from_config(
-        cls, files: ModelFiles, engine: EngineConfig, *, chat_template: Path | None = None
+        cls,
+        files: ModelFiles,
+        engine: EngineConfig,
+        *,
+        policy: PolicyName = DEFAULT_POLICY,
+        chat_template: Path | None = None,
     ) -> Self:
         """For callers that have a whole engine configuration."""
         llm = cls.__new__(cls)
-        llm._start(AsyncLLM.from_config(files, engine, chat_template=chat_template))
+        llm._start(AsyncLLM.from_config(files, engine, policy=policy, chat_template=chat_template))
         return llm
 
     def _start(self, llm: AsyncLLM) -> None:
@@ -70,7 +77,7 @@ class LLM:
             raise
 
     def close(self) -> None:
-        """Ends the engine. May be called twice."""
+        """Ends the engines. May be called twice."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -107,9 +114,11 @@ class LLM:
         `error` and says why in `error`; the others are complete.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter does not fit the model; nothing was generated.
+            InvalidRequestError: a prompt or a parameter does not fit the model, or there is one prompt for several
+                replicas; nothing was generated.
         """
         several = _prompt_list(prompts)
+        self._check_prompts(len(several), "prompts")
         params = _for_each(sampling_params, len(several), "sampling_params")
         priorities = _for_each(priority, len(several), "priority")
         return self._complete_all(
@@ -130,8 +139,11 @@ class LLM:
         """Answers one conversation, or several in their order.
 
         Raises:
-            InvalidRequestError: a conversation or a parameter does not fit the model; nothing was generated.
+            InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for several
+                replicas; nothing was generated.
         """
+        conversations = _conversation_list(messages)
+        self._check_prompts(len(conversations), "messages")
         prompts = [
             self._llm.render(
                 conversation,
@@ -140,13 +152,21 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            for conversation in _conversation_list(messages)
+            for conversation in conversations
         ]
         params = _for_each(sampling_params, len(prompts), "sampling_params")
         priorities: list[int | None] = [None] * len(prompts)
         return self._complete_all(
             prompts, params, priorities, add_special_tokens=False, bar=use_tqdm
         )
+
+    def _check_prompts(self, count: int, param: str) -> None:
+        if count == 1 and self._llm.num_replicas > 1:
+            raise InvalidRequestError(
+                f"{param} has one entry, which one replica answers while the others of "
+                f"data_parallel_size={self._llm.num_replicas} wait; give several, or take data_parallel_size=1.",
+                param=param,
+            )
 
     def _complete_all(
         self,

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
+from pagoda.frontend.policies import PolicyName
 from pagoda.models.resolve import ModelFiles
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -35,8 +36,8 @@ Options = type[EngineOptions] | type[ExecutorOptions] | type[ParallelOptions]
 
 def configure(
     model: str | None, arguments: Mapping[str, object]
-) -> tuple[ModelFiles, EngineConfig]:
-    """The files of `model` and the engine that serves them.
+) -> tuple[ModelFiles, EngineConfig, PolicyName]:
+    """The files of `model`, the engine of each replica, and which replica takes a request.
 
     An argument is named like a field of `EngineOptions`, `ExecutorOptions` or `ParallelOptions`, or like another
     name of its flag.
@@ -57,7 +58,8 @@ def configure(
     executor = ExecutorOptions(**_fields_of(ExecutorOptions, given))
     parallel = ParallelOptions(**_fields_of(ParallelOptions, given))
     files = executor.resolve(engine, model, parallel)
-    return files, executor.engine_config(engine, files.model, parallel)
+    config = executor.engine_config(engine, files.model, parallel)
+    return files, config, parallel.data_parallel_policy
 
 
 def _known_names() -> dict[str, str]:

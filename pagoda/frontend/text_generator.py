@@ -21,8 +21,8 @@ from pagoda.engine.messages import (
     TokenLogprobs,
 )
 from pagoda.errors import InvalidRequestError
+from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
-from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
@@ -73,13 +73,13 @@ class TextRequest:
         return len(self.request.prompt_token_ids)
 
 
-async def start_generator(client: EngineClient, load: Callable[[], ModelText]) -> TextGenerator:
-    """Starts an engine and, at the same time, loads the text side of its model.
+async def start_generator(dispatcher: Dispatcher, load: Callable[[], ModelText]) -> TextGenerator:
+    """Starts the engines and, at the same time, loads the text side of their model.
 
     Raises:
         ConfigError: one of them says why it cannot.
     """
-    starting = asyncio.create_task(client.start())
+    starting = asyncio.create_task(dispatcher.start())
     try:
         text = await asyncio.to_thread(load)
         await starting
@@ -87,7 +87,7 @@ async def start_generator(client: EngineClient, load: Callable[[], ModelText]) -
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(client, text)
+    return TextGenerator(dispatcher, text)
 
 
 class TextGenerator:
@@ -133,11 +133,13 @@ class TextGenerator:
         clamp_max_tokens: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        session: str | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
-        fit into the context instead of refusing it.
+        fit into the context instead of refusing it. `session` is what requests have in common that one replica
+        may serve.
 
         Raises:
             InvalidRequestError: something does not fit the model; names the field.
@@ -167,6 +169,7 @@ class TextGenerator:
                     eos_token_ids=eos,
                     priority=priority,
                     cache_salt=cache_salt,
+                    session=session,
                 ),
                 sampling=sampling,
                 prompt=text,

@@ -46,7 +46,8 @@ def keep_door(context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
 
     Must be called before any of them is bound.
     """
-    door = context.socket(zmq.REP)
+    # Through a shadow, since `context.destroy` would close the socket under the thread that waits at it.
+    door: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     door.setsockopt(zmq.LINGER, 0)
     door.bind(_ZAP_ADDRESS)
     key = z85.decode(keys.public_key)

@@ -74,6 +74,10 @@ class ChildProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
 
+    def was_killed(self) -> bool:
+        """Whether a signal ended the child."""
+        return (self._process.poll() or 0) < 0
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the child: hangs up, waits, and kills it if it stays. Leaves no zombie. May be called twice."""
         self._lifeline.close()

@@ -1,21 +1,13 @@
 """Block tables: which blocks hold the K and V of which request, and which of them others may reuse.
 
-A block's key is a digest over its parent's key and its own token ids, so equal keys mean equal prefixes:
-
-    key(root)  = SHA-256("pagoda-kv-1", block size, cache salt)
-    key(block) = SHA-256(key(parent), token ids as little-endian 32-bit integers)
-
-The salt is in the root and so in every key of the chain: requests with different salts never share a block.
-SHA-256 rather than Python's `hash`: keys are the same in every process, and nobody can craft a collision.
+Blocks are found by the keys of `pagoda.kv.block_keys`: equal keys mean equal prefixes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from array import array
 from collections.abc import Sequence
 
+from pagoda.kv.block_keys import block_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
 
 
@@ -44,11 +36,7 @@ class KVManager:
         self._prefix_caching = prefix_caching
 
     def new_table(self, cache_salt: str | None = None) -> BlockTable:
-        root = hashlib.sha256(f"pagoda-kv-1:{self.block_size}:".encode())
-        root.update(
-            b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
-        )
-        return BlockTable(root.digest())
+        return BlockTable(root_key(self.block_size, cache_salt))
 
     def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[Block]:
         """The longest cached prefix of `token_ids`, as blocks; takes no references.
@@ -104,8 +92,6 @@ class KVManager:
     def _key(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
         while len(table.keys) <= index + 1:
             start = (len(table.keys) - 1) * self.block_size
-            tokens = array("I", token_ids[start : start + self.block_size])
-            if sys.byteorder == "big":
-                tokens.byteswap()
-            table.keys.append(hashlib.sha256(table.keys[-1] + tokens.tobytes()).digest())
+            tokens = token_ids[start : start + self.block_size]
+            table.keys.append(block_key(table.keys[-1], tokens))
         return table.keys[index + 1]

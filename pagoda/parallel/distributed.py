@@ -101,9 +101,12 @@ class DistributedCollectives:
 
     def _broadcast(self, payload: bytes) -> bytes:
         """Of one length on all ranks."""
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device)
-        self._group.broadcast([data], _dist.BroadcastOptions()).wait()
-        return bytes(data.cpu().numpy())
+        buffer = bytearray(payload)
+        here = torch.frombuffer(buffer, dtype=torch.uint8)
+        there = here.to(self._device)
+        self._group.broadcast([there], _dist.BroadcastOptions()).wait()
+        here.copy_(there)
+        return bytes(buffer)
 
     def close(self) -> None:
         self._group = None
@@ -116,9 +119,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 def _sum(parts: Tensor) -> Tensor:
     """Of parts [ranks, ...], in order."""
-    total = parts[0].float()
-    if total.data_ptr() == parts.data_ptr():
-        total = total.clone()
+    total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
     return total.to(parts.dtype)
@@ -130,23 +131,14 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device, host:
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = _WAIT_TIMEOUT
         return _dist.ProcessGroupGloo(store, rank, size, options)
-    if device.type == "npu":
-        return _process_group_of_npus(store, rank, size, device)
-    if not _dist.is_nccl_available():
-        raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")
-    torch.cuda.set_device(device)
-    options = _dist.ProcessGroupNCCL.Options()
-    options._timeout = _WAIT_TIMEOUT
-    return _dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _process_group_of_npus(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    if device.type == "cuda":
+        if not _dist.is_nccl_available():
+            raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")
+        torch.cuda.set_device(device)
+        return _dist.ProcessGroupNCCL(store, rank, size, _WAIT_TIMEOUT)
     try:
         import torch_npu
     except ImportError:
         raise ConfigError(f"--devices names {device}, but torch_npu is not installed.") from None
     torch_npu.npu.set_device(device)
-    library = torch_npu._C._distributed_c10d
-    options = library.ProcessGroupHCCL.Options()
-    options._timeout = _WAIT_TIMEOUT
-    return library.ProcessGroupHCCL(store, rank, size, options)
+    return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, _WAIT_TIMEOUT)

@@ -44,4 +44,5 @@ class EngineLink:
         return msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers)
 
     def receive_plan(self) -> StepPlan:
-        return self._decode_plan(self._socket.recv())
+        plan: StepPlan = self._decode_plan(self._socket.recv())
+        return plan

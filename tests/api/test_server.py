@@ -6,9 +6,12 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import openai
+import psutil
 import pytest
 from scripted_endpoint import ScriptedEndpoint
 
@@ -183,11 +186,11 @@ async def test_an_address_that_is_not_ours(host: str) -> None:
         await serve(ServerConfig(host=host, port=0), simulated(), files, on_ready=print)
 
 
-class DoomedClient(ScriptedEndpoint):
+class DoomedDispatcher(ScriptedEndpoint):
     """Starts, and is then given up."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        del config
+    def __init__(self, config: EngineConfig, policy: str) -> None:
+        del config, policy
         super().__init__()
         self.closed = False
         doomed.append(self)
@@ -202,11 +205,11 @@ class DoomedClient(ScriptedEndpoint):
         self.closed = True
 
 
-doomed: list[DoomedClient] = []
+doomed: list[DoomedDispatcher] = []
 
 
 async def test_a_server_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.api.server.EngineClient", DoomedClient)
+    monkeypatch.setattr("pagoda.api.server.make_dispatcher", DoomedDispatcher)
     files = resolve_model("qwen3-0.6b", load_format="dummy")
     ready: list[str] = []
     with pytest.raises(EngineDeadError, match="died too often"):
@@ -218,3 +221,85 @@ async def test_a_server_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) ->
     [url] = ready
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):
         again.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+
+
+# ---- several replicas
+
+
+def test_streams_of_two_replicas_survive_the_death_of_an_engine() -> None:
+    """One of two engines is killed while a hundred streams come from both."""
+    options = ["--dp", "2", "--sim-base-ms", "10", "--max-num-waiting", "1000"]
+    with server_process([*SIM, *options]) as process:
+        texts, engines = asyncio.run(_many_streams(process, kill=True))
+        again, _ = asyncio.run(_many_streams(process, kill=False))
+        assert texts == again
+        assert len(engines) == 2
+
+
+async def _many_streams(process: ServerProcess, *, kill: bool) -> tuple[list[str], list[int]]:
+    engines = [child.pid for child in psutil.Process(process.pid).children()]
+    async with openai.AsyncOpenAI(
+        base_url=f"{process.base_url}/v1", api_key="x", max_retries=0
+    ) as client:
+
+        async def ask(seed: int) -> str:
+            stream = await client.completions.create(
+                model="qwen3-0.6b",
+                prompt=f"prompt {seed}",
+                seed=seed,
+                max_tokens=60,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            choices = [chunk.choices[0] async for chunk in stream]
+            assert choices[-1].finish_reason == "length"
+            return "".join(choice.text for choice in choices)
+
+        streams = asyncio.gather(*map(ask, range(100)))
+        while kill:
+            load = await client.get("/load", cast_to=dict)
+            running = [replica.get("num_running", 0) for replica in load["replicas"]]
+            if all(count > 20 for count in running):
+                os.kill(engines[0], signal.SIGKILL)
+                break
+        return await streams, engines
+
+
+def test_the_load_of_each_replica_and_where_sessions_go() -> None:
+    options = ["--dp", "3", "--data-parallel-policy", "session-affinity"]
+    with (
+        server_process([*SIM, *options]) as process,
+        openai.OpenAI(base_url=f"{process.base_url}/v1", api_key="x") as client,
+    ):
+
+        def prompts() -> list[int]:
+            load = client.get("/load", cast_to=dict)
+            assert load["num_prompt_tokens"] == sum(
+                replica["num_prompt_tokens"] for replica in load["replicas"]
+            )
+            return [replica["num_prompt_tokens"] for replica in load["replicas"]]
+
+        def ask(**fields: object) -> None:
+            client.completions.create(model="qwen3-0.6b", prompt="x", max_tokens=1, **fields)  # type: ignore[call-overload]
+
+        for _ in range(4):
+            ask(extra_headers={"X-Session-ID": "a"}, user="other")
+            ask(extra_body={"prompt_cache_key": "a"}, user="other")
+            ask(user="a")
+        assert sorted(prompts()) == [0, 0, 12]
+        for _ in range(3):
+            ask()
+        assert min(prompts()) > 0
+
+
+def test_one_prompt_for_two_replicas_is_refused_before_anything_starts() -> None:
+    for command in (["generate", "hi"], ["chat"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pagoda", *command, "--dp", "2"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert "--data-parallel-size 2 is of no use for one prompt at a time" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions, SamplingOptions
@@ -103,6 +105,11 @@ def test_a_topology_is_refused_before_the_model_is_looked_for() -> None:
         ExecutorOptions().resolve(EngineOptions(), "nowhere", parallel)
 
 
+def test_devices_without_a_backend_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--devices names cuda:1, but no backend"):
+        ParallelOptions(tensor_parallel_size=2, devices="cuda:1,cuda:0").config()
+
+
 def test_a_body_holds_only_what_was_given() -> None:
     assert SamplingOptions().body(None) == {}
     options = SamplingOptions(temperature=0.0, max_tokens=5, stop=("a", "b"))
@@ -112,3 +119,28 @@ def test_a_body_holds_only_what_was_given() -> None:
         "stop": ["a", "b"],
         "seed": 3,
     }
+
+
+def test_ray_is_refused_what_it_does_not_use() -> None:
+    executor = ExecutorOptions(executor="ray")
+    with pytest.raises(ConfigError, match="--pin-threads has no effect with --executor ray"):
+        executor.engine_config(EngineOptions(pin_threads=True), "m")
+    with pytest.raises(ConfigError, match="--devices has no effect with --executor ray"):
+        executor.engine_config(EngineOptions(), "m", ParallelOptions(devices="cpu:0"))
+    with pytest.raises(ConfigError, match="--ray-address needs --executor ray"):
+        ExecutorOptions(ray_address="10.0.0.1:6379").engine_config(EngineOptions(), "m")
+
+
+def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'pagoda-llm[ray]'")):
+        ExecutorOptions(executor="ray").engine_config(EngineOptions(), "m")
+
+
+def test_the_cluster_is_told_to_the_engine() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    executor = ExecutorOptions(executor="ray", ray_address="10.0.0.1:6379")
+    engine = EngineOptions(load_format="dummy", threads=3)
+    config = executor.engine_config(engine, "qwen3-0.6b", ParallelOptions(tensor_parallel_size=2))
+    assert (config.executor, config.ray_address) == ("ray", "10.0.0.1:6379")
+    assert config.worker.parallel.tensor_parallel_size == 2

@@ -21,7 +21,10 @@ import pytest
 import pagoda
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, WorkerConfig
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.fleet import make_dispatcher
 from pagoda.frontend.model_text import load_model_text
 
 MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
@@ -87,25 +90,25 @@ def engine_config(worker: WorkerConfig, **fields: object) -> EngineConfig:
 
 
 @asynccontextmanager
-async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[EngineClient]:
-    client = EngineClient(engine_config(worker, **fields))
-    await client.start()
+async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[Dispatcher]:
+    dispatcher = make_dispatcher(engine_config(worker, **fields))
+    await dispatcher.start()
     try:
-        yield client
+        yield dispatcher
     finally:
-        await client.close()
+        await dispatcher.close()
 
 
-async def answer(client: EngineClient, request: GenerateRequest) -> list[int]:
+async def answer(dispatcher: Dispatcher, request: GenerateRequest) -> list[int]:
     tokens: list[int] = []
-    async for chunk in client.generate(request):
+    async for chunk in dispatcher.generate(request):
         assert chunk.finish_reason in (None, FinishReason.LENGTH), chunk.error
         tokens += chunk.token_ids
     return tokens
 
 
-async def answers(client: EngineClient, requests: Sequence[GenerateRequest]) -> list[list[int]]:
-    return list(await asyncio.gather(*(answer(client, request) for request in requests)))
+async def answers(dispatcher: Dispatcher, requests: Sequence[GenerateRequest]) -> list[list[int]]:
+    return list(await asyncio.gather(*(answer(dispatcher, request) for request in requests)))
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +116,8 @@ def alone(worker: WorkerConfig, requests: list[GenerateRequest]) -> list[list[in
     """Every request by itself, without the prefix cache: what all other ways are compared with."""
 
     async def run() -> list[list[int]]:
-        async with engine(worker, max_num_seqs=1, enable_prefix_caching=False) as client:
-            return [await answer(client, request) for request in requests]
+        async with engine(worker, max_num_seqs=1, enable_prefix_caching=False) as dispatcher:
+            return [await answer(dispatcher, request) for request in requests]
 
     return asyncio.run(run())
 
@@ -122,47 +125,57 @@ def alone(worker: WorkerConfig, requests: list[GenerateRequest]) -> list[list[in
 async def test_in_a_batch_of_32(
     worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker) as client:
-        assert await answers(client, requests) == alone
+    async with engine(worker) as dispatcher:
+        assert await answers(dispatcher, requests) == alone
 
 
 async def test_from_the_prefix_cache(
     worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker) as client:
-        await answers(client, requests)
+    async with engine(worker) as dispatcher:
+        await answers(dispatcher, requests)
         again = [msgspec.structs.replace(r, request_id=f"again-{r.request_id}") for r in requests]
-        assert await answers(client, again) == alone
-        report = await client.load()
+        assert await answers(dispatcher, again) == alone
+        report = await dispatcher.load()
         assert report.num_prefix_hit_tokens > report.num_prompt_tokens // 3
 
 
 async def test_in_chunks_of_7_tokens(
     worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker, max_num_batched_tokens=7) as client:
-        assert await answers(client, requests[:8]) == alone[:8]
+    async with engine(worker, max_num_batched_tokens=7) as dispatcher:
+        assert await answers(dispatcher, requests[:8]) == alone[:8]
 
 
 async def test_preempted(
     worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker, num_blocks=130) as client:
-        assert await answers(client, requests) == alone
-        assert (await client.load()).num_preemptions > 0
+    async with engine(worker, num_blocks=130) as dispatcher:
+        assert await answers(dispatcher, requests) == alone
+        assert (await dispatcher.load()).num_preemptions > 0
 
 
 async def test_worker_and_engine_killed(
     worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker) as client:
-        streams = asyncio.gather(*(answer(client, request) for request in requests))
-        assert client.engine_pid is not None
-        (child,) = psutil.Process(client.engine_pid).children()
+    async with engine(worker) as dispatcher:
+        streams = asyncio.gather(*(answer(dispatcher, request) for request in requests))
+        [replica] = dispatcher.replicas
+        assert isinstance(replica, EngineClient)
+        assert replica.engine_pid is not None
+        states: list[ReplicaState] = []
+        replica.watch(lambda: states.append(replica.state))
+        (child,) = psutil.Process(replica.engine_pid).children()
         os.kill(child.pid, signal.SIGKILL)
-        while (await client.load()).num_worker_restarts == 0:
+        while (await dispatcher.load()).num_worker_restarts == 0:
             await asyncio.sleep(0.01)
-        while (await client.load()).num_running == 0:
+        while (await dispatcher.load()).num_running == 0:
             await asyncio.sleep(0.01)
-        os.kill(client.engine_pid, signal.SIGKILL)
+        os.kill(replica.engine_pid, signal.SIGKILL)
         assert await streams == alone
+        assert states == [
+            ReplicaState.DEGRADED,
+            ReplicaState.READY,
+            ReplicaState.STARTING,
+            ReplicaState.READY,
+        ]

@@ -33,6 +33,29 @@ def test_steps_take_the_time_of_the_cost_model_one_after_another() -> None:
     assert first.logprobs[0].top_token_ids == first.token_ids
 
 
+def test_stages_work_one_behind_the_other() -> None:
+    clock = VirtualClock()
+    executor = SimExecutor(SimConfig(base_s=2.0), clock=clock, num_stages=2)
+    executor.start()
+    executor.poll()
+    executor.submit(StepPlan(0, [0], [2], [start(0, [1, 2], [0])]))
+    executor.submit(StepPlan(1, [1], [2], [start(1, [1, 2], [1])]))
+    clock.advance_to(2.0)
+    assert len(executor.poll()) == 1
+    assert executor.next_event_at() == 3.0
+    assert executor.max_in_flight == 3
+
+
+def test_stages_that_do_not_sample_must_be_told() -> None:
+    worker = SimWorker(SimConfig(), check_kv=True, num_stages=2)
+    first = worker.execute(StepPlan(0, [0], [2], [start(0, [1, 2], [0])]), 0.0)
+    with pytest.raises(ValueError, match="that the first stage does not know"):
+        worker.execute(StepPlan(1, [0], [1]), 0.0)
+    with pytest.raises(ValueError, match="was not what the last stage sampled"):
+        worker.execute(StepPlan(1, [0], [1], appended=[(0, first.token_ids[0] + 1)]), 0.0)
+    worker.execute(StepPlan(1, [0], [1], appended=[(0, first.token_ids[0])]), 0.0)
+
+
 def test_reading_another_sequences_kv_is_noticed() -> None:
     worker = SimWorker(SimConfig(block_size=4), check_kv=True)
     worker.execute(StepPlan(0, [0], [4], [start(0, [1, 2, 3, 4], [5])]), 0.0)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagoda.engine.config import EngineConfig
@@ -20,8 +21,9 @@ from pagoda.engine.messages import (
     TokenChunk,
     WorkerConfig,
 )
-from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import sim_token
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 
 VOCAB_SIZE = 100
@@ -76,26 +78,64 @@ async def test_many_requests_at_once(client: EngineClient) -> None:
     assert (await client.load()).num_running == 0
 
 
-async def test_requests_survive_the_death_of_the_engine(client: EngineClient) -> None:
-    requests = [make_request(i, max_tokens=100) for i in range(20)]
-    seen = asyncio.Event()
+async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_comes(
+    client: EngineClient,
+) -> None:
+    states: list[ReplicaState] = []
+    client.watch(lambda: states.append(client.state))
+    request = make_request(1, max_tokens=100_000)
+    tokens: list[int] = []
+    first = client.engine_pid
+    assert first is not None
+    stream = client.generate(request)
+    while len(tokens) < 10:
+        tokens += (await anext(stream)).token_ids
+    os.kill(first, signal.SIGKILL)
 
-    async def watch(request: GenerateRequest) -> list[int]:
-        tokens: list[int] = []
-        async for chunk in client.generate(request):
-            tokens += chunk.token_ids
-            if len(tokens) > 10:
-                seen.set()
-        return tokens
+    async def rest() -> None:
+        async for chunk in stream:
+            tokens.extend(chunk.token_ids)
 
-    async def kill() -> None:
-        await seen.wait()
+    with pytest.raises(EngineLostError):
+        await rest()
+    assert tokens == expected(make_request(1, max_tokens=len(tokens)))
+    assert states == [ReplicaState.STARTING]
+    with pytest.raises(EngineLostError):
+        await client.load()
+    with pytest.raises(EngineLostError):
+        await collect(client, request)
+    assert (await client.health()).reason == "the engine is restarting"
+    while client.state is not ReplicaState.READY:
+        await asyncio.sleep(0.001)
+    moved = msgspec.structs.replace(
+        make_request(1, max_tokens=len(tokens) + 5), output_token_ids=tokens, returns=True
+    )
+    assert (await collect(client, moved))[0] == expected(moved)[-5:]
+
+
+async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
+    client = EngineClient(sim_config())
+    await client.start()
+    failed = asyncio.create_task(client.wait_failed())
+    for _ in range(2):
+        while client.state is not ReplicaState.READY:
+            await asyncio.sleep(0.001)
+        running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
+        while (await client.load()).num_running == 0:
+            await asyncio.sleep(0)
         assert client.engine_pid is not None
         os.kill(client.engine_pid, signal.SIGKILL)
-
-    *answers, _ = await asyncio.gather(*(watch(request) for request in requests), kill())
-    assert answers == [expected(request) for request in requests]
-    assert (await client.health()).ready
+        with pytest.raises(EngineLostError):
+            await running
+    assert "2 times in a row" in str(await failed)
+    with pytest.raises(EngineDeadError, match="2 times in a row"):
+        await collect(client, make_request(1))
+    assert client.state is ReplicaState.FAILED
+    assert not (await client.health()).ready
+    await client.close()
 
 
 async def test_a_reader_that_leaves_aborts_its_request(client: EngineClient) -> None:
@@ -141,66 +181,6 @@ async def test_a_full_queue_refuses() -> None:
         *(collect(client, make_request(i, max_tokens=3)) for i in range(6)), return_exceptions=True
     )
     assert [type(answer) for answer in answers] == [tuple] * 2 + [OverloadedError] * 4
-    await client.close()
-
-
-async def test_a_restarted_engine_takes_back_all_that_it_had_taken() -> None:
-    client = EngineClient(
-        sim_config(
-            max_num_seqs=1, max_num_waiting=7, sim=SimConfig(base_s=0.01, vocab_size=VOCAB_SIZE)
-        )
-    )
-    await client.start()
-    requests = [make_request(i, max_tokens=5) for i in range(8)]
-    answers = asyncio.gather(*(collect(client, request) for request in requests))
-    while (await client.load()).num_waiting < 7:
-        await asyncio.sleep(0)
-    assert client.engine_pid is not None
-    os.kill(client.engine_pid, signal.SIGKILL)
-    assert [tokens for tokens, _ in await answers] == [expected(request) for request in requests]
-    await client.close()
-
-
-async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 1)
-    client = EngineClient(sim_config())
-    await client.start()
-    failed = asyncio.create_task(client.wait_failed())
-    running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
-    for _ in range(2):
-        while (await client.load()).num_running == 0:
-            await asyncio.sleep(0)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
-        if _ == 0:
-            first = client.engine_pid
-            while client.engine_pid in (first, None):
-                await asyncio.sleep(0.001)
-    assert "2 times in a row" in str(await failed)
-    with pytest.raises(EngineDeadError, match="2 times in a row"):
-        await running
-    assert not (await client.health()).ready
-    await client.close()
-
-
-async def test_an_engine_that_cannot_start_again_at_once_is_tried_again() -> None:
-    client = EngineClient(sim_config())
-    await client.start()
-    request = make_request(1, max_tokens=300)
-    running = asyncio.create_task(collect(client, request))
-    while (await client.load()).num_running == 0:
-        await asyncio.sleep(0)
-    good = client._config
-    client._config = EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
-    first = client.engine_pid
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    while client._deaths_in_row < 2:
-        await asyncio.sleep(0.001)
-    client._config = good
-    assert (await running)[0] == expected(request)
     await client.close()
 
 

@@ -129,7 +129,6 @@ def test_conversations_that_are_none(llm: LLM, messages: list[dict[str, str]]) -
         ("qwen3-0.6b", {"load_format": "dummy", "kv_cache_memory_bytes": "x"}, "such as 2GiB"),
         ("qwen3-0.6b", {"sim_base_ms": 1.0}, "--sim-base-ms needs --executor sim"),
         ("qwen3-0.6b", {"gpus": 2}, "LLM takes no argument 'gpus'; it takes: load_format"),
-        ("qwen3-0.6b", {"tensor_parallel_size": 2}, "tensor_parallel_size only as 1, got 2"),
         ("qwen3-0.6b", {"trust_remote_code": True}, "trust_remote_code only as False"),
         ("qwen3-0.6b", {"tokenizer": "other"}, "tokenizer only as None, got 'other'"),
         (
@@ -231,3 +230,27 @@ async def test_not_started() -> None:
     with pytest.raises(RuntimeError, match="not started"):
         llm.get_tokenizer()
     await llm.close()
+
+
+# ---- several replicas
+
+
+def test_two_replicas_answer_as_one_does(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=12, seed=i, ignore_eos=True) for i in range(40)]
+    prompts = [f"prompt {i}" for i in range(40)]
+    alone = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with LLM(
+        "qwen3-0.6b", data_parallel_size=2, data_parallel_policy="round-robin", **OPTIONS
+    ) as two:
+        assert [o.outputs[0].token_ids for o in two.generate(prompts, params)] == alone
+        assert len(two._llm.generator.endpoint.replicas) == 2  # type: ignore[attr-defined]
+        with pytest.raises(InvalidRequestError, match="data_parallel_size=2 wait; give several"):
+            two.generate("hi", GREEDY)
+        with pytest.raises(InvalidRequestError, match="or take data_parallel_size=1"):
+            two.chat([{"role": "user", "content": "hi"}], GREEDY)
+
+
+async def test_one_at_a_time_is_fine_for_programs_with_an_event_loop() -> None:
+    async with AsyncLLM("qwen3-0.6b", data_parallel_size=2, **OPTIONS) as llm:
+        *_, last = [output async for output in llm.generate("hi", GREEDY)]
+        assert len(last.outputs[0].token_ids) == 6

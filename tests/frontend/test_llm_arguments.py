@@ -15,7 +15,7 @@ DUMMY = {"load_format": "dummy"}
 
 
 def test_no_arguments_are_the_defaults_of_the_flags() -> None:
-    files, engine = configure("qwen3-0.6b", DUMMY)
+    files, engine, _ = configure("qwen3-0.6b", DUMMY)
     assert engine == EngineOptions(load_format="dummy").engine_config(files.model)
 
 
@@ -35,7 +35,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
     }
     needed = {"quantization": "int4"} if field == "quantization_group_size" else {}
     given: dict[str, Any] = {**DUMMY, **needed, field: values.get(field, 7)}
-    files, engine = configure("qwen3-0.6b", given)
+    files, engine, _ = configure("qwen3-0.6b", given)
     assert engine == EngineOptions(**given).engine_config(files.model)
     default = EngineOptions().engine_config(files.model)
     assert engine != default
@@ -56,14 +56,14 @@ def test_names_of_vllm(theirs: str, ours: str, value: Any) -> None:
 
 def test_parallel_sizes_are_arguments() -> None:
     sizes: dict[str, Any] = {"tensor_parallel_size": 2, "pp": 3, "data_parallel_size": 1}
-    _, engine = configure("qwen3-0.6b", {**DUMMY, **sizes})
+    _, engine, _ = configure("qwen3-0.6b", {**DUMMY, **sizes})
     expected = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert engine.worker.parallel == expected
 
 
 @pytest.mark.parametrize("devices", ["cpu:3,cpu:1", ["cpu:3", "cpu:1"], ("cpu:3", "cpu:1")])
 def test_devices_are_a_list_or_its_spelling(devices: Any) -> None:
-    _, engine = configure("qwen3-0.6b", {**DUMMY, "tp": 2, "devices": devices})
+    _, engine, _ = configure("qwen3-0.6b", {**DUMMY, "tp": 2, "devices": devices})
     parallel = engine.worker.parallel
     assert [parallel.device_of(place) for place in parallel.places(0)] == ["cpu:3", "cpu:1"]
     assert engine.worker.workers_on_host == 2
@@ -83,7 +83,7 @@ def test_arguments_of_vllm_that_ask_for_what_is_done_anyway() -> None:
 
 def test_the_simulated_executor_takes_the_flags_too() -> None:
     arguments: dict[str, Any] = {"executor": "sim", "sim_base_ms": 2, "max_model_len": 99}
-    files, engine = configure(None, arguments)
+    files, engine, _ = configure(None, arguments)
     executor = ExecutorOptions(executor="sim", sim_base_ms=2.0)
     assert files == executor.resolve(EngineOptions(), None)
     assert engine == executor.engine_config(EngineOptions(max_model_len=99), files.model)

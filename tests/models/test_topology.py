@@ -60,7 +60,9 @@ def test_key_value_heads_are_split_or_copied(tmp_path: Path) -> None:
 def test_experts_that_cannot_be_shared_out(tmp_path: Path) -> None:
     check("qwen3-30b-a3b", tp=8, pp=2, experts=True)
     check("mixtral-8x7b", tp=8, experts=True)
-    with pytest.raises(ConfigError, match=r"needs a model with experts, which qwen3-0\.6b does not"):
+    with pytest.raises(
+        ConfigError, match=r"needs a model with experts, which qwen3-0\.6b does not"
+    ):
         check("qwen3-0.6b", tp=2, experts=True)
     with pytest.raises(ConfigError, match=r"16 is more than the 8 experts .* may be at most 8"):
         check("mixtral-8x7b", tp=16, experts=True)

@@ -35,6 +35,13 @@ def test_a_line_says_when_who_and_for_which_request() -> None:
     assert second.endswith("[-] odd")
 
 
+def test_a_line_says_which_of_several_processes() -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream, place="dp0 pp1 tp0")
+    logging.getLogger("pagoda.worker").info("ready")
+    assert re.search(r" pagoda\.worker \d+ dp0 pp1 tp0 \[-\] ready\n$", stream.getvalue())
+
+
 def test_levels_hold_for_pagoda_and_libraries_are_quiet() -> None:
     stream = io.StringIO()
     configure_logging("debug", stream=stream)

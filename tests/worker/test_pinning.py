@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagoda.worker.pinning import bind_threads, places
+from pagoda.worker.pinning import bind_threads, part_of_cores, places
 
 
 def _siblings(topology: Path, pairs: list[tuple[int, int]]) -> None:
@@ -33,3 +33,15 @@ def test_a_place_is_one_core() -> None:
     environment = {"OMP_PLACES": "threads"}
     bind_threads([4, 0], environment)
     assert environment == {"OMP_PROC_BIND": "close", "OMP_PLACES": "{4},{0}"}
+
+
+def test_parts_are_equal_and_keep_siblings_together(tmp_path: Path) -> None:
+    _siblings(tmp_path, [(0, 4), (1, 5), (2, 6), (3, 7)])
+    parts = [part_of_cores(range(8), index, 2, tmp_path) for index in range(2)]
+    assert parts == [{0, 4, 1, 5}, {2, 6, 3, 7}]
+    assert part_of_cores(range(8), 3, 4, tmp_path) == {3, 7}
+
+
+def test_cores_that_cannot_be_shared_out_evenly(tmp_path: Path) -> None:
+    assert [part_of_cores({1, 3, 5}, index, 2, tmp_path) for index in range(3)] == [{1}, {3}, {1}]
+    assert [part_of_cores({4, 9}, index, 4, tmp_path) for index in range(4)] == [{4}, {9}] * 2

@@ -29,6 +29,8 @@ from pagoda.engine.messages import (
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.machine import available_cores
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.pinning import part_of_cores
 
 EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=64)
@@ -172,6 +174,18 @@ def test_pinning_leaves_the_number_of_threads_as_it_is(
     ready = worker.receive()
     assert isinstance(ready, WorkerReady)
     count = available_cores()
+    assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
+
+
+def test_a_named_device_is_a_part_of_the_cores(tmp_path: Path, workers: list[_Worker]) -> None:
+    allowed = os.sched_getaffinity(0)
+    parallel = ParallelConfig(devices=("cpu:1",))
+    config = WorkerConfig(model=str(EMBEDDED), parallel=parallel, workers_on_host=2)
+    worker = _start(workers, tmp_path, config)
+    ready = worker.receive()
+    assert isinstance(ready, WorkerReady)
+    assert os.sched_getaffinity(worker.child.pid) == part_of_cores(allowed, 1, 2)
+    count = max(1, available_cores() // 2)
     assert f", {count} thread{'s' if count > 1 else ''}, " in ready.summary
 
 

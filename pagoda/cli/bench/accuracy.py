@@ -74,6 +74,7 @@ def accuracy(
     """
     general.apply()
     asked = load_questions(questions, skill)
+    parallel.check_prompts_at_once(min(concurrency, len(asked)))
     with (
         event_loop.runner() as runner,
         connect(runner, model, base_url, api_key, engine, parallel) as connection,

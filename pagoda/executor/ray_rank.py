@@ -1,0 +1,56 @@
+"""The Ray actor that holds one worker process, on whichever node it was placed."""
+
+from __future__ import annotations
+
+import os
+import select
+
+import msgspec
+import ray
+
+from pagoda.engine.messages import PROTOCOL_VERSION
+from pagoda.executor.local import WORKER_MODULE
+from pagoda.ipc.lifeline import ChildProcess
+from pagoda.ipc.machine import available_memory_bytes
+from pagoda.telemetry.logging import LOG_LEVEL_ENV
+from pagoda.version import __version__
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a launcher must know of the node that an actor came to."""
+
+    node_id: str
+    memory_bytes: int
+    """Available now."""
+    version: str = __version__
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class RankActor:
+    """Lives as long as its worker process may. What it says is msgpack: Ray's own pickling sees only bytes."""
+
+    def describe(self) -> bytes:
+        """A `HostFacts`."""
+        facts = HostFacts(
+            node_id=ray.get_runtime_context().get_node_id(),
+            memory_bytes=available_memory_bytes(),
+        )
+        return msgspec.msgpack.encode(facts)
+
+    def run(self, config: bytes, address: str, log_level: str) -> str:
+        """Runs the worker until it ends, and says how it did: `was killed by SIGKILL`."""
+        os.environ[LOG_LEVEL_ENV] = log_level
+        raylet = os.pidfd_open(os.getppid())
+        child = ChildProcess(WORKER_MODULE, [address], config=config)
+        try:
+            # An actor outlives a raylet that was killed, and would hold the worker's memory for ever.
+            poll = select.poll()
+            poll.register(raylet, select.POLLIN)
+            poll.register(child, select.POLLIN | select.POLLHUP)
+            ended = [fd for fd, _ in poll.poll()]
+            if raylet in ended:
+                return "lost the Ray node it ran on"
+            return child.describe_end()
+        finally:
+            child.kill()
+            os.close(raylet)

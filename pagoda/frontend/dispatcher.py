@@ -1,0 +1,502 @@
+"""One endpoint over several replicas: who takes which request, and what becomes of it when an engine dies.
+
+The dispatcher holds the value of every request until the client has the last byte. A replica that loses a
+request says so, and the request is admitted again, with the tokens so far, on another replica or on the same
+one when it is back; clients see a pause. It is in the path also for one replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import cast
+
+import msgspec
+
+from pagoda.engine.messages import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    LoadReport,
+    ReplicaLoad,
+    TokenChunk,
+)
+from pagoda.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from pagoda.frontend.endpoint import Health, Replica, ReplicaState
+from pagoda.frontend.ledger import Account, Ledger
+from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.policies import Arrival, Candidate, Policy
+from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.kv.block_keys import prefix_keys
+
+SOLO_DEATHS = 2
+"""From this many engine deaths in a row on, a request is tried while no other such request is, so that one that
+kills engines is told from those that were only near it."""
+MAX_DEATHS = 3
+"""A request that was running when this many engines died, without a token in between, is not tried again."""
+MAX_PREFIX_BLOCKS = 1024
+"""Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
+_LOAD_TIMEOUT_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Gives each request to the replica that `policy` chooses among those that take requests.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], policy: Policy) -> None:
+        self._members = [_Member(index, replica) for index, replica in enumerate(replicas)]
+        self._policy = policy
+        self._ledger = Ledger(len(replicas))
+        self._limits: EngineReady | None = None
+        self._requests: dict[str, _Held] = {}
+        self._num_placed = 0
+        self._on_trial: _Held | None = None
+        self._waiting: dict[_Held, asyncio.Future[None]] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._failure: EngineDeadError | None = None
+        self._failed = asyncio.Event()
+        for member in self._members:
+            member.replica.watch(partial(self._on_change, member))
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return [member.replica for member in self._members]
+
+    @property
+    def ledger(self) -> Ledger:
+        """The work that each replica has."""
+        return self._ledger
+
+    @property
+    def limits(self) -> EngineReady:
+        if self._limits is None:
+            raise RuntimeError("The replicas have not started.")
+        return self._limits
+
+    async def start(self) -> None:
+        """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
+
+        Raises:
+            ConfigError, EngineDeadError: as `Replica.start`; of several replicas it names the one.
+        """
+        starts = [asyncio.create_task(member.replica.start()) for member in self._members]
+        try:
+            await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+            for member, start in zip(self._members, starts, strict=True):
+                if start.done():
+                    self._check_start(member, start)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.close()
+            raise
+        self._limits = _sum_of_limits([member.replica.limits for member in self._members])
+        for member in self._members:
+            member.prefixes = PrefixIndex(member.replica.limits.num_blocks)
+        self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
+
+    def _check_start(self, member: _Member, start: asyncio.Task[None]) -> None:
+        try:
+            start.result()
+        except (ConfigError, EngineDeadError) as error:
+            raise type(error)(f"{self._prefix(member)}{error}") from error
+
+    async def wait_failed(self) -> EngineDeadError:
+        """Returns when all replicas are given up (or this is closed), with the reason."""
+        await self._failed.wait()
+        return self._failure or EngineDeadError("The engine was closed.")
+
+    # ---- Endpoint
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        held = self._accept(request)
+        try:
+            while True:
+                member = await self._place(held)
+                if member is None:
+                    yield held.ending()
+                    return
+                chunks = cast(
+                    AsyncGenerator[TokenChunk, None], member.replica.generate(held.value())
+                )
+                try:
+                    async with contextlib.aclosing(chunks):
+                        async for chunk in chunks:
+                            chunk = self._take(held, chunk)
+                            yield chunk
+                            if chunk.finish_reason is not None:
+                                return
+                except EngineLostError:
+                    held.lost_an_engine()
+                except OverloadedError as error:
+                    held.refusals[member.index] = error.retry_after_s
+                finally:
+                    self._leave(held)
+        finally:
+            del self._requests[held.request_id]
+            if not self._requests:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        held = self._requests.get(request_id)
+        if held is None:
+            return
+        held.aborted = True
+        if held.member is not None:
+            await held.member.replica.abort(request_id)
+        else:
+            self._wake()
+
+    async def load(self) -> LoadReport:
+        if self._failure is not None:
+            raise self._failure
+        reports = await asyncio.gather(*map(_load_of, self._members))
+        held = sum(held.member is None for held in self._requests.values())
+        replicas = tuple(
+            ReplicaLoad(
+                state=member.replica.state,
+                num_requests=self._ledger.num_requests[member.index],
+                weighed_tokens=self._ledger.pending_tokens[member.index],
+                report=report,
+            )
+            for member, report in zip(self._members, reports, strict=True)
+        )
+        return _sum_of_loads(replicas, num_held=held)
+
+    async def health(self) -> Health:
+        if self._failure is not None:
+            return Health(False, str(self._failure))
+        if self._draining:
+            return Health(False, "the server is shutting down")
+        answers = await asyncio.gather(*(member.replica.health() for member in self._members))
+        if any(health.ready for health in answers):
+            return Health(True)
+        reasons = [
+            f"{self._prefix(member)}{health.reason}"
+            for member, health in zip(self._members, answers, strict=True)
+        ]
+        return Health(False, "; ".join(reasons))
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        for request_id in list(self._requests):
+            await self.abort(request_id)
+
+    async def close(self) -> None:
+        await cancel_all(self._watchers)
+        self._fail(EngineDeadError("The engine was closed."))
+        await asyncio.gather(*(member.replica.close() for member in self._members))
+
+    # ---- the way of a request
+
+    def _accept(self, request: GenerateRequest) -> _Held:
+        """At the door. Behind it a request is answered, whatever happens to engines."""
+        if self._failure is not None:
+            raise self._failure
+        if self._draining:
+            raise OverloadedError("The server is shutting down.", retry_after_s=10)
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
+        room = self.limits.max_num_seqs + self.limits.max_num_waiting
+        if len(self._requests) >= room and not any(m.takes_requests for m in self._members):
+            raise OverloadedError("No engine is running, and too many requests wait for one.")
+        held = self._requests[request.request_id] = _Held(request)
+        self._idle.clear()
+        return held
+
+    async def _place(self, held: _Held) -> _Member | None:
+        """Enters `held` at a replica, waiting until one takes requests; None when its end is known already.
+
+        Raises:
+            OverloadedError: all replicas are full.
+            EngineDeadError: all replicas are given up.
+        """
+        while not (held.aborted or held.is_given_up):
+            if self._failure is not None:
+                raise self._failure
+            if not held.is_suspect or self._on_trial is None:
+                open_members = self._open_members()
+                candidates = [m for m in open_members if m.index not in held.refusals]
+                if candidates:
+                    return self._enter(held, candidates)
+                if open_members:
+                    retry_after_s = min(held.refusals.values())
+                    raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
+                held.refusals.clear()
+                held.returns = True
+            await self._change(held)
+        return None
+
+    def _open_members(self) -> list[_Member]:
+        """Those that compute; if there is none, those that will when they have a worker again."""
+        ready = [m for m in self._members if m.replica.state is ReplicaState.READY]
+        return ready or [m for m in self._members if m.takes_requests]
+
+    def _enter(self, held: _Held, candidates: Sequence[_Member]) -> _Member:
+        keys = self._keys_of(held)
+        block_size = self.limits.block_size
+        choices = [
+            Candidate(
+                member.index,
+                self._ledger.pending_tokens[member.index],
+                member.prefixes.num_cached(keys) * block_size,
+            )
+            for member in candidates
+        ]
+        num_tokens = len(held.request.prompt_token_ids) + len(held.token_ids)
+        arrival = Arrival(held.request_id, self._num_placed, num_tokens, held.request.session)
+        self._num_placed += 1
+        chosen = self._policy.choose(arrival, choices)
+        member = candidates[chosen]
+        member.prefixes.add(keys)
+        held.member = member
+        held.account = self._ledger.open(
+            member.index,
+            prompt_tokens=num_tokens - choices[chosen].num_cached_tokens,
+            max_output_tokens=held.num_tokens_left,
+        )
+        if held.is_suspect:
+            self._on_trial = held
+        return member
+
+    def _keys_of(self, held: _Held) -> list[bytes]:
+        if not self._policy.uses_prefixes or len(self._members) == 1:
+            return []
+        if held.keys is None:
+            request = held.request
+            held.keys = prefix_keys(
+                request.prompt_token_ids,
+                self.limits.block_size,
+                request.cache_salt,
+                MAX_PREFIX_BLOCKS,
+            )
+        return held.keys
+
+    def _take(self, held: _Held, chunk: TokenChunk) -> TokenChunk:
+        """Every token passes here, so it does little."""
+        count = len(chunk.token_ids)
+        held.token_ids += chunk.token_ids
+        self._ledger.advance(held.account, count)
+        if count and held.deaths:
+            self._acquit(held)
+        if held.num_cached_tokens is None:
+            held.num_cached_tokens = chunk.num_cached_tokens
+        elif chunk.num_cached_tokens != held.num_cached_tokens:
+            chunk = msgspec.structs.replace(chunk, num_cached_tokens=held.num_cached_tokens)
+        if chunk.finish_reason is not None:
+            if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._ledger.learn(len(held.token_ids))
+            self._leave(held)
+        return chunk
+
+    def _acquit(self, held: _Held) -> None:
+        """It got on: whatever killed engines before, this request did not."""
+        held.deaths = 0
+        if self._on_trial is held:
+            self._on_trial = None
+            self._wake()
+
+    def _leave(self, held: _Held) -> None:
+        """The request is not at its replica any more. May be called twice."""
+        if held.member is None:
+            return
+        held.member = None
+        self._ledger.close(held.account)
+        if self._on_trial is held:
+            self._on_trial = None
+            self._wake()
+
+    # ---- replicas come and go
+
+    def _on_change(self, member: _Member) -> None:
+        if member.replica.state is not ReplicaState.READY:
+            member.prefixes.clear()
+        self._wake()
+
+    async def _watch(self, member: _Member) -> None:
+        member.failure = await member.replica.wait_failed()
+        failures = [m.failure for m in self._members if m.failure is not None]
+        if len(failures) == len(self._members):
+            text = f"{self._prefix(member)}{member.failure}"
+            self._fail(EngineDeadError(text))
+        else:
+            _log.error(
+                "%s%s; %d of %d replicas go on",
+                self._prefix(member),
+                str(member.failure).removesuffix("."),
+                len(self._members) - len(failures),
+                len(self._members),
+            )
+
+    def _fail(self, error: EngineDeadError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()
+            self._wake()
+
+    async def _change(self, held: _Held) -> None:
+        """Returns when something may be different for a request that waits."""
+        change = self._waiting[held] = asyncio.get_running_loop().create_future()
+        try:
+            await change
+        finally:
+            self._waiting.pop(held, None)
+
+    def _wake(self) -> None:
+        for change in self._waiting.values():
+            if not change.done():
+                change.set_result(None)
+
+    def _prefix(self, member: _Member) -> str:
+        if len(self._members) == 1:
+            return ""
+        return f"replica {member.index + 1} of {len(self._members)}: "
+
+
+class _Member:
+    """A replica and what is known about it."""
+
+    def __init__(self, index: int, replica: Replica) -> None:
+        self.index = index
+        self.replica = replica
+        self.prefixes = PrefixIndex(0)
+        self.failure: EngineDeadError | None = None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
+
+
+class _Held:
+    """A request as a value, from the door to its last chunk."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.token_ids = list(request.output_token_ids)
+        self.returns = request.returns
+        """An engine took it, or it waited for one: it is not refused for want of room any more."""
+        self.member: _Member | None = None
+        """Where it is; None while it waits for a replica."""
+        self.account = Account(0, 0, 0)
+        self.num_cached_tokens: int | None = None
+        """What its first engine found; that of later ones says nothing about the client's prompt."""
+        self.keys: list[bytes] | None = None
+        self.refusals: dict[int, int] = {}
+        """Replicas that were full, and after how many seconds to come again."""
+        self.deaths = 0
+        """Engines that died while it was there, since its last token."""
+        self.aborted = False
+
+    @property
+    def num_tokens_left(self) -> int:
+        return (self.request.sampling.max_tokens or 1) - len(self.token_ids)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= SOLO_DEATHS
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.deaths >= MAX_DEATHS
+
+    def value(self) -> GenerateRequest:
+        """What a replica is given: the request with the tokens so far."""
+        if not self.returns:
+            return self.request
+        return msgspec.structs.replace(
+            self.request, output_token_ids=list(self.token_ids), returns=True
+        )
+
+    def lost_an_engine(self) -> None:
+        self.deaths += 1
+        self.returns = True
+        self.refusals.clear()
+
+    def ending(self) -> TokenChunk:
+        """The last chunk of a request that is tried no more."""
+        if self.aborted:
+            return TokenChunk(self.request_id, [], FinishReason.ABORT)
+        problem = f"{self.deaths} engines in a row died while this request was running."
+        return TokenChunk(self.request_id, [], FinishReason.ERROR, error=problem)
+
+
+async def _load_of(member: _Member) -> LoadReport | None:
+    """None from a replica that has no engine, or whose engine does not answer."""
+    try:
+        async with asyncio.timeout(_LOAD_TIMEOUT_S):
+            return await member.replica.load()
+    except (TimeoutError, EngineLostError, EngineDeadError):
+        return None
+
+
+_SUMS = (
+    "num_running",
+    "num_waiting",
+    "num_pending_tokens",
+    "num_free_blocks",
+    "num_blocks",
+    "num_steps",
+    "num_preemptions",
+    "num_worker_restarts",
+    "num_prefix_hit_tokens",
+    "num_prompt_tokens",
+)
+_LISTS = ("expert_tokens", "expert_rank_tokens")
+"""Added up number by number; the replicas' are of one length, where they have any."""
+
+
+def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadReport:
+    reports = [replica.report for replica in replicas if replica.report is not None]
+    sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMS}
+    sums["num_waiting"] += num_held
+    lists = {
+        name: [
+            sum(column) for column in zip_longest(*(getattr(r, name) for r in reports), fillvalue=0)
+        ]
+        for name in _LISTS
+    }
+    return LoadReport(
+        **sums,
+        **lists,
+        step_time_s=max((report.step_time_s for report in reports), default=0.0),
+        stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
+        is_worker_ready=any(report.is_worker_ready for report in reports),
+        replicas=replicas,
+    )
+
+
+def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
+    """What all replicas together can take, of requests that each of them can take."""
+    summaries = list(dict.fromkeys(limit.summary for limit in limits))
+    count = f"{len(limits)} replicas, each " if len(limits) > 1 else ""
+    return EngineReady(
+        max_model_len=min(limit.max_model_len for limit in limits),
+        vocab_size=min(limit.vocab_size for limit in limits),
+        num_blocks=sum(limit.num_blocks for limit in limits),
+        block_size=limits[0].block_size,
+        max_num_seqs=sum(limit.max_num_seqs for limit in limits),
+        max_num_waiting=sum(limit.max_num_waiting for limit in limits),
+        summary=count + "; ".join(summaries),
+    )

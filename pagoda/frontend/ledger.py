@@ -1,0 +1,58 @@
+"""How much work each replica has: every request counts on one replica, from its acceptance to its end.
+
+A request's work is counted in tokens: those of its prompt that are not computed yet, until its first token comes,
+and those of its answer that are still to come. How long an answer will be nobody knows; until it ends it counts
+as one of the usual length, and never as more than `max_tokens` allows.
+"""
+
+from __future__ import annotations
+
+_USUAL_WEIGHT = 0.02
+"""Of the latest answer in the moving average of their lengths."""
+
+
+class Account:
+    """One request on one replica."""
+
+    __slots__ = ("output_tokens", "prompt_tokens", "replica")
+
+    def __init__(self, replica: int, prompt_tokens: int, output_tokens: int) -> None:
+        self.replica = replica
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+
+
+class Ledger:
+    """The open accounts of each replica, added up."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.pending_tokens = [0] * num_replicas
+        """Zero exactly when no account of that replica is open."""
+        self.num_requests = [0] * num_replicas
+        self._usual_output_tokens = 64.0
+
+    def open(self, replica: int, *, prompt_tokens: int, max_output_tokens: int) -> Account:
+        """A request was given to `replica`: `prompt_tokens` are to be computed there before its next token."""
+        output_tokens = max(1, min(max_output_tokens, round(self._usual_output_tokens)))
+        account = Account(replica, max(0, prompt_tokens), output_tokens)
+        self.pending_tokens[replica] += account.prompt_tokens + account.output_tokens
+        self.num_requests[replica] += 1
+        return account
+
+    def advance(self, account: Account, num_tokens: int) -> None:
+        """So many tokens of the answer have come; with the first of them the prompt is computed."""
+        if not num_tokens:
+            return
+        done = min(num_tokens, account.output_tokens - 1) + account.prompt_tokens
+        account.output_tokens -= done - account.prompt_tokens
+        account.prompt_tokens = 0
+        self.pending_tokens[account.replica] -= done
+
+    def close(self, account: Account) -> None:
+        """The request has left the replica."""
+        self.pending_tokens[account.replica] -= account.prompt_tokens + account.output_tokens
+        self.num_requests[account.replica] -= 1
+
+    def learn(self, num_output_tokens: int) -> None:
+        """An answer has ended by itself with so many tokens."""
+        self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)

@@ -1,0 +1,47 @@
+"""The keys of KV blocks: digests over all tokens up to the end of a block, so equal keys mean equal prefixes.
+
+    key(root)  = SHA-256("pagoda-kv-1", block size, cache salt)
+    key(block) = SHA-256(key(parent), token ids as little-endian 32-bit integers)
+
+The salt is in the root and so in every key of the chain: requests with different salts never share a block.
+SHA-256 rather than Python's `hash`: keys are the same in every process, and nobody can craft a collision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+
+def root_key(block_size: int, cache_salt: str | None = None) -> bytes:
+    """The key of the empty prefix; 32 bytes."""
+    root = hashlib.sha256(f"pagoda-kv-1:{block_size}:".encode())
+    root.update(
+        b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+    )
+    return root.digest()
+
+
+def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a block that holds `token_ids` behind the block of `parent`; 32 bytes."""
+    tokens = array("I", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return hashlib.sha256(parent + tokens.tobytes()).digest()
+
+
+def prefix_keys(
+    token_ids: Sequence[int], block_size: int, cache_salt: str | None, max_blocks: int
+) -> list[bytes]:
+    """The keys of the full blocks that a request of `token_ids` may find cached, root first.
+
+    The block of the last token is not among them: that token is always computed, so that the request can sample.
+    """
+    keys: list[bytes] = []
+    parent = root_key(block_size, cache_salt)
+    for index in range(min((len(token_ids) - 1) // block_size, max_blocks)):
+        parent = block_key(parent, token_ids[index * block_size : (index + 1) * block_size])
+        keys.append(parent)
+    return keys

@@ -1,0 +1,197 @@
+"""A replica in virtual time: the engine as it is, over the simulated executor, without a process or a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.core import EngineCore
+from pagoda.engine.messages import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    LoadReport,
+    RequestRefused,
+    TokenChunk,
+)
+from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
+from pagoda.executor.sim import SimExecutor
+from pagoda.frontend.endpoint import Health, ReplicaState
+from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.token_stream import TokenStream
+
+
+class SimEndpoint:
+    """A `Replica` whose engine dies when it is told to, and is followed by another with an empty cache.
+
+    Belongs to the event loop in which it is started, whose time is the engine's.
+    """
+
+    def __init__(self, config: EngineConfig, *, check_kv: bool = False) -> None:
+        """With `check_kv` the simulated worker refuses to read KV that is not the sequence's own."""
+        self._config = config
+        self._check_kv = check_kv
+        self._state = ReplicaState.STARTING
+        self._listeners: list[Callable[[], None]] = []
+        self._streams: dict[str, TokenStream] = {}
+        self._limits: EngineReady | None = None
+        self._core: EngineCore | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._restart: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+        self._failure: EngineDeadError | None = None
+        self._failed = asyncio.Event()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def limits(self) -> EngineReady:
+        if self._limits is None:
+            raise RuntimeError("The engine has not started.")
+        return self._limits
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    async def start(self) -> None:
+        self._begin()
+
+    async def wait_failed(self) -> EngineDeadError:
+        await self._failed.wait()
+        return self._failure or EngineDeadError("The engine was closed.")
+
+    # ---- faults
+
+    def kill(self, *, restart_s: float) -> None:
+        """Ends the engine with all that is in it; another is ready `restart_s` later."""
+        if self._failure is None:
+            self._end(ReplicaState.STARTING)
+            self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
+
+    def give_up(self, reason: str) -> None:
+        """Ends the engine for good."""
+        if self._failure is None:
+            self._failure = EngineDeadError(reason)
+            self._failed.set()
+            self._end(ReplicaState.FAILED)
+
+    # ---- Endpoint
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if self._failure is not None:
+            raise self._failure
+        if self._draining:
+            raise OverloadedError("The server is shutting down.", retry_after_s=10)
+        core = self._require_core()
+        answer = core.add(request)
+        if isinstance(answer, RequestRefused):
+            raise OverloadedError("The waiting queue is full.", retry_after_s=answer.retry_after_s)
+        stream = self._streams[request.request_id] = TokenStream()
+        self._idle.clear()
+        self._deliver(answer)
+        self._news.set()
+        try:
+            async for chunk in stream:
+                yield chunk
+        finally:
+            if self._streams.get(request.request_id) is stream:
+                del self._streams[request.request_id]
+            if not self._streams:
+                self._idle.set()
+            if not stream.finished:
+                core.abort(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.finished:
+            stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
+            self._require_core().abort(request_id)
+
+    async def load(self) -> LoadReport:
+        if self._failure is not None:
+            raise self._failure
+        return self._require_core().load()
+
+    async def health(self) -> Health:
+        if self._state is ReplicaState.READY:
+            return Health(True)
+        return Health(False, str(self._failure or "the engine is restarting"))
+
+    async def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for request_id in list(self._streams):
+                await self.abort(request_id)
+
+    async def close(self) -> None:
+        running = self._running
+        self.give_up("The engine was closed.")
+        if self._restart is not None:
+            self._restart.cancel()
+        if running is not None:
+            await cancel_all([running])
+
+    # ---- the engine
+
+    def _begin(self) -> None:
+        clock = _LoopClock(asyncio.get_running_loop())
+        executor = SimExecutor(self._config.sim, clock=clock, check_kv=self._check_kv)
+        core = self._core = EngineCore(self._config, executor, clock)
+        core.step()
+        self._limits = core.ready
+        self._running = asyncio.create_task(self._run(core))
+        self._enter(ReplicaState.READY)
+
+    async def _run(self, core: EngineCore) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._news.clear()
+            self._deliver(core.step())
+            wakeup = core.next_wakeup()
+            timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
+            await self._news.wait()
+            if timer is not None:
+                timer.cancel()
+
+    def _end(self, state: ReplicaState) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        if self._restart is not None:
+            self._restart.cancel()
+        self._core = self._running = self._restart = None
+        self._enter(state)
+        for stream in self._streams.values():
+            stream.fail(EngineLostError("The engine ended."))
+
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            stream = self._streams.get(chunk.request_id)
+            if stream is not None:
+                stream.push(chunk)
+
+    def _enter(self, state: ReplicaState) -> None:
+        self._state = state
+        for listener in self._listeners:
+            listener()
+
+    def _require_core(self) -> EngineCore:
+        if self._core is None:
+            raise EngineLostError("The engine is not running.")
+        return self._core
+
+
+class _LoopClock:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def now(self) -> float:
+        return self._loop.time()

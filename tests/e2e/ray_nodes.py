@@ -1,0 +1,126 @@
+"""Nodes of a Ray cluster as processes of the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+import pagoda
+
+QUICK_TO_NOTICE = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
+"""Ray's own settings wait for half a minute before a node that went away counts as dead."""
+_START_TIMEOUT_S = 60
+_RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+class RayNode:
+    """`ray start` in the foreground, with one core to give away."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        """Returns when the node has joined."""
+        source = str(Path(pagoda.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        with open(log, "wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    *_RAY,
+                    "start",
+                    "--block",
+                    "--num-cpus=1",
+                    "--object-store-memory=78643200",
+                    "--min-worker-port=0",
+                    "--max-worker-port=0",
+                    "--disable-usage-stats",
+                    *arguments,
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"},
+            )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while "Ray runtime started" not in log.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"ray start failed:\n{log.read_text()}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """What a power cut does: SIGKILL for the raylet and all that it started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            node = psutil.Process(self._process.pid)
+            processes = [node, *node.children(recursive=True)]
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=10)
+        self._process.wait()
+
+
+class RayCluster:
+    """A head and any number of other nodes."""
+
+    def __init__(self, directory: Path, head_address: str, settings: Mapping[str, int]) -> None:
+        self._directory = directory
+        self._num_nodes = 0
+        self._nodes: list[RayNode] = []
+        self.address = f"{head_address}:{_free_port()}"
+        self._add(
+            "--head",
+            f"--node-ip-address={head_address}",
+            f"--port={self.address.rpartition(':')[2]}",
+            f"--temp-dir={directory}",
+            "--include-dashboard=false",
+            f"--system-config={json.dumps(dict(settings))}",
+        )
+
+    def add(self, address: str) -> RayNode:
+        return self._add(f"--address={self.address}", f"--node-ip-address={address}")
+
+    def _add(self, *arguments: str) -> RayNode:
+        self._num_nodes += 1
+        node = RayNode(list(arguments), self._directory / f"node{self._num_nodes}.log")
+        self._nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        for node in reversed(self._nodes):
+            node.kill()
+
+
+@contextlib.contextmanager
+def ray_cluster(
+    head_address: str, settings: Mapping[str, int] | None = None
+) -> Iterator[RayCluster]:
+    """A cluster of one node, which can be joined by others, and of which nothing is left behind."""
+    # Ray's sockets lie in it, and their paths must be short.
+    directory = Path(tempfile.mkdtemp(prefix="ray-"))
+    cluster = None
+    try:
+        cluster = RayCluster(directory, head_address, settings or {})
+        yield cluster
+    finally:
+        if cluster is not None:
+            cluster.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])

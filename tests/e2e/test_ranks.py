@@ -1,0 +1,130 @@
+"""A model split over worker processes: the same tokens, whichever rank is killed, on one host and on two."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+import pagoda
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.core import EngineCore
+from pagoda.engine.messages import GenerateRequest, SamplingParams, WorkerConfig
+from pagoda.executor.group import GroupExecutor
+from pagoda.executor.launcher import Launcher
+from pagoda.executor.local import LocalLauncher, LocalWorkers
+from pagoda.ipc.clock import MonotonicClock
+from pagoda.parallel.config import ParallelConfig
+
+EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+MAX_TOKENS = 48
+REQUESTS = [
+    GenerateRequest(
+        request_id=f"r{index}",
+        prompt_token_ids=[40 + 3 * index + n for n in range(5 + 7 * index)],
+        sampling=SamplingParams(
+            temperature=index % 2 / 2, seed=index, max_tokens=MAX_TOKENS, ignore_eos=True
+        ),
+    )
+    for index in range(8)
+]
+
+
+class TwoHosts:
+    """Ranks of a stage are on different hosts, as far as they can tell."""
+
+    def launch(self, configs: Sequence[WorkerConfig], address: str) -> LocalWorkers:
+        placed = [
+            msgspec.structs.replace(config, bind_host=f"127.0.0.{1 + config.place.tp}")
+            for config in configs
+        ]
+        return LocalLauncher().launch(placed, address)
+
+
+class Replica:
+    """An engine in this process over real workers."""
+
+    def __init__(self, parallel: ParallelConfig, launcher: Launcher, address: str) -> None:
+        worker = WorkerConfig(
+            model=str(EMBEDDED),
+            dtype="float32",
+            max_model_len=128,
+            num_blocks=64,
+            max_num_seqs=8,
+            num_threads=1,
+            parallel=parallel,
+            workers_on_host=parallel.replica_size,
+        )
+        clock = MonotonicClock()
+        self.executor = GroupExecutor(
+            worker, launcher, address=address, step_timeout_s=60.0, clock=clock
+        )
+        config = EngineConfig(worker=worker, max_num_seqs=8, max_num_batched_tokens=64)
+        self._core = EngineCore(config, self.executor, clock)
+        while self._core.ready is None:
+            self._wait()
+
+    def answer(self, victims: Sequence[str] = ()) -> list[list[int]]:
+        """Tokens of all requests, while one worker after the other is killed."""
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in REQUESTS}
+        for request in REQUESTS:
+            self._core.add(request)
+        total = len(REQUESTS) * MAX_TOKENS
+        due = [(total * (i + 1) // (len(victims) + 1), name) for i, name in enumerate(victims)]
+        running = set(tokens)
+        while running:
+            for chunk in self._core.step():
+                assert chunk.error is None
+                tokens[chunk.request_id] += chunk.token_ids
+                if chunk.finish_reason is not None:
+                    running.discard(chunk.request_id)
+            workers = self.executor.workers
+            if due and sum(map(len, tokens.values())) >= due[0][0] and workers is not None:
+                assert isinstance(workers, LocalWorkers)
+                os.kill(workers.pids[due.pop(0)[1]], signal.SIGKILL)
+            if running:
+                self._wait()
+        assert self._core.load().num_worker_restarts == len(victims)
+        return list(tokens.values())
+
+    def _wait(self) -> None:
+        sources = [(source, zmq.POLLIN) for source in self.executor.pollables()]
+        zmq.zmq_poll(sources, 1000 if sources else 10)
+        if self._core.ready is None:
+            self._core.step()
+
+    def close(self) -> None:
+        self._core.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
+    """What one device answers."""
+    directory = tmp_path_factory.mktemp("one")
+    replica = Replica(ParallelConfig(), LocalLauncher(), f"ipc://{directory / 'w'}")
+    yield replica.answer()
+    replica.close()
+
+
+@pytest.mark.timeout(300)
+def test_any_rank_may_be_killed(expected: list[list[int]], tmp_path: Path) -> None:
+    replica = Replica(SQUARE, LocalLauncher(), f"ipc://{tmp_path / 'w'}")
+    try:
+        assert replica.answer(["worker pp0 tp1", "worker pp1 tp0"]) == expected
+    finally:
+        replica.close()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_on_two_hosts(expected: list[list[int]]) -> None:
+    replica = Replica(SQUARE, TwoHosts(), "tcp://127.0.0.1")
+    try:
+        assert replica.answer(["worker pp0 tp0"]) == expected
+    finally:
+        replica.close()

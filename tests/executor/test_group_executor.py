@@ -1,0 +1,290 @@
+"""The workers of a replica as real child processes over a real socket, without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pagoda.engine.messages import (
+    CurveKeys,
+    SamplingParams,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.group import GroupExecutor
+from pagoda.executor.local import LocalLauncher, LocalWorkers
+from pagoda.ipc.clock import MonotonicClock
+from pagoda.ipc.curve import new_keys
+from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.worker.engine_link import EngineLink
+
+PLAN = StepPlan(
+    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SamplingParams(seed=1, max_tokens=4))]
+)
+SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+NAMES = ["worker pp0 tp0", "worker pp0 tp1", "worker pp1 tp0", "worker pp1 tp1"]
+
+MakeExecutor = Callable[..., GroupExecutor]
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def make_executor(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeExecutor]:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    address = f"ipc://{tmp_path / 'w'}" if request.param == "ipc" else "tcp://127.0.0.1"
+    made: list[GroupExecutor] = []
+
+    def make(
+        model: str, parallel: ParallelConfig | None = None, step_timeout_s: float = 30.0
+    ) -> GroupExecutor:
+        executor = GroupExecutor(
+            WorkerConfig(model=model, parallel=parallel or ParallelConfig()),
+            LocalLauncher("worker_double"),
+            address=address,
+            step_timeout_s=step_timeout_s,
+            clock=MonotonicClock(),
+        )
+        made.append(executor)
+        executor.start()
+        return executor
+
+    yield make
+    for executor in made:
+        executor.close()
+
+
+def next_event(executor: GroupExecutor) -> ExecutorEvent:
+    """Sleeps as the engine does: in one poll, woken by the executor's own sources and deadline."""
+    clock = MonotonicClock()
+    while True:
+        events = executor.poll()
+        if events:
+            assert len(events) == 1
+            return events[0]
+        wakeup = executor.next_event_at()
+        timeout_ms = 20_000 if wakeup is None else max(0, int((wakeup - clock.now()) * 1000) + 1)
+        assert (
+            zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], timeout_ms) or wakeup
+        ), "no event"
+
+
+def pids(executor: GroupExecutor) -> dict[str, int]:
+    workers = executor.workers
+    assert isinstance(workers, LocalWorkers)
+    return workers.pids
+
+
+def assert_gone(several: Sequence[int]) -> None:
+    for pid in several:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+# ---- one worker
+
+
+def test_a_plan_is_answered(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys")
+    assert isinstance(next_event(executor), WorkerReady)
+    executor.submit(PLAN)
+    result = next_event(executor)
+    assert isinstance(result, StepResult)
+    assert (result.step, result.slots) == (0, [0])
+
+
+def test_a_killed_worker_is_noticed_and_replaced(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys")
+    next_event(executor)
+    os.kill(pids(executor)["the worker"], signal.SIGKILL)
+    assert next_event(executor) == WorkerLost("the worker was killed by SIGKILL")
+    assert executor.pollables() == []
+    executor.start(num_blocks=7)
+    ready = next_event(executor)
+    assert isinstance(ready, WorkerReady)
+    assert ready.num_blocks == 7
+
+
+def test_a_worker_that_dies_of_a_step_is_noticed(make_executor: MakeExecutor) -> None:
+    executor = make_executor("dies")
+    next_event(executor)
+    executor.submit(PLAN)
+    assert next_event(executor) == WorkerLost("the worker was killed by SIGKILL")
+
+
+def test_a_step_that_hangs_is_ended(make_executor: MakeExecutor) -> None:
+    executor = make_executor("hangs", step_timeout_s=0.2)
+    next_event(executor)
+    pid = pids(executor)["the worker"]
+    executor.submit(PLAN)
+    assert next_event(executor) == WorkerLost("a step took longer than 0.2 s")
+    assert_gone([pid])
+
+
+def test_a_worker_that_cannot_start_says_why(make_executor: MakeExecutor) -> None:
+    assert next_event(make_executor("fails")) == WorkerLost("No such model.", is_user_error=True)
+
+
+# ---- several workers
+
+
+def test_all_ranks_become_ready_as_one(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", SQUARE)
+    ready = next_event(executor)
+    assert isinstance(ready, WorkerReady)
+    assert ready.num_blocks == 61  # what the rank with the least room has
+    assert ready.summary == "2 pipeline stages of 2 tensor-parallel ranks: simulated worker"
+    assert list(pids(executor)) == NAMES
+    assert executor.max_in_flight == 3
+
+
+def test_one_rank_answers_for_all(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", SQUARE)
+    next_event(executor)
+    executor.submit(PLAN)
+    first = next_event(executor)
+    assert isinstance(first, StepResult)
+    executor.submit(StepPlan(1, [0], [1], appended=[(0, first.token_ids[0])]))
+    second = next_event(executor)
+    assert isinstance(second, StepResult)
+    assert (first.step, second.step) == (0, 1)
+    assert executor.next_event_at() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_ranks_death_is_the_end_of_all(make_executor: MakeExecutor, name: str) -> None:
+    executor = make_executor("obeys", SQUARE)
+    next_event(executor)
+    before = pids(executor)
+    os.kill(before[name], signal.SIGKILL)
+    assert next_event(executor) == WorkerLost(f"{name} was killed by SIGKILL")
+    assert_gone(list(before.values()))
+    executor.start(num_blocks=9)
+    ready = next_event(executor)
+    assert isinstance(ready, WorkerReady)
+    assert ready.num_blocks == 9
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        ("fails@1", WorkerLost("worker pp0 tp1: No such model.", is_user_error=True)),
+        ("breaks@2", WorkerLost("worker pp1 tp0: RuntimeError: broken")),
+        (
+            "differs@3",
+            WorkerLost(
+                "the workers' backends prefer KV blocks of 16 and 32 tokens; name one with --block-size.",
+                is_user_error=True,
+            ),
+        ),
+    ],
+)
+def test_a_rank_that_cannot_start_ends_the_start(
+    make_executor: MakeExecutor, model: str, loss: WorkerLost
+) -> None:
+    executor = make_executor(model, SQUARE)
+    started = list(pids(executor).values())
+    assert next_event(executor) == loss
+    assert_gone(started)
+    assert executor.pollables() == []
+
+
+# ---- who is heard
+
+
+class NobodyLaunched:
+    """Remembers what it should have started; the test plays the workers."""
+
+    def __init__(self) -> None:
+        self.starts: list[tuple[Sequence[WorkerConfig], str]] = []
+
+    def launch(self, configs: Sequence[WorkerConfig], address: str) -> NobodyLaunched:
+        self.starts.append((configs, address))
+        return self
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def lost(self) -> WorkerLost | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def unlaunched(address: str) -> tuple[GroupExecutor, NobodyLaunched]:
+    launcher = NobodyLaunched()
+    executor = GroupExecutor(
+        WorkerConfig(model="m", place=RankPlace(dp=3)),
+        launcher,
+        address=address,
+        step_timeout_s=30.0,
+        clock=MonotonicClock(),
+    )
+    executor.start()
+    return executor, launcher
+
+
+def with_keys(config: WorkerConfig, keys: CurveKeys | None) -> WorkerConfig:
+    return WorkerConfig(model=config.model, place=config.place, curve=keys)
+
+
+def test_strangers_are_not_heard_over_tcp(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    executor, launcher = unlaunched("tcp://127.0.0.1")
+    try:
+        ([config], address) = launcher.starts[0]
+        keys = config.curve
+        assert keys is not None
+        assert config.place == RankPlace(dp=3)
+        other = new_keys()
+        stolen_address = CurveKeys(
+            server_key=keys.server_key,
+            public_key=other.public_key,
+            secret_key=other.secret_key,
+            server_secret_key=other.server_secret_key,
+        )
+        for strange in (None, other, stolen_address):
+            stranger = EngineLink(context, address, with_keys(config, strange))
+            stranger.send(WorkerFailed("nonsense", False))
+        friend = EngineLink(context, address, config)
+        friend.send(WorkerFailed("No such model.", True))
+        assert next_event(executor) == WorkerLost("No such model.", is_user_error=True)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_workers_of_an_earlier_start_are_not_heard(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, scheme: str
+) -> None:
+    executor, launcher = unlaunched(
+        f"ipc://{tmp_path / 'w'}" if scheme == "ipc" else "tcp://127.0.0.1"
+    )
+    try:
+        ([config], address) = launcher.starts[0]
+        late = EngineLink(context, address, config)
+        executor.close()
+        executor.start()
+        late.send(WorkerFailed("of the first start", False))
+        ([config], address) = launcher.starts[1]
+        EngineLink(context, address, config).send(WorkerFailed("of the second start", False))
+        assert next_event(executor) == WorkerLost("of the second start")
+    finally:
+        executor.close()

@@ -1,0 +1,244 @@
+"""Replicas as processes behind a dispatcher: killed, restarted, refused at the start. With made-up tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import msgspec
+import psutil
+import pytest
+from test_engine_client import VOCAB_SIZE, expected, make_request, sim_config
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import FinishReason, GenerateRequest, SimConfig, WorkerConfig
+from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.engine_client import EngineClient
+from pagoda.frontend.fleet import make_dispatcher, replicas_of
+from pagoda.frontend.policies import POLICIES
+from pagoda.parallel.config import ParallelConfig, RankPlace
+
+Answer = tuple[list[int], FinishReason | None]
+
+
+def replicated(count: int, **fields: object) -> EngineConfig:
+    worker = WorkerConfig(model="sim", parallel=ParallelConfig(data_parallel_size=count))
+    return sim_config(worker=worker, **fields)
+
+
+@asynccontextmanager
+async def fleet(count: int, **fields: object) -> AsyncIterator[Dispatcher]:
+    dispatcher = make_dispatcher(replicated(count, **fields), "least-pending-tokens")
+    await dispatcher.start()
+    try:
+        yield dispatcher
+    finally:
+        await dispatcher.close()
+
+
+def client_of(dispatcher: Dispatcher, index: int) -> EngineClient:
+    return cast(EngineClient, dispatcher.replicas[index])
+
+
+def kill(dispatcher: Dispatcher, index: int) -> int:
+    pid = client_of(dispatcher, index).engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> Answer:
+    tokens: list[int] = []
+    reason = None
+    async for chunk in dispatcher.generate(request):
+        tokens += chunk.token_ids
+        reason = chunk.finish_reason
+    return tokens, reason
+
+
+async def until_running(dispatcher: Dispatcher, count: int = 1) -> None:
+    while (await dispatcher.load()).num_running < count:
+        await asyncio.sleep(0.001)
+
+
+def assert_settled(dispatcher: Dispatcher) -> None:
+    count = len(dispatcher.replicas)
+    assert dispatcher.ledger.pending_tokens == [0] * count
+    assert dispatcher.ledger.num_requests == [0] * count
+
+
+def test_each_replica_knows_its_place() -> None:
+    places = [config.worker.place for config in replicas_of(replicated(3))]
+    assert places == [RankPlace(dp=0), RankPlace(dp=1), RankPlace(dp=2)]
+
+
+async def test_both_replicas_work_and_their_figures_add_up() -> None:
+    async with fleet(2, max_num_seqs=8, max_num_waiting=100) as dispatcher:
+        limits = dispatcher.limits
+        assert (limits.max_num_seqs, limits.max_num_waiting) == (16, 200)
+        assert limits.num_blocks == 2 * SimConfig().num_blocks
+        assert limits.summary == "2 replicas, each simulated worker"
+        requests = [make_request(i) for i in range(50)]
+        answers = asyncio.gather(*(collect(dispatcher, request) for request in requests))
+        await until_running(dispatcher, 16)
+        load = await dispatcher.load()
+        assert [replica.state for replica in load.replicas] == ["ready", "ready"]
+        assert [replica.num_requests for replica in load.replicas] == [25, 25]
+        assert all(replica.report and replica.report.num_running == 8 for replica in load.replicas)
+        assert [tokens for tokens, _ in await answers] == [expected(r) for r in requests]
+        assert_settled(dispatcher)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_hundred_streams_survive_the_death_of_an_engine(count: int) -> None:
+    async with fleet(count, sim=SimConfig(base_s=0.005, vocab_size=VOCAB_SIZE)) as dispatcher:
+        requests = [make_request(i, max_tokens=60) for i in range(100)]
+        answers = asyncio.gather(*(collect(dispatcher, request) for request in requests))
+        await until_running(dispatcher, 100)
+        kill(dispatcher, 0)
+        assert await answers == [(expected(request), FinishReason.LENGTH) for request in requests]
+        assert_settled(dispatcher)
+        while client_of(dispatcher, 0).state is not ReplicaState.READY:
+            await asyncio.sleep(0.001)
+        assert (await dispatcher.health()).ready
+
+
+async def test_the_others_serve_while_a_replica_restarts() -> None:
+    async with fleet(2) as dispatcher:
+        kill(dispatcher, 1)
+        while client_of(dispatcher, 1).state is ReplicaState.READY:
+            await asyncio.sleep(0)
+        assert (await dispatcher.health()).ready
+        load = await dispatcher.load()
+        assert [(r.state, r.report is None) for r in load.replicas] == [
+            ("ready", False),
+            ("starting", True),
+        ]
+        request = make_request(1)
+        assert (await collect(dispatcher, request))[0] == expected(request)
+
+
+async def test_a_restarted_engine_takes_back_all_that_it_had_taken() -> None:
+    sim = SimConfig(base_s=0.01, vocab_size=VOCAB_SIZE)
+    async with fleet(1, max_num_seqs=1, max_num_waiting=7, sim=sim) as dispatcher:
+        requests = [make_request(i, max_tokens=5) for i in range(8)]
+        answers = asyncio.gather(*(collect(dispatcher, request) for request in requests))
+        while (await dispatcher.load()).num_waiting < 7:
+            await asyncio.sleep(0)
+        kill(dispatcher, 0)
+        assert [tokens for tokens, _ in await answers] == [expected(r) for r in requests]
+
+
+async def test_only_when_all_replicas_are_full_a_request_is_refused() -> None:
+    sim = SimConfig(base_s=0.05, vocab_size=VOCAB_SIZE)
+    async with fleet(2, max_num_seqs=1, max_num_waiting=1, sim=sim) as dispatcher:
+        answers = await asyncio.gather(
+            *(collect(dispatcher, make_request(i, max_tokens=3)) for i in range(7)),
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in answers] == [tuple] * 4 + [OverloadedError] * 3
+        assert_settled(dispatcher)
+
+
+async def test_while_no_engine_runs_only_so_many_requests_wait() -> None:
+    async with fleet(1, max_num_seqs=1, max_num_waiting=1) as dispatcher:
+        kill(dispatcher, 0)
+        while client_of(dispatcher, 0).state is ReplicaState.READY:
+            await asyncio.sleep(0)
+        answers = await asyncio.gather(
+            *(collect(dispatcher, make_request(i, max_tokens=3)) for i in range(4)),
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in answers] == [tuple] * 2 + [OverloadedError] * 2
+
+
+async def test_a_replica_that_is_given_up_leaves_the_others_and_the_last_one_ends_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.engine_client.MAX_DEATHS_IN_ROW", 0)
+    async with fleet(2) as dispatcher:
+        kill(dispatcher, 0)
+        while client_of(dispatcher, 0).state is not ReplicaState.FAILED:
+            await asyncio.sleep(0.001)
+        request = make_request(1)
+        assert (await collect(dispatcher, request))[0] == expected(request)
+        running = asyncio.create_task(collect(dispatcher, make_request(2, max_tokens=100_000)))
+        await until_running(dispatcher)
+        kill(dispatcher, 1)
+        reason = str(await dispatcher.wait_failed())
+        assert reason.startswith("replica 2 of 2: The engine was killed by SIGKILL")
+        with pytest.raises(EngineDeadError, match="replica 2 of 2"):
+            await running
+        with pytest.raises(EngineDeadError):
+            await collect(dispatcher, make_request(3))
+        assert not (await dispatcher.health()).ready
+        assert_settled(dispatcher)
+
+
+async def test_an_engine_that_cannot_start_again_at_once_is_tried_again() -> None:
+    async with fleet(1) as dispatcher:
+        client = client_of(dispatcher, 0)
+        request = make_request(1, max_tokens=300)
+        running = asyncio.create_task(collect(dispatcher, request))
+        await until_running(dispatcher)
+        good = client._config
+        client._config = EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
+        kill(dispatcher, 0)
+        while client._deaths_in_row < 2:
+            await asyncio.sleep(0.001)
+        client._config = good
+        assert (await running)[0] == expected(request)
+
+
+async def test_one_of_four_that_cannot_start_ends_all_within_ten_seconds() -> None:
+    configs = replicas_of(replicated(4))
+    broken = msgspec.structs.replace(
+        configs[1].worker, model="/no/such/directory", load_format="auto"
+    )
+    configs[1] = EngineConfig(worker=broken)
+    before = _children()
+    dispatcher = Dispatcher([EngineClient(config) for config in configs], POLICIES["round-robin"])
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^replica 2 of 4: .*/no/such/directory"):
+        await dispatcher.start()
+    assert time.monotonic() - began < 10
+    assert _children() == before
+
+
+async def test_one_replica_that_cannot_start_says_just_why() -> None:
+    dispatcher = make_dispatcher(EngineConfig(worker=WorkerConfig(model="/no/such/directory")))
+    with pytest.raises(ConfigError) as caught:
+        await dispatcher.start()
+    assert "replica" not in str(caught.value)
+
+
+async def test_draining_finishes_what_runs_also_when_an_engine_dies_meanwhile() -> None:
+    async with fleet(2, sim=SimConfig(base_s=0.01, vocab_size=VOCAB_SIZE)) as dispatcher:
+        requests = [make_request(i) for i in range(4)]
+        running = asyncio.gather(*(collect(dispatcher, request) for request in requests))
+        await until_running(dispatcher, 4)
+        draining = asyncio.create_task(dispatcher.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="shutting down"):
+            await collect(dispatcher, make_request(9))
+        kill(dispatcher, 0)
+        await draining
+        assert [tokens for tokens, _ in await running] == [expected(r) for r in requests]
+
+
+async def test_closing_leaves_no_process() -> None:
+    before = _children()
+    async with fleet(3):
+        assert len(_children() - before) >= 3
+    assert _children() == before
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}

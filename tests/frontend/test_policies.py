@@ -1,0 +1,106 @@
+"""Policies are functions: what they choose is looked up, not simulated."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.frontend.policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    Arrival,
+    Candidate,
+    least_pending_tokens,
+    power_of_two,
+    prefix_affinity,
+    round_robin,
+    session_affinity,
+)
+
+
+def arrival(number: int = 0, *, num_tokens: int = 100, session: str | None = None) -> Arrival:
+    return Arrival(f"r{number}", number, num_tokens, session)
+
+
+def candidates(*pending: int, cached: tuple[int, ...] = ()) -> list[Candidate]:
+    cached = cached or (0,) * len(pending)
+    return [Candidate(i, p, c) for i, (p, c) in enumerate(zip(pending, cached, strict=True))]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    number=st.integers(0, 2**40),
+    pending=st.lists(st.integers(0, 2**40), min_size=1, max_size=64),
+    session=st.none() | st.text(),
+)
+def test_every_policy_chooses_one_of_the_candidates(
+    name: str, number: int, pending: list[int], session: str | None
+) -> None:
+    asked = arrival(number, session=session)
+    choose = POLICIES[name].choose  # type: ignore[index]
+    chosen = choose(asked, candidates(*pending))
+    assert 0 <= chosen < len(pending)
+    assert choose(asked, candidates(*pending)) == chosen
+
+
+def test_round_robin_takes_turns() -> None:
+    assert [round_robin(arrival(i), candidates(9, 0, 5)) for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_the_least_pending_tokens() -> None:
+    assert least_pending_tokens(arrival(), candidates(7, 3, 5)) == 1
+    assert least_pending_tokens(arrival(), candidates(7)) == 0
+
+
+def test_equals_take_turns() -> None:
+    chosen = Counter(least_pending_tokens(arrival(i), candidates(4, 0, 0, 0)) for i in range(30))
+    assert chosen == {1: 10, 2: 10, 3: 10}
+
+
+def test_power_of_two_avoids_the_busiest_and_reaches_all_others() -> None:
+    pending = (1000, 0, 10, 20)
+    chosen = Counter(power_of_two(arrival(i), candidates(*pending)) for i in range(600))
+    assert set(chosen) == {1, 2, 3}
+    # Of the six pairs, the idle one is in three, and the next best in two without it.
+    assert 240 < chosen[1] < 360
+    assert 140 < chosen[2] < 260
+
+
+def test_power_of_two_draws_two_different_ones() -> None:
+    assert {power_of_two(arrival(i), candidates(5, 0)) for i in range(50)} == {1}
+
+
+def test_a_cached_prefix_draws_a_request_until_its_replica_is_that_much_behind() -> None:
+    asked = arrival(num_tokens=500)
+    assert prefix_affinity(asked, candidates(399, 0, cached=(400, 0))) == 0
+    assert prefix_affinity(asked, candidates(401, 0, cached=(400, 0))) == 1
+    assert prefix_affinity(asked, candidates(50, 50, cached=(16, 32))) == 1
+
+
+def test_without_anything_cached_prefix_affinity_balances() -> None:
+    assert prefix_affinity(arrival(), candidates(3, 1, 2)) == 1
+
+
+def test_a_session_stays_where_it_is() -> None:
+    everyone = candidates(10, 0, 500, 3)
+    for session in map(str, range(100)):
+        home = session_affinity(arrival(session=session), everyone)
+        assert session_affinity(arrival(9, session=session), candidates(0, 9, 9, 9)) == home
+        others = [one for one in everyone if one.replica != (home + 1) % 4]
+        assert others[session_affinity(arrival(session=session), others)].replica == home
+
+
+def test_sessions_are_spread_and_requests_without_one_go_to_the_least_busy() -> None:
+    homes = Counter(
+        session_affinity(arrival(session=str(i)), candidates(0, 0, 0, 0)) for i in range(400)
+    )
+    assert len(homes) == 4
+    assert min(homes.values()) > 60
+    assert session_affinity(arrival(), candidates(5, 0)) == 1
+
+
+def test_only_prefix_affinity_costs_a_digest() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.uses_prefixes] == [DEFAULT_POLICY]

@@ -1,0 +1,404 @@
+"""Fleets in virtual time: engines die, clients leave, queues fill up, and every request ends once and in full.
+
+Every seed is a whole life of a fleet, with the real scheduler and KV cache in each replica. A failing seed is
+reproduced by its number alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.messages import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SimConfig,
+    TokenChunk,
+    WorkerConfig,
+)
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.executor.sim import sim_token
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.event_loop import run
+
+VOCAB_SIZE = 100
+POISON = VOCAB_SIZE + 1
+NUM_SEEDS = 300
+SEEDS_PER_TEST = 50
+
+
+def engine(**fields: object) -> EngineConfig:
+    sim = {"base_s": 0.01, "per_token_s": 0.0002, "num_blocks": 64, "block_size": 4}
+    sim |= {"max_model_len": 128, "vocab_size": VOCAB_SIZE}
+    names = SimConfig.__struct_fields__
+    sim |= {name: value for name, value in fields.items() if name in names}
+    rest = {name: value for name, value in fields.items() if name not in names}
+    return EngineConfig(
+        worker=WorkerConfig(model="sim"),
+        executor="sim",
+        sim=SimConfig(**sim),  # type: ignore[arg-type]
+        **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **rest},  # type: ignore[arg-type]
+    )
+
+
+def request(name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        sampling=SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens),
+    )
+
+
+def expected(asked: GenerateRequest) -> list[int]:
+    tokens = [asked.prompt_token_ids[-1]]
+    for position in range(asked.sampling.max_tokens or 0):
+        tokens.append(sim_token(asked.sampling.seed or 0, position, tokens[-1], VOCAB_SIZE))
+    return tokens[1:]
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    request: GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+    refusal: Exception | None = None
+    left: bool = False
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.finish is FinishReason.LENGTH and self.tokens == expected(self.request)
+
+
+async def ask(
+    dispatcher: Dispatcher, asked: GenerateRequest, *, leave_after: int | None = None
+) -> Answer:
+    answer = Answer(asked)
+    try:
+        async with aclosing(dispatcher.generate(asked)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                assert answer.finish is None, "a chunk behind the last one"
+                answer.chunks.append(chunk)
+                answer.tokens += chunk.token_ids
+                answer.finish, answer.error = chunk.finish_reason, chunk.error
+                if leave_after is not None and len(answer.tokens) >= leave_after:
+                    answer.left = True
+                    break
+    except (OverloadedError, EngineDeadError) as error:
+        answer.refusal = error
+    return answer
+
+
+def poisoned(endpoint: SimEndpoint) -> SimEndpoint:
+    """Its engine dies a little after it has taken a prompt with a `POISON` token."""
+    inner = endpoint.generate
+
+    async def generate(asked: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if POISON in asked.prompt_token_ids:
+            kill = asyncio.get_running_loop().call_later
+            kill(0.005, lambda: endpoint.kill(restart_s=0.5))
+        async with aclosing(inner(asked)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+    endpoint.generate = generate  # type: ignore[method-assign]
+    return endpoint
+
+
+def assert_nothing_left(dispatcher: Dispatcher) -> None:
+    count = len(dispatcher.replicas)
+    assert dispatcher.ledger.pending_tokens == [0] * count
+    assert dispatcher.ledger.num_requests == [0] * count
+    assert not dispatcher._requests
+    assert not dispatcher._waiting
+    assert dispatcher._on_trial is None
+    for endpoint in dispatcher.replicas:
+        assert isinstance(endpoint, SimEndpoint)
+        assert not endpoint._streams
+        if endpoint._core is not None:
+            scheduler = endpoint._core._scheduler
+            assert scheduler is not None
+            assert not scheduler.has_requests()
+            scheduler.kv.pool.check()
+            assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
+
+
+async def start(
+    count: int, policy: PolicyName = "least-pending-tokens", **fields: object
+) -> tuple[Dispatcher, list[SimEndpoint]]:
+    endpoints = [poisoned(SimEndpoint(engine(**fields), check_kv=True)) for _ in range(count)]
+    dispatcher = Dispatcher(endpoints, POLICIES[policy])
+    await dispatcher.start()
+    return dispatcher, endpoints
+
+
+# ---- whole lives
+
+
+async def live(seed: int) -> list[Answer]:
+    rng = random.Random(seed)
+    endpoints = [
+        SimEndpoint(
+            engine(
+                base_s=rng.choice([0.005, 0.01, 0.1]),
+                num_blocks=rng.choice([40, 64, 200]),
+                max_num_seqs=rng.choice([1, 4, 8]),
+                max_num_waiting=rng.choice([1, 4, 100]),
+            ),
+            check_kv=True,
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+    policy = rng.choice(list(POLICIES))
+    dispatcher = Dispatcher(endpoints, POLICIES[policy])
+    await dispatcher.start()
+    loop = asyncio.get_running_loop()
+    asking: list[asyncio.Task[Answer]] = []
+    aborted: set[str] = set()
+    mortal = rng.choice([0.0, 0.05, 0.15])
+    for index in range(rng.randint(1, 60)):
+        shared = [rng.randrange(3)] * rng.choice([0, 8, 24])
+        prompt = [*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30)))]
+        asked = msgspec.structs.replace(
+            request(f"r{index}", prompt, rng.randint(1, 40)),
+            session=rng.choice([None, "a", "b", "c"]),
+        )
+        leave_after = rng.choice([None, None, None, 1, 5])
+        asking.append(asyncio.create_task(ask(dispatcher, asked, leave_after=leave_after)))
+        await asyncio.sleep(rng.expovariate(50))
+        if rng.random() < 0.1:
+            victim = f"r{rng.randint(0, index)}"
+            aborted.add(victim)
+            await dispatcher.abort(victim)
+        if rng.random() < mortal:
+            rng.choice(endpoints).kill(restart_s=rng.choice([0.05, 1.0, 5.0]))
+        if rng.random() < mortal / 20:
+            rng.choice(endpoints).give_up("It was broken.")
+        if rng.random() < 0.05:
+            with suppress(EngineDeadError):
+                await dispatcher.load()
+    answers = list(await asyncio.gather(*asking))
+    await asyncio.sleep(1)
+    assert loop.time() < 1000
+    assert_nothing_left(dispatcher)
+    alive = any(endpoint.state is not ReplicaState.FAILED for endpoint in endpoints)
+    for answer in answers:
+        whole = expected(answer.request)
+        assert answer.tokens == whole[: len(answer.tokens)]
+        if isinstance(answer.refusal, EngineDeadError):
+            assert not alive
+        elif isinstance(answer.refusal, OverloadedError):
+            assert not answer.tokens
+        elif answer.finish is FinishReason.ABORT:
+            assert answer.request.request_id in aborted
+        elif answer.finish is FinishReason.ERROR:
+            assert mortal
+            assert "engines in a row died" in (answer.error or "")
+        elif not answer.left:
+            assert answer.complete
+    await dispatcher.close()
+    return answers
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        try:
+            run(live(seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    assert [a.chunks for a in run(live(17))] == [a.chunks for a in run(live(17))]
+
+
+# ---- single situations
+
+
+def test_a_request_that_kills_engines_fails_alone() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(3)
+        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
+        bad = request("bad", [POISON])
+        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
+        assert all(answer.complete for answer in answers)
+        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
+        assert failed.error == "3 engines in a row died while this request was running."
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_two_that_kill_the_only_engine_fail_and_the_others_complete() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(1)
+        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(5)]
+        bad = [request("bad1", [POISON]), request("bad2", [POISON])]
+        answers = await asyncio.gather(*(ask(dispatcher, r) for r in [*bad, *good]))
+        assert [answer.finish for answer in answers[:2]] == [FinishReason.ERROR] * 2
+        assert all(answer.complete for answer in answers[2:])
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_many_deaths_far_apart_do_not_fail_a_request() -> None:
+    async def main() -> None:
+        dispatcher, [only] = await start(1)
+        asking = asyncio.create_task(ask(dispatcher, request("long", max_tokens=100)))
+        for _ in range(6):
+            await asyncio.sleep(0.15)
+            only.kill(restart_s=0.01)
+        assert (await asking).complete
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "round-robin")
+        prompt = list(range(30))
+        await ask(dispatcher, request("first", prompt))
+        await ask(dispatcher, request("other", prompt[::-1]))
+        asking = asyncio.create_task(ask(dispatcher, request("second", prompt)))
+        await asyncio.sleep(0.1)
+        endpoints[0].kill(restart_s=1)
+        answer = await asking
+        assert answer.complete
+        assert {chunk.num_cached_tokens for chunk in answer.chunks} == {28}
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "prefix-affinity")
+        prompt = list(range(60))
+        await ask(dispatcher, request("first", prompt))
+        [home] = [m for m in dispatcher._members if len(m.prefixes)]
+        for i in range(5):
+            await ask(dispatcher, request(f"again{i}", prompt))
+        assert [len(m.prefixes) > 0 for m in dispatcher._members].count(True) == 1
+        endpoints[home.index].kill(restart_s=0.01)
+        assert len(home.prefixes) == 0
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_degraded_replica_is_avoided_but_better_than_none() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[0]._enter(ReplicaState.DEGRADED)
+        await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
+        load = await dispatcher.load()
+        assert [r.state for r in load.replicas] == ["degraded", "ready"]
+        assert [r.report and r.report.num_prompt_tokens for r in load.replicas] == [0, 18]
+        endpoints[1].kill(restart_s=100)
+        assert (await ask(dispatcher, request("last"))).complete
+        assert asyncio.get_running_loop().time() < 10
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_requests_wait_for_the_first_replica_that_is_back() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[0].kill(restart_s=30)
+        endpoints[1].kill(restart_s=5)
+        waiting = asyncio.create_task(ask(dispatcher, request("waits")))
+        leaves = asyncio.create_task(ask(dispatcher, request("leaves")))
+        await asyncio.sleep(1)
+        assert (await dispatcher.load()).num_waiting == 2
+        assert (await dispatcher.health()).reason == (
+            "replica 1 of 2: the engine is restarting; replica 2 of 2: the engine is restarting"
+        )
+        await dispatcher.abort("leaves")
+        assert (await leaves).finish is FinishReason.ABORT
+        assert (await waiting).complete
+        assert 5 <= asyncio.get_running_loop().time() < 6
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_the_smallest_delay_of_full_replicas_is_told() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(2, max_num_seqs=1, max_num_waiting=1)
+        answers = await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
+        assert [answer.complete for answer in answers] == [True] * 4 + [False] * 2
+        refusal = answers[-1].refusal
+        assert isinstance(refusal, OverloadedError)
+        assert refusal.retry_after_s == 1
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_an_id_that_is_in_use_is_refused() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(1)
+        first = asyncio.create_task(ask(dispatcher, request("same")))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="same is already running"):
+            await ask(dispatcher, request("same"))
+        assert (await first).complete
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[0].kill(restart_s=50)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=100)))
+        await asyncio.sleep(0.1)
+        endpoints[1].give_up("It was broken.")
+        await asyncio.sleep(0.1)
+        endpoints[0].give_up("It was broken too.")
+        refusal = (await asking).refusal
+        assert isinstance(refusal, EngineDeadError)
+        assert str(refusal) == "replica 1 of 2: It was broken too."
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_many_replicas_share_the_work(count: int) -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(count)
+        asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
+        asking_all = asyncio.gather(*asking)
+        await asyncio.sleep(0.1)
+        assert dispatcher.ledger.num_requests == [4] * count
+        for endpoint in endpoints[::3]:
+            endpoint.kill(restart_s=1)
+        assert all(answer.complete for answer in await asking_all)
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())

@@ -1,0 +1,109 @@
+"""Hidden states on their way from one stage to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from pagoda.engine.messages import CurveKeys, StepPlan
+from pagoda.ipc.curve import keep_door, new_keys
+from pagoda.worker.stages import StageInput, StageOutput
+
+HIDDEN = 24
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def keys(
+    request: pytest.FixtureRequest, context: zmq.Context[zmq.Socket[bytes]]
+) -> CurveKeys | None:
+    if request.param == "ipc":
+        return None
+    keys = new_keys()
+    keep_door(context, keys)
+    return keys
+
+
+def make_input(
+    context: zmq.Context[zmq.Socket[bytes]],
+    directory: Path,
+    keys: CurveKeys | None,
+    dtype: torch.dtype = torch.float32,
+) -> StageInput:
+    address = f"ipc://{directory / 'stage'}" if keys is None else "tcp://127.0.0.1:*"
+    return StageInput(context, address, keys, hidden_size=HIDDEN, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_bit_arrives_in_order(
+    context: zmq.Context[zmq.Socket[bytes]],
+    tmp_path: Path,
+    keys: CurveKeys | None,
+    dtype: torch.dtype,
+) -> None:
+    source = make_input(context, tmp_path, keys, dtype)
+    target = StageOutput(context, source.address, keys)
+    generator = torch.Generator().manual_seed(0)
+    sent = [torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (1, 3, 2000)]
+    for step, hidden in enumerate(sent):
+        overwritten = hidden.clone()
+        target.send(step, overwritten)
+        overwritten.zero_()
+    for step, hidden in enumerate(sent):
+        received = source.receive(StepPlan(step, [0], [len(hidden)]))
+        assert torch.equal(received, hidden)
+
+
+def test_rows_of_a_larger_tensor(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, keys: CurveKeys | None
+) -> None:
+    source = make_input(context, tmp_path, keys)
+    wide = torch.arange(2.0 * 3 * HIDDEN).view(3, 2 * HIDDEN)
+    target = StageOutput(context, source.address, keys)
+    target.send(5, wide[:, :HIDDEN])
+    assert torch.equal(source.receive(StepPlan(5, [1, 2], [1, 2])), wide[:, :HIDDEN])
+
+
+@pytest.mark.parametrize(
+    ("step", "rows", "rule"), [(4, 2, "of step 4 came for step 3"), (3, 1, "came for the 2 tokens")]
+)
+def test_stages_that_disagree(
+    context: zmq.Context[zmq.Socket[bytes]],
+    tmp_path: Path,
+    keys: CurveKeys | None,
+    step: int,
+    rows: int,
+    rule: str,
+) -> None:
+    source = make_input(context, tmp_path, keys)
+    target = StageOutput(context, source.address, keys)
+    target.send(step, torch.zeros(rows, HIDDEN))
+    with pytest.raises(ValueError, match=rule):
+        source.receive(StepPlan(3, [0], [2]))
+
+
+def test_strangers_are_not_heard(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    keys, other = new_keys(), new_keys()
+    keep_door(context, keys)
+    source = make_input(context, tmp_path, keys)
+    stolen_address = CurveKeys(
+        server_key=keys.server_key,
+        public_key=other.public_key,
+        secret_key=other.secret_key,
+        server_secret_key=other.server_secret_key,
+    )
+    targets = [StageOutput(context, source.address, own) for own in (None, stolen_address, keys)]
+    for target in targets[:2]:
+        target.send(0, torch.ones(1, HIDDEN))
+    targets[2].send(0, torch.zeros(1, HIDDEN))
+    assert torch.equal(source.receive(StepPlan(0, [0], [1])), torch.zeros(1, HIDDEN))
