@@ -463,28 +463,26 @@ _SUMS = (
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
 )
-_LISTS = ("expert_tokens", "expert_rank_tokens")
-"""Added up number by number; the replicas' are of one length, where they have any."""
 
 
 def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadReport:
     reports = [replica.report for replica in replicas if replica.report is not None]
     sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMS}
     sums["num_waiting"] += num_held
-    lists = {
-        name: [
-            sum(column) for column in zip_longest(*(getattr(r, name) for r in reports), fillvalue=0)
-        ]
-        for name in _LISTS
-    }
     return LoadReport(
         **sums,
-        **lists,
+        expert_tokens=_added_up([report.expert_tokens for report in reports]),
+        expert_rank_tokens=_added_up([report.expert_rank_tokens for report in reports]),
         step_time_s=max((report.step_time_s for report in reports), default=0.0),
         stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
         is_worker_ready=any(report.is_worker_ready for report in reports),
         replicas=replicas,
     )
+
+
+def _added_up(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Number by number; those without any count as zeros."""
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
