@@ -18,6 +18,7 @@ from pagoda.parallel.config import ParallelConfig
 from pagoda.parallel.distributed import DistributedCollectives
 from pagoda.worker import group
 from pagoda.worker.meeting import Meeting, host_identity
+from pagoda.worker.stages import StageState
 
 HIDDEN = 8
 
@@ -114,11 +115,11 @@ def test_each_stage_passes_on_to_the_next(
     assert targets[1] is not None
     assert second.source is not None
     assert third.source is not None
-    targets[0].send(0, torch.zeros(1, HIDDEN))
-    targets[1].send(0, torch.ones(1, HIDDEN))
+    targets[0].send(0, StageState(torch.zeros(1, HIDDEN), []))
+    targets[1].send(0, StageState(torch.ones(1, HIDDEN), []))
     plan = StepPlan(0, [0], [1])
-    assert second.source.receive(plan).sum() == 0
-    assert third.source.receive(plan).sum() == HIDDEN
+    assert second.source.receive(plan).hidden.sum() == 0
+    assert third.source.receive(plan).hidden.sum() == HIDDEN
 
 
 def test_one_host_has_one_identity_for_each_address() -> None:
