@@ -244,7 +244,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request."""
+    """New tokens of one request, or news of its prompt."""
 
     request_id: str
     token_ids: list[int]
@@ -258,6 +258,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose KV came from the cache at first admission."""
     error: str | None = None
     """One sentence, with `FinishReason.ERROR`."""
+    num_computed_tokens: int = 0
+    """In a chunk without tokens: how far the engine has got with the prompt. For whoever weighs the load."""
 
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):

@@ -464,6 +464,12 @@ class Scheduler:
                         f"The worker's result of step {result.step} lacks slot {share.slot}."
                     )
                 chunks.append(self._append(request, token_id, result.logprobs.get(share.slot)))
+            else:
+                chunks.append(
+                    TokenChunk(
+                        request.request_id, [], num_computed_tokens=request.num_computed_tokens
+                    )
+                )
         return chunks
 
     def _confirm(self, share: _Share) -> None:

@@ -140,6 +140,9 @@ class Dispatcher:
                 try:
                     async with contextlib.aclosing(chunks):
                         async for chunk in chunks:
+                            if chunk.num_computed_tokens:
+                                self._ledger.reach(held.account, chunk.num_computed_tokens)
+                                continue
                             chunk = self._take(held, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
@@ -273,7 +276,8 @@ class Dispatcher:
         held.member = member
         held.account = self._ledger.open(
             member.index,
-            prompt_tokens=num_tokens - choices[chosen].num_cached_tokens,
+            num_tokens=num_tokens,
+            num_cached_tokens=choices[chosen].num_cached_tokens,
             max_output_tokens=held.num_tokens_left,
         )
         if held.is_suspect:
@@ -399,7 +403,7 @@ class _Held:
         """An engine took it, or it waited for one: it is not refused for want of room any more."""
         self.member: _Member | None = None
         """Where it is; None while it waits for a replica."""
-        self.account = Account(0, 0, 0)
+        self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
         self.keys: list[bytes] | None = None

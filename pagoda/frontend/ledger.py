@@ -1,6 +1,6 @@
 """How much work each replica has: every request counts on one replica, from its acceptance to its end.
 
-A request's work is counted in tokens: those of its prompt that are not computed yet, until its first token comes,
+A request's work is counted in tokens: those of its prompt that are not computed yet, as far as its engine says,
 and those of its answer that are still to come. How long an answer will be nobody knows; until it ends it counts
 as one of the usual length, and never as more than `max_tokens` allows.
 """
@@ -14,10 +14,14 @@ _USUAL_WEIGHT = 0.02
 class Account:
     """One request on one replica."""
 
-    __slots__ = ("output_tokens", "prompt_tokens", "replica")
+    __slots__ = ("num_tokens", "output_tokens", "prompt_tokens", "replica")
 
-    def __init__(self, replica: int, prompt_tokens: int, output_tokens: int) -> None:
+    def __init__(
+        self, replica: int, *, num_tokens: int, prompt_tokens: int, output_tokens: int
+    ) -> None:
         self.replica = replica
+        self.num_tokens = num_tokens
+        """That the replica was given, cached or not."""
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
 
@@ -31,10 +35,16 @@ class Ledger:
         self.num_requests = [0] * num_replicas
         self._usual_output_tokens = 64.0
 
-    def open(self, replica: int, *, prompt_tokens: int, max_output_tokens: int) -> Account:
-        """A request was given to `replica`: `prompt_tokens` are to be computed there before its next token."""
-        output_tokens = max(1, min(max_output_tokens, round(self._usual_output_tokens)))
-        account = Account(replica, max(0, prompt_tokens), output_tokens)
+    def open(
+        self, replica: int, *, num_tokens: int, num_cached_tokens: int, max_output_tokens: int
+    ) -> Account:
+        """A request of `num_tokens`, of which the first are believed to be cached, was given to `replica`."""
+        account = Account(
+            replica,
+            num_tokens=num_tokens,
+            prompt_tokens=max(0, num_tokens - num_cached_tokens),
+            output_tokens=max(1, min(max_output_tokens, round(self._usual_output_tokens))),
+        )
         self.pending_tokens[replica] += account.prompt_tokens + account.output_tokens
         self.num_requests[replica] += 1
         return account
@@ -46,6 +56,13 @@ class Ledger:
         done = min(num_tokens, account.output_tokens - 1) + account.prompt_tokens
         account.output_tokens -= done - account.prompt_tokens
         account.prompt_tokens = 0
+        self.pending_tokens[account.replica] -= done
+
+    def reach(self, account: Account, num_computed_tokens: int) -> None:
+        """So many of the request's tokens have been computed, or were cached."""
+        left = max(0, account.num_tokens - num_computed_tokens)
+        done = max(0, account.prompt_tokens - left)
+        account.prompt_tokens -= done
         self.pending_tokens[account.replica] -= done
 
     def close(self, account: Account) -> None:
