@@ -285,7 +285,10 @@ def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
 def session_of(body: GenerationFields, header: str | None) -> str | None:
     """The name of a request's session, from the header `X-Session-ID` or else the body; None if it has none."""
     session = header or body.prompt_cache_key or body.user
-    return None if not session else session[:MAX_SESSION_CHARS]
+    if not session:
+        return None
+    # A header may hold any bytes; those that are not UTF-8 come as lone surrogates.
+    return session[:MAX_SESSION_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

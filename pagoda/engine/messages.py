@@ -258,8 +258,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose KV came from the cache at first admission."""
     error: str | None = None
     """One sentence, with `FinishReason.ERROR`."""
-    num_computed_tokens: int = 0
-    """In a chunk without tokens: how far the engine has got with the prompt. For whoever weighs the load."""
+    num_computed_tokens: int | None = None
+    """In a chunk that is news of the prompt alone: how many of its tokens are computed. For weighing the load."""
 
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):

@@ -456,7 +456,7 @@ class Scheduler:
             if error is not None:
                 chunks.append(self._fail(request, error))
                 continue
-            self._confirm(share)
+            is_current = self._confirm(share)
             if share.samples:
                 token_id = sampled.get(share.slot)
                 if token_id is None:
@@ -464,7 +464,7 @@ class Scheduler:
                         f"The worker's result of step {result.step} lacks slot {share.slot}."
                     )
                 chunks.append(self._append(request, token_id, result.logprobs.get(share.slot)))
-            else:
+            elif is_current:
                 chunks.append(
                     TokenChunk(
                         request.request_id, [], num_computed_tokens=request.num_computed_tokens
@@ -472,15 +472,17 @@ class Scheduler:
                 )
         return chunks
 
-    def _confirm(self, share: _Share) -> None:
+    def _confirm(self, share: _Share) -> bool:
+        """Whether what was computed still counts: the request was not preempted meanwhile."""
         request = share.request
         if share.admission != request.admission or request.slot is None:
-            return
+            return False
         request.num_computed_tokens += share.num_tokens
         self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
         if request.strikes and request.num_computed_tokens >= request.strike_point:
             request.strikes = 0
             self._suspects.discard(request)
+        return True
 
     def _append(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None

@@ -27,6 +27,10 @@ from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig
 
 
+_HANG_UP_S = 1.0
+"""How long a worker may be without a connection before it counts as lost."""
+
+
 class GroupExecutor:
     """One worker for each rank of a replica, all reached through one ZeroMQ router socket.
 
@@ -85,7 +89,10 @@ class GroupExecutor:
             raise RuntimeError("A plan was submitted without a worker.")
         group.send_to_all(self._encode_plan(plan))
         group.num_in_flight += 1
-        if group.num_in_flight == 1:
+        if group.unreachable is not None:
+            # Its process has most likely ended, and how it did is about to be known.
+            group.deadline = self._clock.now() + _HANG_UP_S
+        elif group.num_in_flight == 1:
             group.deadline = self._clock.now() + self._step_timeout_s
 
     def poll(self) -> list[ExecutorEvent]:
@@ -97,7 +104,9 @@ class GroupExecutor:
         for rank, message in group.receive():
             match message:
                 case WorkerFailed():
-                    return [*events, self._lose(group.failure(rank, message))]
+                    # A worker that was lost makes those fail that were talking to it: it is the one to name.
+                    first = None if message.is_user_error else lost
+                    return [*events, self._lose(first or group.failure(rank, message))]
                 case WorkerHello():
                     group.greet(rank, message)
                 case WorkerReady():
@@ -107,16 +116,18 @@ class GroupExecutor:
                     events += [event] if event is not None else []
                 case StepResult():
                     group.num_in_flight -= 1
-                    group.deadline = (
-                        self._clock.now() + self._step_timeout_s if group.num_in_flight else None
-                    )
+                    if group.unreachable is None:
+                        group.deadline = (
+                            self._clock.now() + self._step_timeout_s
+                            if group.num_in_flight
+                            else None
+                        )
                     events.append(message)
         if lost is not None:
             events.append(self._lose(lost))
         elif group.deadline is not None and self._clock.now() >= group.deadline:
-            events.append(
-                self._lose(WorkerLost(f"a step took longer than {self._step_timeout_s:g} s"))
-            )
+            late = WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
+            events.append(self._lose(group.unreachable or late))
         return events
 
     def _lose(self, loss: WorkerLost) -> WorkerLost:
@@ -153,6 +164,8 @@ class _Group:
         self.socket.setsockopt(zmq.LINGER, 0)
         # A worker that connects anew after its network was gone takes the place of its old connection.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # What cannot be sent is known, instead of lost in silence.
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             keep_door(self._context, keys)
             encrypt_server(self.socket, keys)
@@ -161,6 +174,8 @@ class _Group:
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
         """Both by rank in the replica."""
+        self.unreachable: WorkerLost | None = None
+        """A worker without a connection, which has missed a message."""
         self.num_in_flight = 0
         self.deadline: float | None = None
         """When the step that is being executed has taken too long; None when there is none."""
@@ -168,8 +183,13 @@ class _Group:
         self.workers = launch(configs, endpoint)
 
     def send_to_all(self, payload: bytes) -> None:
-        for rank in range(len(self._configs)):
-            self.socket.send_multipart([_identity(rank), payload])
+        for rank, config in enumerate(self._configs):
+            try:
+                self.socket.send_multipart([_identity(rank), payload])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
 
     def receive(self) -> list[tuple[int, WorkerMessage]]:
         messages: list[tuple[int, WorkerMessage]] = []

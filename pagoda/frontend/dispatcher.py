@@ -140,7 +140,7 @@ class Dispatcher:
                 try:
                     async with contextlib.aclosing(chunks):
                         async for chunk in chunks:
-                            if chunk.num_computed_tokens:
+                            if chunk.num_computed_tokens is not None:
                                 self._ledger.reach(held.account, chunk.num_computed_tokens)
                                 continue
                             chunk = self._take(held, chunk)
@@ -154,6 +154,9 @@ class Dispatcher:
                 finally:
                     self._leave(held)
         finally:
+            if held.token_ids:
+                # However it ended: at a stop string, and when the client has enough, no last chunk comes.
+                self._ledger.learn(len(held.token_ids))
             del self._requests[held.request_id]
             if not self._requests:
                 self._idle.set()
@@ -209,7 +212,12 @@ class Dispatcher:
     async def close(self) -> None:
         await cancel_all(self._watchers)
         self._fail(EngineDeadError("The engine was closed."))
-        await asyncio.gather(*(member.replica.close() for member in self._members))
+        ends = await asyncio.gather(
+            *(member.replica.close() for member in self._members), return_exceptions=True
+        )
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
     # ---- the way of a request
 
@@ -238,23 +246,34 @@ class Dispatcher:
         while not (held.aborted or held.is_given_up):
             if self._failure is not None:
                 raise self._failure
-            if not held.is_suspect or self._on_trial is None:
-                open_members = self._open_members()
-                candidates = [m for m in open_members if m.index not in held.refusals]
-                if candidates:
-                    return self._enter(held, candidates)
-                if open_members:
-                    retry_after_s = min(held.refusals.values())
-                    raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
+            if held.is_suspect and self._on_trial is not None:
+                await self._change(held)
+                continue
+            candidates = self._candidates(held)
+            if candidates:
+                return self._enter(held, candidates)
+            if not any(member.takes_requests for member in self._members):
+                held.has_waited = True
+                await self._change(held)
                 held.refusals.clear()
-                held.returns = True
-            await self._change(held)
+                continue
+            retry_after_s = min(held.refusals.values())
+            if not held.has_waited:
+                raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
+            # It was taken when no engine ran; now too many were held back for those that do.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(retry_after_s):
+                    await self._change(held)
+            held.refusals.clear()
         return None
 
-    def _open_members(self) -> list[_Member]:
-        """Those that compute; if there is none, those that will when they have a worker again."""
-        ready = [m for m in self._members if m.replica.state is ReplicaState.READY]
-        return ready or [m for m in self._members if m.takes_requests]
+    def _candidates(self, held: _Held) -> list[_Member]:
+        """Of those that have not refused it: those that compute, else those that will with a new worker."""
+        open_members = [
+            m for m in self._members if m.takes_requests and m.index not in held.refusals
+        ]
+        ready = [m for m in open_members if m.replica.state is ReplicaState.READY]
+        return ready or open_members
 
     def _enter(self, held: _Held, candidates: Sequence[_Member]) -> _Member:
         keys = self._keys_of(held)
@@ -309,8 +328,6 @@ class Dispatcher:
         elif chunk.num_cached_tokens != held.num_cached_tokens:
             chunk = msgspec.structs.replace(chunk, num_cached_tokens=held.num_cached_tokens)
         if chunk.finish_reason is not None:
-            if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._ledger.learn(len(held.token_ids))
             self._leave(held)
         return chunk
 
@@ -400,7 +417,9 @@ class _Held:
         self.request_id = request.request_id
         self.token_ids = list(request.output_token_ids)
         self.returns = request.returns
-        """An engine took it, or it waited for one: it is not refused for want of room any more."""
+        """An engine took it, so none refuses it for want of room any more."""
+        self.has_waited = False
+        """It was accepted when no engine ran, so it is not refused for want of room either, but waits."""
         self.member: _Member | None = None
         """Where it is; None while it waits for a replica."""
         self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)

@@ -77,7 +77,7 @@ class EngineClient:
         self._failed = asyncio.Event()
         self._draining = False
         self._deaths_in_row = 0
-
+        self._ready_at: float | None = None
         self._name = _name(config)
 
     @property
@@ -202,9 +202,9 @@ class EngineClient:
         try:
             loop = asyncio.get_running_loop()
             while True:
-                started_at = loop.time()
+                self._ready_at = None
                 reason = await self._run_engine()
-                if loop.time() - started_at >= STABLE_S:
+                if self._ready_at is not None and loop.time() - self._ready_at >= STABLE_S:
                     self._deaths_in_row = 0
                 self._deaths_in_row += 1
                 if self._deaths_in_row > MAX_DEATHS_IN_ROW:
@@ -223,23 +223,31 @@ class EngineClient:
 
     async def _run_engine(self) -> str:
         """Starts an engine and serves it until it ends; returns how it ended."""
-        self._engine = _Engine(self._config, self._directory, self._context)
         try:
-            await self._engine.send(self._encode(Hello()))
-            await self._receive_until_death(self._engine)
-            return self._engine.child.describe_end()
+            engine = self._engine = _Engine(self._config, self._directory, self._context)
+        except OSError as error:
+            return f"could not be started ({error.strerror})"
+        try:
+            await engine.send(self._encode(Hello()))
+            await self._receive_until_death(engine)
+            end = engine.child.describe_end()
+        except asyncio.CancelledError:
+            raise  # by `close`, which asks the engine to end
         except msgspec.DecodeError as error:
-            self._engine.drop()
-            return f"sent what is not a message ({error})"
+            end = f"sent what is not a message ({error})"
         except _EngineGaveUpError as error:
-            self._engine.drop()
-            return f"gave up ({str(error).removesuffix('.')})"
-        finally:
-            if not self._engine.child.is_alive():
-                self._engine.drop()
-                self._engine = None
-                self._enter(ReplicaState.STARTING)
-                self._lose_requests()
+            end = f"gave up ({str(error).removesuffix('.')})"
+        except BaseException:
+            self._drop(engine)
+            raise
+        self._drop(engine)
+        return end
+
+    def _drop(self, engine: _Engine) -> None:
+        engine.drop()
+        self._engine = None
+        self._enter(ReplicaState.STARTING)
+        self._lose_requests()
 
     async def _receive_until_death(self, engine: _Engine) -> None:
         died = asyncio.ensure_future(engine.died.wait())
@@ -250,13 +258,13 @@ class EngineClient:
                 if not received.done():
                     received.cancel()
                     break
-                await self._take(engine, received.result())
+                self._take(engine, received.result())
             while await engine.socket.poll(_LAST_WORDS_MS):
-                await self._take(engine, await engine.socket.recv())
+                self._take(engine, await engine.socket.recv())
         finally:
             died.cancel()
 
-    async def _take(self, engine: _Engine, payload: bytes) -> None:
+    def _take(self, engine: _Engine, payload: bytes) -> None:
         message = self._decode(payload)
         match message:
             case TokenChunks():
@@ -288,6 +296,7 @@ class EngineClient:
         self._limits = ready
         self._config = _with_num_blocks(self._config, ready.num_blocks)
         engine.ready = True
+        self._ready_at = asyncio.get_running_loop().time()
         self._enter(ReplicaState.READY)
         if self._started is not None and not self._started.done():
             self._started.set_result(None)

@@ -7,6 +7,7 @@ and is checked when a configuration is made, wherever the values come from.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
@@ -23,7 +24,7 @@ from pagoda.frontend.sizes import parse_bytes
 from pagoda.ipc.machine import available_memory_bytes
 from pagoda.models.resolve import ModelFiles, resolve_model
 from pagoda.models.topology import check_topology
-from pagoda.parallel.config import ParallelConfig
+from pagoda.parallel.config import ParallelConfig, num_cpu_devices
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -211,7 +212,7 @@ _PARALLEL_UNUSED_BY_RAY = ("devices",)
 """Which cores a rank gets is for Ray to say, and it counts them only."""
 
 
-@Parameter(name="*", group=Group("Simulation", sort_key=20))
+@Parameter(name="*", group=Group("Executor", sort_key=20))
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
     """What computes the steps: worker processes, or a cost model that makes up tokens."""
@@ -310,7 +311,21 @@ def _refuse_unused(given: T, default: T, names: Sequence[str], executor: str) ->
 
 
 def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:
-    """One worker of a topology whose ranks all share this host."""
+    """One worker of a topology whose ranks all share this host.
+
+    Raises:
+        ConfigError: a device is named that this host does not have.
+    """
+    cores = len(os.sched_getaffinity(0))
+    count = num_cpu_devices(cores, parallel.num_ranks, worker.num_threads)
+    for device in parallel.devices:
+        if int(device.removeprefix("cpu:")) >= count:
+            known = "cpu:0" if count == 1 else f"cpu:0 to cpu:{count - 1}"
+            raise ConfigError(
+                f"--devices names {device}, but the {cores} cores of this host are {known} with "
+                f"{parallel.num_ranks} workers"
+                + (f" of {worker.num_threads} threads." if worker.num_threads else ".")
+            )
     if parallel.num_ranks == 1:
         return msgspec.structs.replace(worker, parallel=parallel)
     return msgspec.structs.replace(

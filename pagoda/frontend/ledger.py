@@ -71,5 +71,5 @@ class Ledger:
         self.num_requests[account.replica] -= 1
 
     def learn(self, num_output_tokens: int) -> None:
-        """An answer has ended by itself with so many tokens."""
+        """An answer has ended with so many tokens."""
         self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)

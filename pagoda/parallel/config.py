@@ -23,6 +23,14 @@ def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
     return range(num_experts * tp_rank // tp_size, num_experts * (tp_rank + 1) // tp_size)
 
 
+def num_cpu_devices(cores: int, workers: int, threads: int | None) -> int:
+    """How many devices the cores of a host are: `cpu:i` is the i-th of so many equal parts.
+
+    One for each of the host's workers, or as many as have `threads` cores, if that is more.
+    """
+    return max(workers, cores // threads) if threads else workers
+
+
 class RankPlace(msgspec.Struct, frozen=True, order=True):
     """One worker's coordinates."""
 
@@ -51,7 +59,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Stages, each with some of the layers."""
     devices: tuple[str, ...] = ()
-    """Such as `cpu:0`; empty means the first devices there are. `cpu:i` is the i-th equal part of the cores."""
+    """Such as `cpu:0`; empty means the first devices there are. See `num_cpu_devices`."""
     expert_parallel: bool = False
     """Whether the tensor-parallel ranks share out whole experts instead of parts of every expert."""
 

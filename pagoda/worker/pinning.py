@@ -14,6 +14,7 @@ import msgspec
 
 from pagoda.engine.messages import WorkerConfig
 from pagoda.ipc.machine import available_cores
+from pagoda.parallel.config import num_cpu_devices
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -27,7 +28,8 @@ def settle(config: WorkerConfig) -> WorkerConfig:
     num_threads = config.num_threads or max(1, available_cores() // config.workers_on_host)
     cores = os.sched_getaffinity(0)
     if config.parallel.devices or (config.pin_threads and config.workers_on_host > 1):
-        cores = part_of_cores(cores, _device_number(config), config.workers_on_host)
+        count = num_cpu_devices(len(cores), config.workers_on_host, config.num_threads)
+        cores = part_of_cores(cores, _device_number(config), count)
         os.sched_setaffinity(0, cores)
     if config.pin_threads:
         _pin_threads(places(cores))
@@ -42,7 +44,7 @@ def _device_number(config: WorkerConfig) -> int:
 def part_of_cores(
     allowed: Iterable[int], index: int, count: int, topology: Path = _TOPOLOGY
 ) -> set[int]:
-    """The `index`-th of `count` equal parts of the cores; counted in circles where there are not so many.
+    """The `index`-th of `count` equal parts of the cores.
 
     Hyper-threads of one core lie in one part where possible; with fewer cores than parts, parts share them.
     """
@@ -53,8 +55,7 @@ def part_of_cores(
     size = len(cores) // count
     if size == 0:
         return {cores[index % len(cores)]}
-    start = index % count * size
-    return set(cores[start : start + size])
+    return set(cores[index * size : (index + 1) * size])
 
 
 def _pin_threads(cores: list[int]) -> None:
