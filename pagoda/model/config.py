@@ -259,18 +259,6 @@ class ModelConfig:
                 maps += mlp
         return sum(m.outputs * m.inputs for m in maps)
 
-    def num_vector_elements(self, num_layers: int) -> int:
-        """Of the norms and biases of so many layers, and of the norm behind the last one."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        norms = 2 * hidden + 2 * self.head_dim * self.qk_norm
-        biases = (
-            (q_size + 2 * kv_size) * self.qkv_bias
-            + hidden * self.output_bias
-            + (2 * inner + hidden) * self.mlp_bias
-        )
-        return num_layers * (norms + biases) + hidden
-
 
 def read_model_config(directory: Path) -> ModelConfig:
     """The config.json in a model directory.

@@ -106,10 +106,11 @@ class Decoder(Generic[LinearT, PlanT]):
         own = self._backend.linear(hidden, self._require_head()).float()
         if self._backend.group.size == 1:
             return own
-        missing = self._shard.vocabulary_share - own.shape[1]
-        shares = self._backend.group.all_gather(torch.nn.functional.pad(own, (0, missing)))
-        joined = shares.transpose(0, 1).flatten(1)
-        return joined[:, : self._shard.config.vocab_size].contiguous()
+        sizes = self._shard.vocabulary_shares
+        # Ranks hold up to a few tokens more or less, and gather rows of one length.
+        padded = torch.nn.functional.pad(own, (0, max(sizes) - own.shape[1]))
+        shares = self._backend.group.all_gather(padded)
+        return torch.cat([share[:, :n] for share, n in zip(shares, sizes, strict=True)], dim=1)
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token of each row of hidden states [m, hidden], and whether its logits are finite."""

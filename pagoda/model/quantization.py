@@ -16,7 +16,7 @@ from pagoda.backend.weights import GROUP_SIZES, DenseWeight, GroupedWeight, Int8
 from pagoda.errors import ConfigError
 from pagoda.model.config import LinearMap
 from pagoda.model.quantization_config import EMBEDDING, HEAD, ROUTERS
-from pagoda.model.sharding import Part, PartialWeights
+from pagoda.model.sharding import Part, PartialWeights, format_of_part
 from pagoda.model.weight_formats import DenseFormat, GroupedFormat, Int8Format, WeightFormat
 
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -48,7 +48,9 @@ class Int4OnLoad:
                 f"{name}.weight has {inputs} inputs, which groups of {self.group_size} do not divide; "
                 "take another --quantization-group-size, or --quantization int8."
             )
-        return GroupedFormat(bits=4, group_size=self.group_size, offsets=False, input_order=False)
+        return GroupedFormat(
+            bits=4, group_size=self.group_size, offsets=False, input_order=False, can_regroup=False
+        )
 
 
 QuantizationOnLoad = Int8OnLoad | Int4OnLoad
@@ -94,7 +96,12 @@ class QuantizedWeights:
         weight = self._dense.linear(linear_map, part, dtype)
         if not isinstance(weight, DenseWeight):
             raise TypeError(f"{name} is quantized already.")
-        held_as = self._quantization.format_of(name, len(part.inputs))
+        held_as = format_of_part(
+            name,
+            self._quantization.format_of(name, linear_map.inputs),
+            linear_map.inputs,
+            part.inputs,
+        )
         if isinstance(held_as, DenseFormat):
             return weight
         quantized: Int8Weight | GroupedWeight

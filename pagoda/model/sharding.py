@@ -24,12 +24,24 @@ from pagoda.backend.weights import (
 )
 from pagoda.errors import ConfigError
 from pagoda.model.config import ExpertMaps, LinearMap, ModelConfig, Split
-from pagoda.model.weight_formats import DenseFormat, Quantization, format_bytes
+from pagoda.model.weight_formats import (
+    DenseFormat,
+    GroupedFormat,
+    Quantization,
+    WeightFormat,
+    format_bytes,
+    part_format,
+)
 from pagoda.model.weights import WeightSource
-from pagoda.parallel.config import ParallelConfig, RankPlace, expert_share
-
-_CHANNEL_UNITS = (128, 64, 32)
-"""Channels are cut between multiples of one of these where possible: between groups of quantized weights."""
+from pagoda.models.topology import (
+    EXPERT_INNER,
+    INNER,
+    VOCABULARY,
+    ModelSizes,
+    check_sizes,
+    nearest_sizes,
+)
+from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, expert_share
 
 
 @dataclass(frozen=True)
@@ -90,14 +102,14 @@ class Shard:
         return self.channels(self.config.vocab_size)
 
     @property
-    def vocabulary_share(self) -> int:
-        """The most tokens that a rank holds; the last ranks may have fewer."""
-        return _share_of_channels(self.config.vocab_size, self.tp_size)
+    def vocabulary_shares(self) -> list[int]:
+        """How many tokens each of the ranks holds."""
+        vocab, size = self.config.vocab_size, self.tp_size
+        return [len(channel_share(vocab, rank, size)) for rank in range(size)]
 
     def channels(self, count: int) -> range:
-        """This rank's part of `count` channels, cut between groups of quantized weights."""
-        each = _share_of_channels(count, self.tp_size)
-        return range(min(count, self.tp_rank * each), min(count, (self.tp_rank + 1) * each))
+        """This rank's part of `count` channels."""
+        return channel_share(count, self.tp_rank, self.tp_size)
 
     def part_of(self, linear_map: LinearMap) -> Part:
         """What this rank holds of a linear map."""
@@ -156,15 +168,26 @@ class Shard:
         """Of the rank's weights in memory; `itemsize` is that of the activations' dtype.
 
         Raises:
-            ConfigError: a linear map cannot be quantized so.
+            ConfigError: a linear map cannot be quantized, or cut, so.
         """
-        total = self.config.num_vector_elements(len(self.layers)) * itemsize
+        total = self._num_vector_elements() * itemsize
         for m in self.linear_maps():
-            held_as = (
-                DenseFormat() if quantization is None else quantization.format_of(m.name, m.inputs)
-            )
             part = self.part_of(m)
+            held_as = format_of_part(m.name, _format_of(m, quantization), m.inputs, part.inputs)
             total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
+        return total
+
+    def _num_vector_elements(self) -> int:
+        """Of norms, and of this rank's parts of biases."""
+        config = self.config
+        total = config.hidden_size * self.is_last
+        for layer in self.layers:
+            attention = config.attention_maps(layer)
+            biases = [*attention][:3] * config.qkv_bias + [attention.out] * config.output_bias
+            if config.expert_maps(layer) is None:
+                biases += [*config.mlp_maps(layer)] * config.mlp_bias
+            total += 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
+            total += sum(len(self.part_of(m).outputs) for m in biases)
         return total
 
 
@@ -179,38 +202,97 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
     Raises:
         ConfigError: the model cannot be split so.
     """
-    tp_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
-        raise ConfigError(
-            f"--tensor-parallel-size {tp_size} does not split the model's {heads} attention heads and "
-            f"{kv_heads} KV heads evenly."
-        )
-    if num_stages > config.num_layers:
-        raise ConfigError(
-            f"--pipeline-parallel-size {num_stages} is more than the model's {config.num_layers} layers."
-        )
-    if parallel.expert_parallel:
-        _check_experts(config, tp_size)
+    check_sizes("the model", _sizes(config, expert_parallel=parallel.expert_parallel), parallel)
     return Shard(
         config,
-        split_layers(config, num_stages)[place.pp],
+        split_layers(config, parallel.pipeline_parallel_size)[place.pp],
         tp_rank=place.tp,
-        tp_size=tp_size,
+        tp_size=parallel.tensor_parallel_size,
         expert_parallel=parallel.expert_parallel,
     )
 
 
-def _check_experts(config: ModelConfig, tp_size: int) -> None:
-    if config.experts is None:
+def check_quantized_parts(
+    config: ModelConfig, quantization: Quantization | None, parallel: ParallelConfig
+) -> None:
+    """Checks that no rank gets a part of a quantized map that cannot be held.
+
+    Raises:
+        ConfigError: one does, or a map cannot be quantized so at all.
+    """
+    # Maps that are cut and quantized alike need but one look, as there may be thousands.
+    maps = {
+        (m.split, m.inputs, held_as): m.name
+        for m in whole(config).linear_maps()
+        if isinstance(held_as := _format_of(m, quantization), GroupedFormat)
+    }
+
+    def first_cut(size: int) -> tuple[str, int, GroupedFormat, range] | None:
+        for rank in range(size):
+            shard = Shard(config, range(config.num_layers), rank, size, parallel.expert_parallel)
+            for (split, inputs, held_as), name in maps.items():
+                part = shard.part_of(LinearMap(name, 0, inputs, split)).inputs
+                if part_format(held_as, inputs, part) is None:
+                    return name, inputs, held_as, part
+        return None
+
+    tp_size = parallel.tensor_parallel_size
+    cut = first_cut(tp_size)
+    if cut is None:
+        return
+    sizes = _sizes(config, expert_parallel=parallel.expert_parallel)
+    nearest = nearest_sizes(
+        tp_size,
+        config.num_heads,
+        lambda size: (
+            sizes.can_share(size, expert_parallel=parallel.expert_parallel)
+            and first_cut(size) is None
+        ),
+    )
+    name, inputs, held_as, part = cut
+    other = "" if held_as.can_regroup else ", or take a smaller --quantization-group-size"
+    raise ConfigError(
+        f"--tensor-parallel-size {tp_size} cuts the {inputs} inputs of {name}.weight inside its groups of "
+        f"{held_as.group_size}, into parts such as {part.start} to {part.stop}; the nearest that does not is "
+        f"{nearest}{other}."
+    )
+
+
+def _sizes(config: ModelConfig, *, expert_parallel: bool) -> ModelSizes:
+    experts = config.experts
+    channels = [(config.vocab_size, VOCABULARY)]
+    if experts is None or len(experts.layers) < config.num_layers:
+        channels.append((config.intermediate_size, INNER))
+    if experts is not None and not expert_parallel:
+        channels.append((experts.intermediate_size, EXPERT_INNER))
+    return ModelSizes(
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        layers=config.num_layers,
+        channels=tuple(channels),
+        experts=0 if experts is None else experts.num_experts,
+    )
+
+
+def _format_of(linear_map: LinearMap, quantization: Quantization | None) -> WeightFormat:
+    if quantization is None:
+        return DenseFormat()
+    return quantization.format_of(linear_map.name, linear_map.inputs)
+
+
+def format_of_part(name: str, held_as: WeightFormat, num_inputs: int, part: range) -> WeightFormat:
+    """See `part_format`; `name` is that of the linear map.
+
+    Raises:
+        ConfigError: the part cannot be held.
+    """
+    held = part_format(held_as, num_inputs, part)
+    if held is None:
         raise ConfigError(
-            "--enable-expert-parallel needs a model with experts, such as Qwen3-MoE or Mixtral; leave it out."
+            f"the {num_inputs} inputs of {name}.weight, quantized in groups, cannot be cut into parts such as "
+            f"{part.start} to {part.stop}; take a smaller --tensor-parallel-size."
         )
-    if tp_size > config.experts.num_experts:
-        raise ConfigError(
-            f"--tensor-parallel-size {tp_size} is more than the model's {config.experts.num_experts} experts, and "
-            "with --enable-expert-parallel every rank needs one at least."
-        )
+    return held
 
 
 def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
@@ -280,10 +362,12 @@ class CutWeights:
 
 
 def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -> LinearWeight:
-    """The part of a weight that a rank holds; `dtype` is that of activations.
+    """The part of a weight that a rank holds, in memory of its own; `dtype` is that of activations.
+
+    A dense part may lie in the memory of the whole.
 
     Raises:
-        ConfigError: the inputs are cut inside a group that shares a scale.
+        ConfigError: the inputs are cut inside a group that shares a scale, and that cannot be cut.
     """
     if (len(part.outputs), len(part.inputs)) == weight_shape(weight):
         return weight
@@ -291,40 +375,39 @@ def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.values[outputs, inputs].contiguous())
     if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.values[outputs, inputs].contiguous(), weight.scales[outputs])
+        return Int8Weight(_copied(weight.values[outputs, inputs]), _copied(weight.scales[outputs]))
     return _part_of_groups(name, weight, part, dtype)
 
 
 def _part_of_groups(
     name: str, weight: GroupedWeight, part: Part, dtype: torch.dtype
 ) -> LinearWeight:
-    outputs, inputs, size = _slice(part.outputs), _slice(part.inputs), weight.group_size
-    order = weight.input_order
-    if len(part.inputs) == weight_shape(weight)[1]:
-        groups = slice(None)
-    elif order is not None:
-        # A rank's activations lie scattered over all groups; as numbers they need no groups.
+    outputs, inputs = _slice(part.outputs), _slice(part.inputs)
+    has_offsets, has_order = weight.offsets is not None, weight.input_order is not None
+    stored = GroupedFormat(weight.bits, weight.group_size, has_offsets, has_order)
+    held_as = format_of_part(name, stored, weight_shape(weight)[1], part.inputs)
+    if not isinstance(held_as, GroupedFormat):
         return DenseWeight(dequantize(weight)[outputs, inputs].to(dtype).contiguous())
-    elif inputs.start % size or inputs.stop % size:
-        raise ConfigError(
-            f"{name}.weight has groups of {size} inputs, which the tensor-parallel ranks would cut at input "
-            f"{inputs.start if inputs.start % size else inputs.stop}; take a smaller --tensor-parallel-size."
-        )
-    else:
-        groups = slice(inputs.start // size, inputs.stop // size)
+    size = held_as.group_size
+    groups = slice(part.inputs.start // size, part.inputs.stop // size)
+
+    def regrouped(numbers: Tensor) -> Tensor:
+        smaller = numbers[outputs].repeat_interleave(weight.group_size // size, dim=1)
+        return _copied(smaller[:, groups])
+
     return GroupedWeight(
-        weight.codes[outputs, inputs].contiguous(),
-        weight.scales[outputs, groups].contiguous(),
-        None if weight.offsets is None else weight.offsets[outputs, groups].contiguous(),
+        _copied(weight.codes[outputs, inputs]),
+        regrouped(weight.scales),
+        None if weight.offsets is None else regrouped(weight.offsets),
         bits=weight.bits,
         group_size=size,
-        input_order=order,
+        input_order=weight.input_order,
     )
 
 
-def _share_of_channels(count: int, ranks: int) -> int:
-    unit = next((unit for unit in _CHANNEL_UNITS if count % (unit * ranks) == 0), 1)
-    return -(-count // (unit * ranks)) * unit
+def _copied(part: Tensor) -> Tensor:
+    """Else it would keep the memory of the whole."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _even_share(count: int, rank: int, ranks: int) -> range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pagoda.backend.weights import GROUP_SIZES
@@ -27,6 +27,8 @@ class GroupedFormat:
     group_size: int
     offsets: bool
     input_order: bool
+    can_regroup: bool = True
+    """Whether a part may hold a group as several of the same scale."""
 
 
 WeightFormat = DenseFormat | Int8Format | GroupedFormat
@@ -41,7 +43,7 @@ class Quantization(Protocol):
         ...
 
     def format_of(self, name: str, inputs: int) -> WeightFormat:
-        """Of the linear map `name`.
+        """Of the whole linear map `name`; for a part of it see `part_format`.
 
         Raises:
             ConfigError: a map of so many inputs cannot be held so.
@@ -59,6 +61,23 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
     per_group = 4 if held_as.offsets else 2
     order = 8 * inputs if held_as.input_order else 0
     return weights * held_as.bits // 8 + weights // held_as.group_size * per_group + order
+
+
+def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFormat | None:
+    """How the inputs `part` of a map of `num_inputs` are held, the whole being `held_as`; None if they cannot be.
+
+    Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
+    scattered, become plain numbers.
+    """
+    if not isinstance(held_as, GroupedFormat) or len(part) == num_inputs:
+        return held_as
+    if held_as.input_order:
+        return DenseFormat()
+    sizes = sorted(GROUP_SIZES, reverse=True) if held_as.can_regroup else [held_as.group_size]
+    for size in sizes:
+        if size <= held_as.group_size and part.start % size == part.stop % size == 0:
+            return replace(held_as, group_size=size)
+    return None
 
 
 def held_group_size(name: str, inputs: int, stored: int | None) -> int:

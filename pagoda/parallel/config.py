@@ -15,12 +15,44 @@ import msgspec
 from pagoda.errors import ConfigError
 
 MAX_RANKS = 4096
+_CHANNEL_UNITS = (128, 64, 32)
+"""The sizes of groups of quantized weights."""
 _DEVICE = re.compile(r"(cpu|cuda|npu):(0|[1-9][0-9]{0,4})")
 
 
 def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
     """The experts of each layer that a rank holds under expert parallelism; shares differ by one at most."""
-    return range(num_experts * tp_rank // tp_size, num_experts * (tp_rank + 1) // tp_size)
+    return _even_share(num_experts, tp_rank, tp_size)
+
+
+def can_share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> bool:
+    """Whether ranks get as many heads each, and the KV heads that those need; several may hold the same one."""
+    kv_heads_fit = num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
+    return num_heads % tp_size == 0 and kv_heads_fit
+
+
+def channel_share(count: int, tp_rank: int, tp_size: int) -> range:
+    """A rank's part of inner channels or of the vocabulary; not empty where there are as many as ranks.
+
+    Parts begin at multiples of 128, or else of 64 or 32, where that is possible, so that groups of quantized
+    weights stay whole. Smaller groups take up to a sixteenth more memory: for that much in the largest part,
+    larger ones are kept.
+    """
+    units = [unit for unit in _CHANNEL_UNITS if count % unit == 0 and count >= unit * tp_size]
+    unit = next(
+        (
+            unit
+            for unit in units
+            if -(-count // (unit * tp_size)) * unit * tp_size * 16 <= count * 17
+        ),
+        units[-1] if units else 1,
+    )
+    share = _even_share(count // unit, tp_rank, tp_size)
+    return range(share.start * unit, share.stop * unit)
+
+
+def _even_share(count: int, rank: int, ranks: int) -> range:
+    return range(count * rank // ranks, count * (rank + 1) // ranks)
 
 
 def num_cpu_devices(cores: int, workers: int, threads: int | None) -> int:

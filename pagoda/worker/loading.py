@@ -24,7 +24,13 @@ from pagoda.model.quantization import (
 )
 from pagoda.model.quantization_config import CheckpointQuantization
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
-from pagoda.model.sharding import CutWeights, PartialWeights, Shard, shard_of
+from pagoda.model.sharding import (
+    CutWeights,
+    PartialWeights,
+    Shard,
+    check_quantized_parts,
+    shard_of,
+)
 from pagoda.model.weight_formats import Quantization
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.models.gguf import is_gguf, read_gguf
@@ -78,6 +84,7 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     shard = shard_of(shape, config.parallel, config.place)
     dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
     quantization = _quantization(config, shape, capabilities)
+    check_quantized_parts(shape, quantization, config.parallel)
     kv_dtype_name = _kv_cache_dtype(config.kv_cache_dtype, dtype_name, capabilities)
     block_size = _block_size(config.block_size, capabilities)
     max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
