@@ -221,11 +221,11 @@ def check_quantized_parts(
         ConfigError: one does, or a map cannot be quantized so at all.
     """
     # Maps that are cut and quantized alike need but one look, as there may be thousands.
-    maps = {
-        (m.split, m.inputs, held_as): m.name
-        for m in whole(config).linear_maps()
-        if isinstance(held_as := _format_of(m, quantization), GroupedFormat)
-    }
+    maps: dict[tuple[Split, int, GroupedFormat], str] = {}
+    for m in whole(config).linear_maps():
+        held_as = _format_of(m, quantization)
+        if isinstance(held_as, GroupedFormat):
+            maps.setdefault((m.split, m.inputs, held_as), m.name)
 
     def first_cut(size: int) -> tuple[str, int, GroupedFormat, range] | None:
         for rank in range(size):

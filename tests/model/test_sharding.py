@@ -15,9 +15,20 @@ from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
 from pagoda.errors import ConfigError
 from pagoda.model.config import ModelConfig, parse_model_config
-from pagoda.model.sharding import Part, Shard, shard_of, split_layers, take_part, whole
+from pagoda.model.quantization import Int4OnLoad, Int8OnLoad
+from pagoda.model.quantization_config import Gptq, GroupScheme
+from pagoda.model.sharding import (
+    Part,
+    Shard,
+    check_quantized_parts,
+    shard_of,
+    split_layers,
+    take_part,
+    whole,
+)
+from pagoda.model.weight_formats import Quantization
 from pagoda.models.presets import PRESETS
-from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -59,23 +70,39 @@ def test_queries_find_their_keys_on_their_rank() -> None:
             assert keys == set(shard.kv_heads)
 
 
-def test_channels_are_cut_between_groups_where_they_can_be() -> None:
-    for channels, tp, first in (
-        (3072, 4, 768),
-        (192, 2, 96),
-        (96, 2, 48),
-        (100, 3, 34),
-        (64, 2, 32),
-    ):
-        (shard, *_) = (Shard(model(), range(28), rank, tp) for rank in range(tp))
-        assert shard.channels(channels) == range(first)
+@pytest.mark.parametrize(
+    ("channels", "tp", "unit", "largest"),
+    [
+        (3072, 4, 128, 768),
+        (768, 4, 64, 192),
+        (768, 8, 32, 96),
+        (11008, 4, 128, 2816),
+        (8960, 4, 128, 2304),
+        (5632, 8, 64, 704),
+        (192, 2, 32, 96),
+        (96, 2, 32, 64),
+        (100, 3, 1, 34),
+        (33, 16, 1, 3),
+    ],
+)
+def test_channels_are_cut_between_groups(channels: int, tp: int, unit: int, largest: int) -> None:
+    shares = [channel_share(channels, rank, tp) for rank in range(tp)]
+    assert all(share.start % unit == share.stop % unit == 0 for share in shares)
+    assert max(map(len, shares)) == largest
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_no_rank_goes_without_channels(count: int, tp: int) -> None:
+    shares = [channel_share(count, rank, tp) for rank in range(tp)]
+    assert [channel for share in shares for channel in share] == list(range(count))
+    assert count < tp or all(shares)
 
 
 def test_bytes_of_all_ranks_add_up() -> None:
     config = model()
-    vectors = config.num_vector_elements(config.num_layers)
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024
     together = sum(shard.weight_bytes(None, 2) for shard in shards(config, 4))
-    assert together == whole(config).weight_bytes(None, 2) + 3 * 2 * vectors
+    assert together == whole(config).weight_bytes(None, 2) + 3 * 2 * norms
 
 
 def _cost(config: ModelConfig, layers: range) -> int:
@@ -133,14 +160,101 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
             assert not isinstance(tensor, Tensor) or tensor.is_contiguous()
 
 
-def test_groups_are_not_cut() -> None:
-    part = Part(range(48), range(32, 256))
+@pytest.mark.parametrize("kind", ["int8", "int4", "offsets", "ordered"])
+def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
+    for part in (Part(range(16, 32), range(256)), Part(range(48), range(64, 192))):
+        held = take_part("w", _weights()[kind], part, torch.float32)
+        for tensor in vars(held).values():
+            if isinstance(tensor, Tensor):
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("kind", ["int4", "offsets"])
+def test_groups_are_cut_into_smaller_ones_of_the_same_scale(kind: str) -> None:
+    weight = _weights()[kind]
+    part = take_part("w", weight, Part(range(48), range(32, 160)), torch.float32)
+    assert isinstance(part, GroupedWeight)
+    assert part.group_size == 32
+    assert torch.equal(dequantize(part), dequantize(weight)[:, 32:160])
+
+
+def test_the_smallest_groups_are_not_cut() -> None:
+    part = Part(range(48), range(16, 256))
     with pytest.raises(ConfigError) as caught:
         take_part("a.b", _weights()["int4"], part, torch.float32)
     assert str(caught.value) == (
-        "a.b.weight has groups of 64 inputs, which the tensor-parallel ranks would cut at input 32; "
+        "the 256 inputs of a.b.weight, quantized in groups, cannot be cut into parts such as 16 to 256; "
         "take a smaller --tensor-parallel-size."
     )
+
+
+def _check_parts(quantization: Quantization, tp: int, **changes: Any) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=tp)
+    check_quantized_parts(model(**changes), quantization, parallel)
+
+
+GPTQ = Gptq(GroupScheme(4, 128, symmetric=True, act_order=False), 1, head=False, modules=())
+ACT_ORDER = Gptq(GroupScheme(4, 128, symmetric=True, act_order=True), 1, head=False, modules=())
+QWEN_0_5B = {
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp"),
+    [
+        ({"intermediate_size": 11008}, 4),
+        ({"intermediate_size": 8960}, 4),
+        ({"intermediate_size": 5632}, 8),
+        (QWEN_0_5B, 2),
+        (QWEN_0_5B, 14),
+    ],
+)
+def test_ordinary_quantized_models_can_be_split(changes: dict[str, Any], tp: int) -> None:
+    _check_parts(GPTQ, tp, **changes)
+    _check_parts(Int4OnLoad(32), tp, **changes)
+    _check_parts(Int8OnLoad(), tp, **changes)
+
+
+def test_parts_that_cannot_be_held_are_refused_before_loading() -> None:
+    narrow = {"head_dim": 40, "num_attention_heads": 16, "intermediate_size": 1280}
+    _check_parts(GPTQ, 4, **narrow)
+    with pytest.raises(ConfigError) as caught:
+        _check_parts(GPTQ, 8, **narrow)
+    assert str(caught.value) == (
+        "--tensor-parallel-size 8 cuts the 640 inputs of model.layers.0.self_attn.o_proj.weight inside its groups "
+        "of 128, into parts such as 0 to 80; the nearest that does not is 4."
+    )
+    _check_parts(ACT_ORDER, 8, **narrow)
+
+
+def test_groups_made_on_load_are_of_the_size_asked_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check_parts(Int4OnLoad(128), 2, **QWEN_0_5B)
+    assert str(caught.value) == (
+        "--tensor-parallel-size 2 cuts the 896 inputs of model.layers.0.self_attn.o_proj.weight inside its groups "
+        "of 128, into parts such as 0 to 448; the nearest that does not is 1, or take a smaller "
+        "--quantization-group-size."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"vocab_size": 7}, "7 tokens of the vocabulary"),
+        ({"intermediate_size": 5}, r"5 inner channels \(intermediate_size\)"),
+    ],
+)
+def test_every_rank_needs_a_channel(changes: dict[str, int], what: str) -> None:
+    shards(model(**changes), 4)
+    with pytest.raises(
+        ConfigError, match=f"8 is more than the {what} of the model, .* nearest that is not is 4"
+    ):
+        shards(model(**changes), 8)
 
 
 def test_places_of_ranks() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.models.presets import PRESETS
 from pagoda.models.topology import check_topology
 from pagoda.parallel.config import ParallelConfig
 
@@ -71,6 +72,24 @@ def test_experts_that_cannot_be_shared_out(tmp_path: Path) -> None:
     ):
         check("mixtral-8x7b", experts=True)
     check(str(tmp_path), tp=2, experts=True)  # the worker will say what is wrong with it
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("llama-3.1-8b", {"vocab_size": 12}, "12 tokens of the vocabulary"),
+        ("llama-3.1-8b", {"intermediate_size": 9}, r"9 inner channels \(intermediate_size\)"),
+        ("qwen3-30b-a3b", {"moe_intermediate_size": 8}, "8 inner channels of an expert"),
+        ("mixtral-8x7b", {"intermediate_size": 8}, "8 inner channels of an expert"),
+    ],
+)
+def test_more_ranks_than_channels(
+    name: str, changes: dict[str, int], what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS[name] | changes))
+    check(str(tmp_path), tp=8, load_format="auto")
+    with pytest.raises(ConfigError, match=f"16 is more than the {what} of .* is not is 8"):
+        check(str(tmp_path), tp=16, load_format="auto")
 
 
 def test_more_stages_than_layers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import repeat
@@ -12,7 +13,7 @@ from thread_group import ThreadGroup
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.messages import GenerateRequest, LoadReport, StepPlan, WorkerConfig
+from pagoda.engine.messages import GenerateRequest, LoadReport, StepPlan, TokenChunk, WorkerConfig
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.parallel.config import ParallelConfig
@@ -95,6 +96,7 @@ class InProcessEngine:
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 - it is frozen
         dtype: str = "auto",
         quantization: str = "none",
+        quantization_group_size: int = 32,
     ) -> None:
         worker = WorkerConfig(
             model=str(directory),
@@ -107,6 +109,7 @@ class InProcessEngine:
             parallel=parallel,
             dtype=dtype,
             quantization=quantization,
+            quantization_group_size=quantization_group_size,
         )
         config = EngineConfig(
             worker=worker,
@@ -123,19 +126,31 @@ class InProcessEngine:
         Raises:
             RuntimeError: one of them failed.
         """
-        tokens: dict[str, list[int]] = {}
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        for chunk in self._chunks(requests):
+            tokens[chunk.request_id] += chunk.token_ids
+        return list(tokens.values())
+
+    def log_probabilities(self, requests: list[GenerateRequest]) -> list[dict[int, float]]:
+        """Those that requests for one token, with `logprobs`, have asked for."""
+        found: dict[str, dict[int, float]] = {request.request_id: {} for request in requests}
+        for chunk in self._chunks(requests):
+            for top in chunk.logprobs or []:
+                pairs = zip(top.top_token_ids, top.top_logprobs, strict=True)
+                found[chunk.request_id] |= dict(pairs)
+        return list(found.values())
+
+    def _chunks(self, requests: list[GenerateRequest]) -> Iterator[TokenChunk]:
         for request in requests:
-            tokens[request.request_id] = []
             self._core.add(request)
-        running = set(tokens)
+        running = {request.request_id for request in requests}
         while running:
             for chunk in self._core.step():
                 if chunk.error is not None:
                     raise RuntimeError(chunk.error)
-                tokens[chunk.request_id] += chunk.token_ids
+                yield chunk
                 if chunk.finish_reason is not None:
                     running.discard(chunk.request_id)
-        return list(tokens.values())
 
     def load(self) -> LoadReport:
         return self._core.load()
