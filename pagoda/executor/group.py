@@ -93,12 +93,13 @@ class GroupExecutor:
         group = self._group
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
+        was_complete = group.unreachable is None
         group.send_to_all(self._encode_plan(plan))
         group.num_in_flight += 1
-        if group.unreachable is not None:
+        if was_complete and group.unreachable is not None:
             # Its process has most likely ended, and how it did is about to be known.
             group.deadline = self._clock.now() + _HANG_UP_S
-        elif group.num_in_flight == 1:
+        elif was_complete and group.num_in_flight == 1:
             group.deadline = self._clock.now() + self._step_timeout_s
 
     def poll(self) -> list[ExecutorEvent]:
