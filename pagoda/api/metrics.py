@@ -49,16 +49,27 @@ async def metrics(call: Call) -> web.StreamResponse:
 
 
 def _lines(report: LoadReport) -> Iterator[str]:
+    """A series for each replica: where one is started again, its counters alone begin anew."""
+    yield from _head("replica_ready", "gauge", "Whether a replica computes.")
+    for index, replica in enumerate(report.replicas):
+        yield f'pagoda_replica_ready{{replica="{index}"}} {int(replica.state == "ready")}'
+    reports = {
+        index: replica.report
+        for index, replica in enumerate(report.replicas)
+        if replica.report is not None
+    }
     for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
         for name, (field, help_text) in table.items():
             yield from _head(name, kind, help_text)
-            yield f"pagoda_{name} {getattr(report, field)}"
+            for index, own in reports.items():
+                yield f'pagoda_{name}{{replica="{index}"}} {getattr(own, field)}'
     for name, (field, label, help_text) in _BY_INDEX.items():
-        values = getattr(report, field)
-        if values:
-            yield from _head(name, "counter", help_text)
-        for index, value in enumerate(values):
-            yield f'pagoda_{name}{{{label}="{index}"}} {value}'
+        if not getattr(report, field):
+            continue
+        yield from _head(name, "counter", help_text)
+        for index, own in reports.items():
+            for number, value in enumerate(getattr(own, field)):
+                yield f'pagoda_{name}{{replica="{index}",{label}="{number}"}} {value}'
 
 
 def _head(name: str, kind: str, help_text: str) -> Iterator[str]:

@@ -75,7 +75,11 @@ async def serve(
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
-    dispatcher = make_dispatcher(engine, policy)
+    try:
+        dispatcher = make_dispatcher(engine, policy)
+    except BaseException:
+        await runner.cleanup()
+        raise
     try:
         url = await _listen(runner, server)
         load = partial(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -26,7 +27,10 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig
 
+_log = logging.getLogger(__name__)
 
+_PATIENCE_S = 30.0
+"""How long workers may take to say hello before the log says who has not."""
 _HANG_UP_S = 1.0
 """How long a worker may be without a connection before it counts as lost."""
 
@@ -78,6 +82,8 @@ class GroupExecutor:
             for place in parallel.places(self._config.place.dp)
         ]
         self._group = _Group(configs, address, keys, self._launcher.launch)
+        if len(configs) > 1:
+            self._group.ask_at = self._clock.now() + _PATIENCE_S
 
     @property
     def workers(self) -> WorkerSet | None:
@@ -87,12 +93,13 @@ class GroupExecutor:
         group = self._group
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
+        was_complete = group.unreachable is None
         group.send_to_all(self._encode_plan(plan))
         group.num_in_flight += 1
-        if group.unreachable is not None:
+        if was_complete and group.unreachable is not None:
             # Its process has most likely ended, and how it did is about to be known.
             group.deadline = self._clock.now() + _HANG_UP_S
-        elif group.num_in_flight == 1:
+        elif was_complete and group.num_in_flight == 1:
             group.deadline = self._clock.now() + self._step_timeout_s
 
     def poll(self) -> list[ExecutorEvent]:
@@ -123,6 +130,8 @@ class GroupExecutor:
                             else None
                         )
                     events.append(message)
+        if group.ask_at is not None and self._clock.now() >= group.ask_at:
+            group.complain()
         if lost is not None:
             events.append(self._lose(lost))
         elif group.deadline is not None and self._clock.now() >= group.deadline:
@@ -138,7 +147,10 @@ class GroupExecutor:
         return [self._group.socket, *self._group.workers.pollables()] if self._group else []
 
     def next_event_at(self) -> float | None:
-        return self._group.deadline if self._group else None
+        if self._group is None:
+            return None
+        instants = (self._group.deadline, self._group.ask_at)
+        return min((at for at in instants if at is not None), default=None)
 
     def close(self) -> None:
         if self._group is not None:
@@ -174,13 +186,15 @@ class _Group:
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
         """Both by rank in the replica."""
+        self.ask_at: float | None = None
+        """When to look who has not said hello."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.num_in_flight = 0
         self.deadline: float | None = None
         """When the step that is being executed has taken too long; None when there is none."""
-        endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.workers = launch(configs, endpoint)
+        self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.workers = launch(configs, self._endpoint)
 
     def send_to_all(self, payload: bytes) -> None:
         for rank, config in enumerate(self._configs):
@@ -204,6 +218,7 @@ class _Group:
         self._hellos[rank] = hello
         if len(self._hellos) < len(self._configs):
             return
+        self.ask_at = None
         hellos = [self._hellos[rank] for rank in range(len(self._configs))]
         peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
         self.send_to_all(msgspec.msgpack.encode(peers))
@@ -223,6 +238,13 @@ class _Group:
         ready = self._readies[self._sampling_rank]
         ranks = _describe_ranks(self._configs[0].parallel)
         return msgspec.structs.replace(ready, summary=f"{ranks}{ready.summary}")
+
+    def complain(self) -> None:
+        self.ask_at = None
+        missing = [
+            worker_name(c) for rank, c in enumerate(self._configs) if rank not in self._hellos
+        ]
+        _log.warning("still waiting for %s at %s", ", ".join(missing), self._endpoint)
 
     def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
         if len(self._configs) == 1:

@@ -101,7 +101,12 @@ class RayWorkers:
                 return
             self._is_closed = True
             for actor in self._actors:
-                ray.kill(actor)
+                try:
+                    ray.kill(actor)
+                except (
+                    Exception
+                ) as error:  # of many types; its node is gone, and the others must end all the same
+                    _log.warning("a Ray actor could not be ended: %s", _first_line(error))
         self._bell.close()
 
     def _run(self, previous: Callable[[], None] | None) -> None:
@@ -116,7 +121,7 @@ class RayWorkers:
             )
             if self._await_room(group):
                 loss = self._watch_workers(group)
-        except (RayError, OSError, RuntimeError) as error:
+        except Exception as error:  # of many types, from Ray and from gRPC
             loss = WorkerLost(f"the workers could not be placed by Ray: {_first_line(error)}")
         finally:
             self._lost = loss
@@ -146,10 +151,14 @@ class RayWorkers:
     def _watch_workers(self, group: PlacementGroup) -> WorkerLost:
         """Starts the workers, and waits until the first of them ends."""
         actors = self._make_actors(group)
+        if not actors:
+            return WorkerLost("the workers were not wanted any more")
         described: list[bytes] = ray.get([actor.describe.remote() for actor in actors])
         facts = [msgspec.msgpack.decode(found, type=HostFacts) for found in described]
         nodes = _nodes()
         for fact in facts:
+            if fact.node_id not in nodes:
+                return WorkerLost("a worker was lost with its node")
             if not _same_version(fact):
                 stranger = _describe_stranger(fact, nodes[fact.node_id].address)
                 return WorkerLost(stranger, is_user_error=True)

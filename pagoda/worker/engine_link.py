@@ -35,6 +35,9 @@ class EngineLink:
         self._encode = Codec[WorkerMessage](WorkerMessage).encode
         self._decode_plan = Codec[StepPlan](StepPlan).decode
 
+    def close(self) -> None:
+        self._socket.close()
+
     def send(self, message: WorkerMessage) -> None:
         self._socket.send(self._encode(message))
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pagoda.api.app import ROUTES, hosts_for
-from pagoda.engine.messages import LoadReport
+from pagoda.engine.messages import LoadReport, ReplicaLoad
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
@@ -46,30 +46,37 @@ async def test_version_and_load(api) -> None:
 
 
 async def test_metrics(api, monkeypatch) -> None:
-    report = await api.endpoint.load()
-    changes = {"num_prompt_tokens": 7, "expert_tokens": [4, 0, 9], "expert_rank_tokens": [4, 9]}
+    zeros = await api.endpoint.load()
+    experts = {"expert_tokens": [4, 9], "expert_rank_tokens": [4, 9]}
 
     async def load() -> LoadReport:
-        return msgspec.structs.replace(report, **changes)
+        own = msgspec.structs.replace(zeros, num_prompt_tokens=7, **experts)
+        replicas = (
+            ReplicaLoad(state="ready", num_requests=0, weighed_tokens=0, report=own),
+            ReplicaLoad(state="starting", num_requests=0, weighed_tokens=0),
+        )
+        return msgspec.structs.replace(own, replicas=replicas)
 
     monkeypatch.setattr(api.endpoint, "load", load)
     answer = await api.get("/metrics")
     assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = answer.body.decode().splitlines()
     assert "# TYPE pagoda_num_requests_running gauge" in lines
-    assert "pagoda_num_requests_running 0" in lines
-    assert "pagoda_prefix_cache_queries_total 7" in lines
+    assert 'pagoda_replica_ready{replica="0"} 1' in lines
+    assert 'pagoda_replica_ready{replica="1"} 0' in lines
+    assert 'pagoda_num_requests_running{replica="0"} 0' in lines
+    assert 'pagoda_prefix_cache_queries_total{replica="0"} 7' in lines
+    assert not any(line.startswith('pagoda_num_requests_running{replica="1"}') for line in lines)
     start = lines.index("# TYPE pagoda_expert_tokens_total counter")
     assert lines[start + 1 :] == [
-        'pagoda_expert_tokens_total{expert="0"} 4',
-        'pagoda_expert_tokens_total{expert="1"} 0',
-        'pagoda_expert_tokens_total{expert="2"} 9',
+        'pagoda_expert_tokens_total{replica="0",expert="0"} 4',
+        'pagoda_expert_tokens_total{replica="0",expert="1"} 9',
         "# HELP pagoda_expert_rank_tokens_total Tokens given to the experts of a rank, over all layers.",
         "# TYPE pagoda_expert_rank_tokens_total counter",
-        'pagoda_expert_rank_tokens_total{rank="0"} 4',
-        'pagoda_expert_rank_tokens_total{rank="1"} 9',
+        'pagoda_expert_rank_tokens_total{replica="0",rank="0"} 4',
+        'pagoda_expert_rank_tokens_total{replica="0",rank="1"} 9',
     ]
-    changes = {"expert_tokens": [], "expert_rank_tokens": []}
+    experts = {"expert_tokens": [], "expert_rank_tokens": []}
     assert b"expert" not in (await api.get("/metrics")).body
 
 

@@ -110,6 +110,31 @@ def test_devices_without_a_backend_are_refused() -> None:
         ParallelOptions(tensor_parallel_size=2, devices="cuda:1,cuda:0").config()
 
 
+def test_devices_are_those_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+
+    def place(devices: str, tp: int, threads: int | None = None) -> None:
+        parallel = ParallelOptions(tensor_parallel_size=tp, devices=devices)
+        engine = EngineOptions(load_format="dummy", threads=threads)
+        ExecutorOptions().engine_config(engine, "qwen3-0.6b", parallel)
+
+    place("cpu:1,cpu:0", 2)
+    place("cpu:3", 1, threads=2)
+    with pytest.raises(ConfigError) as caught:
+        place("cpu:0,cpu:2", 2)
+    assert str(caught.value) == (
+        "--devices names cpu:2, but the 8 cores of this host are cpu:0 to cpu:1 with 2 workers."
+    )
+    with pytest.raises(
+        ConfigError, match=r"names cpu:1, but the 8 cores of this host are cpu:0 with 1 w"
+    ):
+        place("cpu:1", 1)
+    with pytest.raises(
+        ConfigError, match=r"names cpu:4, .* cpu:0 to cpu:3 with 2 workers of 2 threads"
+    ):
+        place("cpu:0,cpu:4", 2, threads=2)
+
+
 def test_a_body_holds_only_what_was_given() -> None:
     assert SamplingOptions().body(None) == {}
     options = SamplingOptions(temperature=0.0, max_tokens=5, stop=("a", "b"))

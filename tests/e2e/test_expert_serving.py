@@ -57,7 +57,10 @@ def _post(url: str, body: dict[str, object]) -> dict[str, list[dict[str, list[in
 def _counters(url: str, name: str) -> list[int]:
     with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
-    return [int(value) for value in re.findall(rf'^pagoda_{name}{{\w+="\d+"}} (\d+)$', text, re.M)]
+    return [
+        int(value)
+        for value in re.findall(rf'^pagoda_{name}{{replica="0",\w+="\d+"}} (\d+)$', text, re.M)
+    ]
 
 
 def test_ranks_with_experts_of_their_own(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pagoda.engine.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.local import LocalLauncher, LocalWorkers
@@ -158,6 +160,35 @@ def test_one_rank_answers_for_all(make_executor: MakeExecutor) -> None:
     second = next_event(executor)
     assert isinstance(second, StepResult)
     assert (first.step, second.step) == (0, 1)
+    assert executor.next_event_at() is None
+
+
+def test_a_rank_that_hangs_up_is_lost(make_executor: MakeExecutor) -> None:
+    executor = make_executor("hangs-up@1", ParallelConfig(tensor_parallel_size=2))
+    assert isinstance(next_event(executor), WorkerReady)
+    executor.submit(PLAN)
+    event, step = next_event(executor), 1
+    while isinstance(event, StepResult):  # until the engine's socket has noticed
+        time.sleep(0.2)
+        executor.submit(StepPlan(step, [0], [1]))
+        event, step = next_event(executor), step + 1
+    assert event == WorkerLost("worker pp0 tp1 hung up")
+
+
+def test_the_log_names_who_has_not_said_hello(
+    make_executor: MakeExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(group, "_PATIENCE_S", 0.05)
+    executor = make_executor("says-nothing@2", SQUARE)
+    while not caplog.messages:
+        at = executor.next_event_at()
+        assert at is not None, "nobody is waited for"
+        zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], 20)
+        assert executor.poll() == []
+    (message,) = caplog.messages
+    assert "worker pp1 tp0" in message
     assert executor.next_event_at() is None
 
 

@@ -32,6 +32,8 @@ def main() -> None:
     if behaviour == "fails":
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
+    if behaviour == "says-nothing":
+        time.sleep(60)
     num_blocks = config.num_blocks or 64 - rank
     if parallel.replica_size > 1:
         peers = engine.meet_peers(WorkerHello(host="", num_blocks=num_blocks))
@@ -48,6 +50,9 @@ def main() -> None:
         plan = engine.receive_plan()
         if behaviour == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "hangs-up":
+            engine.close()
+            time.sleep(60)
         if behaviour == "hangs":
             time.sleep(60)
         result = worker.execute(plan, 0.0)

@@ -92,6 +92,9 @@ async def ask(
         async with aclosing(dispatcher.generate(asked)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 assert answer.finish is None, "a chunk behind the last one"
+                assert chunk.token_ids or chunk.finish_reason, (
+                    "news of the prompt are not for clients"
+                )
                 answer.chunks.append(chunk)
                 answer.tokens += chunk.token_ids
                 answer.finish, answer.error = chunk.finish_reason, chunk.error
