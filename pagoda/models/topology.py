@@ -71,8 +71,8 @@ def check_sizes(model: str, sizes: ModelSizes, parallel: ParallelConfig) -> None
     for count, what in sizes.channels:
         if tp_size > count:
             raise ConfigError(
-                f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, of which every rank "
-                f"needs one at least; the nearest that is not is {nearest}."
+                f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, of which every "
+                f"rank needs one at least; the nearest that is not is {nearest}."
             )
     if parallel.expert_parallel and sizes.experts is not None:
         _check_experts(model, tp_size, sizes.experts)
