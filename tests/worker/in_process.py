@@ -49,6 +49,7 @@ class InProcessExecutor:
             ]
             self._stages.append([future.result()[0] for future in loaded])
             self._ready = loaded[0].result()[1]
+            group.close()
         self._events: list[ExecutorEvent] = []
 
     def start(self, num_blocks: int | None = None) -> None:  # noqa: ARG002 - never started again
