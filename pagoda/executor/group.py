@@ -26,7 +26,6 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig
 
-
 _HANG_UP_S = 1.0
 """How long a worker may be without a connection before it counts as lost."""
 

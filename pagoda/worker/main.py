@@ -70,7 +70,7 @@ def _run(worker: _Worker, engine: EngineLink) -> None:
         if isinstance(output, StepResult):
             if worker.answers:
                 engine.send(output)
-        elif worker.target is not None and output is not None:
+        elif worker.target is not None:
             worker.target.send(plan.step, output)
 
 
