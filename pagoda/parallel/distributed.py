@@ -78,7 +78,7 @@ class DistributedCollectives:
             self._group = _process_group(store, rank, size, device, host)
         except RuntimeError as error:
             raise ConnectionError(
-                f"Rank {rank}, at {host}, does not reach the other tensor-parallel ranks, which meet at {address}; "
+                f"Rank {rank}, at {host}, does not reach the tensor-parallel ranks that meet at {address}; "
                 "their hosts must let them connect to each other at any port."
             ) from error
 
@@ -118,9 +118,6 @@ class DistributedCollectives:
         self._group.broadcast([there], _dist.BroadcastOptions()).wait()
         here.copy_(there)
         return bytes(buffer)
-
-    def close(self) -> None:
-        self._group = None
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ def _join(address: str, rank: int) -> DistributedCollectives:
 
 def test_a_rank_that_nobody_joins_says_where_it_waited() -> None:
     store = GroupStore(HOST)
-    with pytest.raises(ConnectionError, match=rf"which meet at {store.address}; their hosts must"):
+    with pytest.raises(ConnectionError, match=rf"that meet at {store.address}; their hosts must"):
         _join(store.address, 1)
 
 
 def test_a_store_that_does_not_answer() -> None:
-    with pytest.raises(ConnectionError, match=f"which meet at {HOST}:1;"):
+    with pytest.raises(ConnectionError, match=f"that meet at {HOST}:1;"):
         _join(f"{HOST}:1", 1)
 
 

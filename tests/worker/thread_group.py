@@ -77,6 +77,3 @@ class ThreadCollectives:
         first = self._exchange.all_give(self.rank, payload)[0]
         assert isinstance(first, bytes)
         return first
-
-    def close(self) -> None:
-        pass
