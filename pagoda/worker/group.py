@@ -71,8 +71,8 @@ def form_group(
 ) -> Collectives:
     """Joins the group of a stage whose ranks said `members`, of which this is number `rank`.
 
-    Waits for all. They decide alike: by what rank 0 offers, and by whether all are on one host. The `offer` is None
-    on all but rank 0.
+    Waits for all. They decide alike: by what rank 0 offers, and by whether all are on one host.
+    `offer` is None on all but rank 0.
 
     Raises:
         ConfigError: this process cannot open what another of its host offers.
