@@ -33,6 +33,9 @@ _TARGETS = {"8 KB": 5.0, "8 MB": 2.0}
 _ROUNDS = 15
 _ROUND_S = 0.04
 """What a round takes, about."""
+_TIMEOUT_S = 300.0
+_POLL_S = 0.5
+"""Seldom enough not to disturb."""
 
 _app = App()
 
@@ -50,6 +53,7 @@ def _table(ranks: int) -> list[tuple[str, ...]]:
     environment = dict(os.environ)
     set_thread_waiting(environment)
     with contextlib.ExitStack() as stack:
+        stack.callback(memory.close)
         processes = []
         for rank in range(ranks):
             command = [sys.executable, "-m", __spec__.name, "rank"]
@@ -58,10 +62,24 @@ def _table(ranks: int) -> list[tuple[str, ...]]:
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
-        outputs = [process.communicate()[0] for process in processes]
-    seconds = msgspec.json.decode(outputs[0], type=dict[str, list[list[float]]])
-    memory.close()
+        printed = _wait(processes)
+    seconds = msgspec.json.decode(printed, type=dict[str, list[list[float]]])
     return [_row(ranks, size, *seconds[size]) for size in _SIZES]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> bytes:
+    """What rank 0 prints. When one breaks, the others would wait for it for ever."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while any(process.poll() is None for process in processes):
+        broken = [rank for rank, process in enumerate(processes) if process.poll()]
+        if broken or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    codes = [process.poll() for process in processes]
+    if any(code != 0 for code in codes):
+        ends = ", ".join("running still" if code is None else str(code) for code in codes)
+        raise SystemExit(f"The ranks did not all finish; their exit codes: {ends}.")
+    return processes[0].communicate()[0]
 
 
 def _row(ranks: int, size: str, gloo: list[float], shared: list[float]) -> tuple[str, ...]:

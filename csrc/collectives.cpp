@@ -35,6 +35,9 @@ constexpr int64_t kByPartsBytes = 1 << 16;
 // How often a rank looks before it gives way to others, at most and at least, and before it sleeps. As long as
 // ranks have cores of their own, the others come while it looks.
 constexpr int kMostSpins = 2048, kLeastSpins = 16, kYields = 16;
+// At every so many meetings a rank looks as often as it may: after a pause, that is how it finds out that the others
+// come while it looks again, though a little later than the least would tell.
+constexpr uint32_t kMeetingsBetweenTries = 64;
 
 void sleep_unless_changed(std::atomic<uint32_t>& word, uint32_t seen) {
 #ifdef __linux__
@@ -111,9 +114,11 @@ void Collectives::meet() {
 // Nobody is more than one meeting ahead, so that many arrivals can only be of all ranks.
 void Collectives::wait_for(uint32_t arrivals) {
     const auto reached = [&](uint32_t seen) { return static_cast<int32_t>(seen - arrivals) >= 0; };
-    for (int i = 0; i < spins_; ++i) {
+    const bool tries = arrivals / static_cast<uint32_t>(size_) % kMeetingsBetweenTries == 0;
+    const int spins = tries ? kMostSpins : spins_;
+    for (int i = 0; i < spins; ++i) {
         if (reached(shared_->arrivals.load(std::memory_order_acquire))) {
-            spins_ = std::min(kMostSpins, 2 * spins_);
+            spins_ = std::min(kMostSpins, 2 * spins);
             return;
         }
         _mm_pause();

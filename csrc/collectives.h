@@ -2,7 +2,8 @@
 //
 // Every rank writes what it has to a slot of its own, all meet, and every rank reads the slots of all. There are two
 // slots for each rank, taken in turn: who has met the others after writing to one knows that they have finished with
-// the other. So a message that fits a slot takes one meeting.
+// the other. So a message that fits a slot takes one meeting; a large sum of more than two ranks takes two, as each
+// rank adds up a part of it for the others.
 #pragma once
 
 #include <atomic>

@@ -303,6 +303,7 @@ NB_MODULE(_native, m) {
         .def("add", &Experts::add);
     nb::class_<Collectives>(m, "Collectives")
         .def(nb::init<int, int, int>())
+        .def_ro_static("max_ranks", &Collectives::kMaxRanks)
         .def_static("bytes", &Collectives::bytes)
         .def("all_reduce", &all_reduce)
         .def("all_gather",

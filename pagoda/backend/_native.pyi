@@ -211,6 +211,7 @@ class Experts:
 class Collectives:
     """One rank of a group on this host, over shared memory; waits without the GIL."""
 
+    max_ranks: int
     def __init__(self, descriptor: int, rank: int, size: int) -> None: ...
     @staticmethod
     def bytes(size: int) -> int: ...

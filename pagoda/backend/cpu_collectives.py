@@ -29,8 +29,13 @@ class SharedMemory:
         Raises:
             BackendUnavailableError: the kernels are not installed.
             OSError: there is no memory left, or the system has no such memory.
+            ValueError: a group cannot have so many ranks.
         """
-        num_bytes = load_native().Collectives.bytes(size)
+        native = load_native()
+        if size > native.Collectives.max_ranks:
+            most = native.Collectives.max_ranks
+            raise ValueError(f"A group on one host has at most {most} ranks, not {size}.")
+        num_bytes = native.Collectives.bytes(size)
         self._descriptor = os.memfd_create("pagoda-collectives", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._descriptor, num_bytes)
@@ -67,20 +72,10 @@ class SharedMemoryCollectives:
         self._kernels: _native.Kernels = native.Kernels(choose_instruction_set())
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._native: _native.Collectives | None = native.Collectives(descriptor, rank, size)
+            self.native: _native.Collectives = native.Collectives(descriptor, rank, size)
+            """What a recorded forward pass meets the other ranks with, and keeps."""
         finally:
             os.close(descriptor)
-
-    @property
-    def native(self) -> _native.Collectives:
-        """What a recorded forward pass meets the other ranks with.
-
-        Raises:
-            ValueError: the group is closed.
-        """
-        if self._native is None:
-            raise ValueError("The group is closed.")
-        return self._native
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -110,7 +105,3 @@ class SharedMemoryCollectives:
         if data:
             address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
             self.native.broadcast(address, len(data))
-
-    def close(self) -> None:
-        """Recorded forward passes of the group keep its memory as long as they need it."""
-        self._native = None

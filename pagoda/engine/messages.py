@@ -534,6 +534,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     errors: dict[int, str] = {}
     """By slot: what broke for this request alone. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
+    """What it took to compute; the times of several stages together."""
     expert_tokens: list[int] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 

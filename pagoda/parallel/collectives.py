@@ -28,10 +28,6 @@ class Collectives(Protocol):
         """What rank 0 gives, on all ranks; the others give None."""
         ...
 
-    def close(self) -> None:
-        """Lets go of memory and sockets. Waits for nobody."""
-        ...
-
 
 class Alone:
     """A group of one."""
@@ -49,6 +45,3 @@ class Alone:
         if payload is None:
             raise ValueError("Rank 0 gives what is broadcast.")
         return payload
-
-    def close(self) -> None:
-        pass

@@ -18,9 +18,10 @@ from pagoda.errors import ConfigError
 
 _dist: Any = torch.distributed
 """Type checkers know too little of it."""
-_CONNECT_TIMEOUT = timedelta(minutes=2)
+_CONNECT_TIMEOUT = timedelta(minutes=1)
+"""All ranks connect as soon as they know of each other."""
 _WAIT_TIMEOUT = timedelta(days=7)
-"""For other ranks; one that is stuck is ended by its engine."""
+"""For other ranks to take part in a step; one that is stuck is ended by its engine."""
 _AT_ONCE_BYTES = 2**16
 """Up to this size it takes less time to send everything to everybody than to send twice."""
 _LENGTH_BYTES = 8
@@ -60,16 +61,26 @@ class DistributedCollectives:
 
         Raises:
             ConfigError: this installation of torch has no collectives for the device.
-            RuntimeError: the store does not answer, or the ranks do not find each other.
+            ConnectionError: the store does not answer, or the ranks do not find each other, for a minute.
         """
         self.rank = rank
         self.size = size
         self._device = device
         store_host, _, port = address.rpartition(":")
-        store = _dist.TCPStore(
-            store_host, int(port), is_master=False, timeout=_CONNECT_TIMEOUT, wait_for_workers=False
-        )
-        self._group = _process_group(store, rank, size, device, host)
+        try:
+            store = _dist.TCPStore(
+                store_host,
+                int(port),
+                is_master=False,
+                timeout=_CONNECT_TIMEOUT,
+                wait_for_workers=False,
+            )
+            self._group = _process_group(store, rank, size, device, host)
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"Rank {rank}, at {host}, does not reach the tensor-parallel ranks that meet at {address}; "
+                "their hosts must let them connect to each other at any port."
+            ) from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -108,9 +119,6 @@ class DistributedCollectives:
         here.copy_(there)
         return bytes(buffer)
 
-    def close(self) -> None:
-        self._group = None
-
 
 def _as_bytes(x: Tensor) -> Tensor:
     """For libraries that do not know all dtypes."""
@@ -129,8 +137,10 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device, host:
     if device.type == "cpu":
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = _WAIT_TIMEOUT
-        return _dist.ProcessGroupGloo(store, rank, size, options)
+        options._timeout = _CONNECT_TIMEOUT
+        group = _dist.ProcessGroupGloo(store, rank, size, options)
+        group.set_timeout(_WAIT_TIMEOUT)
+        return group
     if device.type == "cuda":
         if not _dist.is_nccl_available():
             raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")

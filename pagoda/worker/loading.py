@@ -77,7 +77,7 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     Raises:
         ConfigError: the model, the machine or a flag does not allow it.
     """
-    torch.set_num_threads(config.num_threads or max(1, available_cores() // config.workers_on_host))
+    torch.set_num_threads(config.num_threads or available_cores())
     backend, _ = choose_backend(config.backend)
     capabilities = backend.capabilities
     shape = _model_config(config)

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -45,7 +45,7 @@ class _Worker:
     """Whether this is the rank whose results go to the engine."""
 
 
-def main() -> None:
+def main() -> NoReturn:
     hold_lifeline()
     (address,) = sys.argv[1:]
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
@@ -56,13 +56,18 @@ def main() -> None:
     worker = _start(config, engine, context, address)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
-        context.destroy()
-        sys.exit(1)
-    engine.send(worker.ready)
-    _run(worker, engine)
+    else:
+        engine.send(worker.ready)
+        try:
+            _run(worker, engine)
+        except Exception:
+            _log.exception("a step broke this worker")
+    context.destroy()  # waits until the engine has fetched the last message
+    # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
+    os._exit(1)
 
 
-def _run(worker: _Worker, engine: EngineLink) -> None:
+def _run(worker: _Worker, engine: EngineLink) -> NoReturn:
     while True:
         plan = engine.receive_plan()
         before = None if worker.source is None else worker.source.receive(plan)
@@ -70,7 +75,7 @@ def _run(worker: _Worker, engine: EngineLink) -> None:
         if isinstance(output, StepResult):
             if worker.answers:
                 engine.send(output)
-        elif worker.target is not None and output is not None:
+        elif worker.target is not None:
             worker.target.send(plan.step, output)
 
 

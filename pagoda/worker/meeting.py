@@ -66,7 +66,7 @@ class Meeting:
         )
 
     def form_group(self, peers: WorkerPeers) -> Collectives | None:
-        """The tensor-parallel ranks of this stage; None where there is one only."""
+        """The tensor-parallel ranks of this stage, for which it waits; None where there is one only."""
         place, size = self._config.place, self._config.parallel.tensor_parallel_size
         if size == 1:
             return None
@@ -75,7 +75,7 @@ class Meeting:
         members = [self._hello_of(peers, RankPlace(place.dp, place.pp, tp)) for tp in range(size)]
         name = self._config.parallel.device_of(place)
         device = torch.device("cpu" if name.startswith("cpu") else name)
-        return form_group(place.tp, members, device, self._config.bind_host)
+        return form_group(place.tp, members, device, self._config.bind_host, self._offer)
 
     def target(self, peers: WorkerPeers) -> StageOutput | None:
         """The rank of the same number one stage on; None on the last stage."""

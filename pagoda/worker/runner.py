@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Set
+from functools import reduce
 from operator import add
 from typing import Protocol
 
@@ -63,31 +65,32 @@ class StageRunner:
         self._slots = _Slots(batch)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, before: StageState | None = None) -> StageState | None:
-        """What the next stage needs of the plan's tokens, None where it has none.
-
-        `before` comes from the stage before this one, if there is one.
+    def step(self, plan: StepPlan, before: StageState | None = None) -> StageState:
+        """What the next stage needs of the plan's tokens; `before` comes from the stage before, if there is one.
 
         Raises:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
         """
+        began = time.perf_counter()
         batch = self._slots.batch
         self._slots.apply(plan)
         for slot, token_id in plan.appended:
             batch.append(slot, token_id)
-        if not plan.slots:
-            return None
         tokens = batch.prepare(plan.slots, plan.num_tokens)
         computed = self._model.forward(tokens, None if before is None else before.hidden)
         for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
             batch.advance(slot, count)
-        return StageState(computed, _expert_tokens(self._model, before))
+        expert_tokens = self._model.take_expert_tokens()
+        time_s = time.perf_counter() - began
+        if before is None:
+            return StageState(computed, expert_tokens, time_s)
+        return StageState(
+            computed, _sum(before.expert_tokens, expert_tokens), before.time_s + time_s
+        )
 
 
-def _expert_tokens(model: Model, before: StageState | None) -> list[int]:
-    """Of this stage and all before it."""
-    own = model.take_expert_tokens()
-    return own if before is None else list(map(add, before.expert_tokens, own))
+def _sum(one: list[int], other: list[int]) -> list[int]:
+    return list(map(add, one, other))
 
 
 class Runner:
@@ -116,22 +119,27 @@ class Runner:
         self._apply(plan)
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
+        hidden = None if before is None else _without(errors.keys(), plan, before.hidden)
         counts = {slot: count for slot, count in counts.items() if slot not in errors}
-        hidden = None if before is None else before.hidden
-        sampled = self._compute_isolated(counts) if self._alone else self._compute(counts, hidden)
+        compute = self._compute_isolated if self._alone else self._compute
+        sampled, expert_tokens = compute(counts, hidden)
         for slot, error in sampled.errors.items():
             _log.error("failed in step %d: %s", plan.step, error, extra=self._slots.of(slot))
         self._failed |= sampled.errors
         self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
+        time_s = time.perf_counter() - began
+        if before is not None:
+            expert_tokens = _sum(before.expert_tokens, expert_tokens)
+            time_s += before.time_s
         return StepResult(
             step=plan.step,
             slots=drawn,
             token_ids=[sampled.token_ids[slot] for slot in drawn],
             logprobs=sampled.logprobs,
             errors=errors | sampled.errors,
-            step_time_s=time.perf_counter() - began,
-            expert_tokens=_expert_tokens(self._model, before),
+            step_time_s=time_s,
+            expert_tokens=expert_tokens,
         )
 
     def _apply(self, plan: StepPlan) -> None:
@@ -144,26 +152,33 @@ class Runner:
             if error is not None:
                 self._failed[start.slot] = error
 
-    def _compute_isolated(self, counts: dict[int, int]) -> Sampled:
+    def _compute_isolated(
+        self, counts: dict[int, int], hidden: Tensor | None
+    ) -> tuple[Sampled, list[int]]:
         """Computes all slots together, or one by one if that raises, to find out whose fault it is.
 
         Computing tokens a second time writes the same K and V to the same places and draws the same tokens:
         nothing is remembered until the whole step is done.
         """
         try:
-            return self._compute(counts, None)
+            return self._compute(counts, hidden)
         except Exception:
+            # What the attempt gave to experts before it raised does not count.
+            none = [0] * len(self._model.take_expert_tokens())
             if len(counts) == 1:
                 (slot,) = counts
                 _log.exception("computing this request raised", extra=self._slots.of(slot))
-                return Sampled(errors={slot: BROKE_A_STEP})
+                return Sampled(errors={slot: BROKE_A_STEP}), none
             _log.exception("computing %d requests together raised", len(counts))
-        parts = [self._compute_isolated({slot: count}) for slot, count in counts.items()]
-        return joined(parts)
+        parts = [self._compute_isolated({slot: count}, hidden) for slot, count in counts.items()]
+        return joined(sampled for sampled, _ in parts), reduce(
+            _sum, (tokens for _, tokens in parts)
+        )
 
-    def _compute(self, counts: dict[int, int], hidden: Tensor | None) -> Sampled:
+    def _compute(self, counts: dict[int, int], hidden: Tensor | None) -> tuple[Sampled, list[int]]:
+        """What the slots drew, and how many tokens went to each expert."""
         if not counts:
-            return Sampled()
+            return Sampled(), self._model.take_expert_tokens()
         batch = self._slots.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         hidden = self._model.forward(tokens, hidden)
@@ -173,7 +188,8 @@ class Runner:
             for (slot, count), last in zip(counts.items(), last_tokens, strict=True)
             if batch.will_sample(slot, count)
         }
-        return self._head.choose(self._model, hidden, rows) if rows else Sampled()
+        sampled = self._head.choose(self._model, hidden, rows) if rows else Sampled()
+        return sampled, self._model.take_expert_tokens()
 
     def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""
@@ -182,3 +198,11 @@ class Runner:
         for slot, token_id in sampled.token_ids.items():
             self._slots.batch.append(slot, token_id)
             self._head.append(slot, token_id)
+
+
+def _without(slots: Set[int], plan: StepPlan, hidden: Tensor) -> Tensor:
+    """The rows of the plan's other slots."""
+    if not slots:
+        return hidden
+    kept = torch.tensor([slot not in slots for slot in plan.slots])
+    return hidden[kept.repeat_interleave(torch.tensor(plan.num_tokens))]

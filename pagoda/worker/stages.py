@@ -1,7 +1,7 @@
 """From stage to stage: the hidden states of a step, from each rank to that of the same number one stage on.
 
-A message is the number of the step, the raw elements [n, hidden] of the step's tokens, and the tokens of each
-expert in msgpack; both sides know width and dtype from the model.
+A message is the number of the step, the raw elements [n, hidden] of the step's tokens, and the rest in msgpack;
+both sides know width and dtype from the model.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class StageState:
     """[n, hidden] of the step's tokens."""
     expert_tokens: list[int]
     """Tokens given to each expert, in all layers so far; empty without experts."""
+    time_s: float
+    """What this stage and all before it took, without the ways between them."""
 
 
 class StageInput:
@@ -58,7 +60,7 @@ class StageInput:
         Raises:
             ValueError: what comes is not of this step; the stages disagree.
         """
-        step, elements, expert_tokens = self._socket.recv_multipart(copy=False)
+        step, elements, rest = self._socket.recv_multipart(copy=False)
         number = int.from_bytes(step.bytes, "little")
         if number != plan.step:
             raise ValueError(f"Hidden states of step {number} came for step {plan.step}.")
@@ -69,8 +71,8 @@ class StageInput:
             raise ValueError(
                 f"{hidden.numel()} elements came for the {sum(plan.num_tokens)} tokens of step {plan.step}."
             )
-        counts = msgspec.msgpack.decode(expert_tokens.buffer, type=list[int])
-        return StageState(hidden.view(-1, self._hidden_size), counts)
+        expert_tokens, time_s = msgspec.msgpack.decode(rest.buffer, type=tuple[list[int], float])
+        return StageState(hidden.view(-1, self._hidden_size), expert_tokens, time_s)
 
 
 class StageOutput:
@@ -89,5 +91,5 @@ class StageOutput:
         """Copies the hidden states: the next step may overwrite them before they are on the wire."""
         contiguous = state.hidden.contiguous()
         elements = (ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())
-        counts = msgspec.msgpack.encode(state.expert_tokens)
-        self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), elements, counts])
+        rest = msgspec.msgpack.encode((state.expert_tokens, state.time_s))
+        self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), elements, rest])

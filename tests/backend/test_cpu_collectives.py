@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -154,12 +155,9 @@ def test_a_group_that_does_not_fit_its_memory_is_refused() -> None:
         SharedMemoryCollectives(path, 0, 2)
 
 
-def test_a_closed_group_meets_nobody() -> None:
-    with _memory(1) as path:
-        group = SharedMemoryCollectives(path, 0, 1)
-    group.close()
-    with pytest.raises(ValueError, match="closed"):
-        group.all_reduce(torch.zeros(1))
+def test_a_group_of_too_many_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 64 ranks, not 65"):
+        SharedMemory(65)
 
 
 HIDDEN, INNER, VOCAB = 64, 96, 50
@@ -228,13 +226,14 @@ def test_programs_of_all_ranks_add_up_to_the_whole(
 
 
 def test_a_program_keeps_the_group_it_meets() -> None:
-    def work(group: Collectives) -> Tensor:
-        ops = CpuBackend(SETS[-1], group)
-        compiled = ops.compile(_Part(ops, torch.float32))
-        group.close()
-        return compiled(_step(ops, 3))
+    def work(path: str, rank: int) -> Tensor:
+        ops = CpuBackend(SETS[-1], SharedMemoryCollectives(path, rank, 2))
+        compiled, step = ops.compile(_Part(ops, torch.float32)), _step(ops, 3)
+        del ops
+        return compiled(step)
 
-    one, other = _in_group(2, work)
+    with _memory(2) as path:
+        one, other = _together(2, partial(work, path))
     assert torch.equal(one, other)
 
 

@@ -85,7 +85,6 @@ def main(kind: str, rank: int, sizes: list[int], addresses: list[str]) -> None:
             check_races(group, rng, REPETITIONS[kind])
             # Those who come late to the last meeting still read what the others have sent.
             group.broadcast(b"" if rank == 0 else None)
-            group.close()
 
 
 def wait_for_ever(path: str, rank: int, size: int) -> None:

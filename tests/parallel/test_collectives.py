@@ -109,4 +109,3 @@ def test_a_group_of_one() -> None:
     assert group.broadcast(b"x") == b"x"
     with pytest.raises(ValueError, match="Rank 0 gives"):
         group.broadcast(None)
-    group.close()

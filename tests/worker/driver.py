@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pagoda.engine.messages import (
     SamplingParams,
@@ -33,10 +33,14 @@ def load(directory: Path | str, **options: Any) -> Runner:
     return runner
 
 
+class Steps(Protocol):
+    def step(self, plan: StepPlan) -> StepResult: ...
+
+
 class Driver:
     """Requests in the slots of a runner, their blocks taken from the end of a pool."""
 
-    def __init__(self, runner: Runner, *, num_blocks: int = 512, block_size: int = 16) -> None:
+    def __init__(self, runner: Steps, *, num_blocks: int = 512, block_size: int = 16) -> None:
         self.runner = runner
         self.block_size = block_size
         self.results: list[StepResult] = []

@@ -41,26 +41,27 @@ class InProcessExecutor:
             for place in parallel.places(0)
         ]
         num_blocks = min(plan.num_blocks for plan in plans)
-        self._stages: list[list[Runner | StageRunner]] = []
+        self.stages: list[list[Runner | StageRunner]] = []
         for pp, group in enumerate(groups):
             loaded = [
                 self._pool.submit(load_runner, plan, num_blocks, group.member(plan.config.place.tp))
                 for plan in plans
                 if plan.config.place.pp == pp
             ]
-            self._stages.append([future.result()[0] for future in loaded])
+            self.stages.append([future.result()[0] for future in loaded])
             self._ready = loaded[0].result()[1]
+            group.close()
         self._events: list[ExecutorEvent] = []
 
     def start(self, num_blocks: int | None = None) -> None:  # noqa: ARG002 - never started again
         self._events.append(self._ready)
 
     def submit(self, plan: StepPlan) -> None:
-        states: list[StageState | None] = [None] * len(self._stages[0])
-        for stage in self._stages[:-1]:
+        states: list[StageState | None] = [None] * len(self.stages[0])
+        for stage in self.stages[:-1]:
             computed = self._pool.map(StageRunner.step, stage, repeat(plan), states)
-            states = [s and replace(s, hidden=s.hidden.clone()) for s in computed]
-        last = self._stages[-1]
+            states = [replace(state, hidden=state.hidden.clone()) for state in computed]
+        last = self.stages[-1]
         results = list(self._pool.map(Runner.step, last, repeat(plan), states))
         for result in results:
             assert (result.slots, result.token_ids) == (results[0].slots, results[0].token_ids)

@@ -10,8 +10,10 @@ import pytest
 import torch
 import zmq
 
-from pagoda.backend.cpu_collectives import SharedMemoryCollectives
-from pagoda.engine.messages import CurveKeys, StepPlan, WorkerConfig, WorkerPeers
+from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu_native import BackendUnavailableError
+from pagoda.engine.messages import CurveKeys, StepPlan, WorkerConfig, WorkerHello, WorkerPeers
+from pagoda.errors import ConfigError
 from pagoda.ipc.curve import new_keys
 from pagoda.parallel.collectives import Collectives
 from pagoda.parallel.config import ParallelConfig
@@ -75,28 +77,46 @@ def test_ranks_of_one_host_share_memory(
     contexts: list[zmq.Context[zmq.Socket[bytes]]], tmp_path: Path
 ) -> None:
     several = meetings(contexts, tmp_path, tp=2)
-    if not several[0].hello(5).shared_memory:
+    path = several[0].hello(5).shared_memory
+    if not path:
         pytest.skip("the native kernels are not installed")
+    assert Path(path).exists()
     joined = all_join(several)
     assert all(isinstance(group, SharedMemoryCollectives) for group in joined)
+    assert not Path(path).exists()  # nobody else can open it
 
 
-@pytest.mark.parametrize("hosts", [("127.0.0.1", "127.0.0.2"), ("",)])
+@pytest.mark.parametrize(
+    ("hosts", "error"),
+    [
+        (("127.0.0.1", "127.0.0.2"), None),
+        (("",), BackendUnavailableError("the kernels were not built")),
+        (("",), OSError("there is no memory")),
+        (("",), ValueError("too many ranks")),
+    ],
+)
 def test_ranks_that_cannot_share_memory_meet_over_the_network(
     contexts: list[zmq.Context[zmq.Socket[bytes]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hosts: tuple[str, ...],
+    error: Exception | None,
 ) -> None:
-    if hosts == ("",):
+    if error is not None:
 
-        def unavailable() -> str:
-            raise group.BackendUnavailableError("the kernels were not built")
+        def unavailable(size: int) -> SharedMemory:  # noqa: ARG001
+            raise error
 
-        monkeypatch.setattr(group, "choose_instruction_set", unavailable)
+        monkeypatch.setattr(group, "SharedMemory", unavailable)
     several = meetings(contexts, tmp_path, tp=2, hosts=hosts, keys=new_keys() if hosts[0] else None)
     joined = all_join(several)
     assert all(isinstance(group, DistributedCollectives) for group in joined)
+
+
+def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
+    hello = WorkerHello(host="h", shared_memory="/nowhere", num_blocks=5)
+    with pytest.raises(ConfigError, match="cannot open the memory that another one"):
+        group.form_group(1, [hello, hello], torch.device("cpu"), "", None)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -115,8 +135,8 @@ def test_each_stage_passes_on_to_the_next(
     assert targets[1] is not None
     assert second.source is not None
     assert third.source is not None
-    targets[0].send(0, StageState(torch.zeros(1, HIDDEN), []))
-    targets[1].send(0, StageState(torch.ones(1, HIDDEN), []))
+    targets[0].send(0, StageState(torch.zeros(1, HIDDEN), [], 0.5))
+    targets[1].send(0, StageState(torch.ones(1, HIDDEN), [], 0.5))
     plan = StepPlan(0, [0], [1])
     assert second.source.receive(plan).hidden.sum() == 0
     assert third.source.receive(plan).hidden.sum() == HIDDEN

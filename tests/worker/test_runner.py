@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import SamplingParams, StepPlan
-from pagoda.worker.heads import BROKE_A_STEP, OwnHead
+from pagoda.worker.heads import BROKE_A_STEP, Logits, OwnHead
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import NOT_FINITE, Sampled, Sampler
@@ -86,6 +86,33 @@ def test_what_is_computed_twice_is_remembered_once(
 
     monkeypatch.setattr(Sampler, "sample", raise_behind_a_batch)
     assert answers(Driver(load(directory))) == expected
+
+
+def test_experts_are_counted_once_where_a_step_is_computed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("qwen3-moe", tmp_path)
+
+    def counts() -> list[list[int]]:
+        driver = Driver(load(tmp_path))
+        for slot, prompt in enumerate(PROMPTS):
+            driver.start(slot, prompt)
+        driver.run([0, 1, 2], 3)
+        return [result.expert_tokens for result in driver.results]
+
+    expected = counts()
+    assert sum(expected[0]) > 0
+    choose = OwnHead.choose
+
+    def raise_for_a_batch(
+        self: OwnHead, model: Logits, hidden: Tensor, rows: dict[int, int]
+    ) -> Sampled:
+        if len(rows) > 1:
+            raise IndexError
+        return choose(self, model, hidden, rows)
+
+    monkeypatch.setattr(OwnHead, "choose", raise_for_a_batch)
+    assert counts() == expected
 
 
 def test_a_request_whose_parameters_cannot_be_taken_fails_alone(directory: Path) -> None:

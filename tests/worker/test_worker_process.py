@@ -134,6 +134,20 @@ def test_a_user_error_is_one_sentence(tmp_path: Path, workers: list[_Worker]) ->
     assert worker.child.describe_end() == "exited with code 1"
 
 
+def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
+    tmp_path: Path, workers: list[_Worker], capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = _start(workers, tmp_path, WorkerConfig(model=str(EMBEDDED), num_threads=1))
+    assert isinstance(worker.receive(), WorkerReady)
+    worker.send(StepPlan(0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SAMPLING)]))
+    worker.send(StepPlan(1, [], [], freed_slots=[7]))
+    assert isinstance(worker.receive(), StepResult)
+    assert worker.child.describe_end() == "exited with code 1"
+    log = capfd.readouterr().err
+    assert "a step broke this worker" in log
+    assert "Slot 7 is not in use" in log
+
+
 def _run_a_large_step(worker: _Worker) -> None:
     """Large enough that all threads take part."""
     assert isinstance(worker.receive(), WorkerReady)

@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
 from torch import Tensor
 
+from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
+from pagoda.parallel.collectives import Alone, Collectives
+
 
 class ThreadGroup:
-    """What the ranks of one group share."""
+    """What the ranks of one group share: the same memory as processes, where the kernels are there for it.
+
+    Forward passes are recorded with their sums then, as in a worker.
+    """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.given: list[object] = [None] * size
+        self._size = size
+        self._exchange = _Exchange(size)
+        self._memory: SharedMemory | None = None
+        with contextlib.suppress(BackendUnavailableError):
+            choose_instruction_set()
+            self._memory = SharedMemory(size)
 
-    def member(self, rank: int) -> ThreadCollectives:
-        return ThreadCollectives(self, rank)
+    def member(self, rank: int) -> Collectives:
+        """Once for each rank."""
+        if self._size == 1:
+            return Alone()
+        if self._memory is None:
+            return ThreadCollectives(self._exchange, rank, self._size)
+        return SharedMemoryCollectives(self._memory.path, rank, self._size)
+
+    def close(self) -> None:
+        """Once all ranks are members."""
+        if self._memory is not None:
+            self._memory.close()
+
+
+class _Exchange:
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._given: list[object] = [None] * size
+
+    def all_give(self, rank: int, own: object) -> list[object]:
+        self._given[rank] = own
+        self._barrier.wait()
+        everything = list(self._given)
+        self._barrier.wait()
+        return everything
 
 
 class ThreadCollectives:
-    """One rank of a `ThreadGroup`."""
+    """One rank of a `ThreadGroup` without kernels."""
 
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._group = group
+    def __init__(self, exchange: _Exchange, rank: int, size: int) -> None:
+        self._exchange = exchange
         self.rank = rank
-        self.size = group.size
+        self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self.all_gather(x)
@@ -36,20 +70,10 @@ class ThreadCollectives:
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack([part for part in self._exchange(x) if isinstance(part, Tensor)])
+        parts = self._exchange.all_give(self.rank, x)
+        return torch.stack([part for part in parts if isinstance(part, Tensor)])
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        first = self._exchange(payload)[0]
+        first = self._exchange.all_give(self.rank, payload)[0]
         assert isinstance(first, bytes)
         return first
-
-    def close(self) -> None:
-        pass
-
-    def _exchange(self, own: object) -> list[object]:
-        group = self._group
-        group.given[self.rank] = own
-        group.barrier.wait()
-        everything = list(group.given)
-        group.barrier.wait()
-        return everything

@@ -1,0 +1,211 @@
+"""A request that fails where several ranks take part in a step fails alone, on all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from driver import GREEDY, Driver
+from in_process import InProcessExecutor
+from tiny_models import make_model
+from torch import Tensor
+
+from pagoda.engine.messages import SamplingParams, StepPlan, StepResult, WorkerConfig
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.heads import BROKE_A_STEP, FollowingHead, LeadingHead
+from pagoda.worker.runner import Runner
+from pagoda.worker.sampler import NOT_FINITE
+
+VOCAB = 320
+POISON = VOCAB - 1
+"""A token whose embedding is NaN; the last of several ranks has it."""
+SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=10_000)
+IMPOSSIBLE = SamplingParams(seed=0, allowed_token_ids=(5000,))
+TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+@dataclass
+class _Ranks:
+    """Takes plans like a runner that is alone."""
+
+    executor: InProcessExecutor
+    drawn: dict[int, int]
+    """By slot, the token that the stages before the last have not been told of."""
+
+    @property
+    def last(self) -> list[Runner]:
+        return [rank for rank in self.executor.stages[-1] if isinstance(rank, Runner)]
+
+    def step(self, plan: StepPlan) -> StepResult:
+        appended = [(s, token) for s, token in self.drawn.items() if s not in plan.freed_slots]
+        self.executor.submit(msgspec.structs.replace(plan, appended=appended))
+        (result,) = self.executor.poll()
+        assert isinstance(result, StepResult)
+        self.drawn = dict(zip(result.slots, result.token_ids, strict=True))
+        return result
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("poisoned")
+    model = make_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def executors() -> Iterator[list[InProcessExecutor]]:
+    made: list[InProcessExecutor] = []
+    yield made
+    for executor in made:
+        executor.close()
+
+
+def _ranks(
+    executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
+) -> _Ranks:
+    config = WorkerConfig(
+        model=str(directory),
+        backend=backend,
+        num_blocks=512,
+        max_num_seqs=16,
+        num_threads=1,
+        parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),
+    )
+    executors.append(InProcessExecutor(config))
+    return _Ranks(executors[-1], {})
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(2)
+    return [[rng.randrange(POISON) for _ in range(length)] for length in (3, 9, 5, 17)]
+
+
+def _driver(ranks: _Ranks, sampling: SamplingParams) -> Driver:
+    """With four requests, of which two are greedy."""
+    driver = Driver(ranks)
+    for slot, prompt in enumerate(_prompts()):
+        driver.start(slot, prompt, sampling if slot % 2 else GREEDY)
+    return driver
+
+
+def _outputs(driver: Driver, slots: list[int], count: int) -> list[list[int]]:
+    driver.run(slots, count)
+    return [driver.output(slot) for slot in slots]
+
+
+@pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_nan_logits(
+    executors: list[InProcessExecutor],
+    directory: Path,
+    backend: str,
+    sampling: SamplingParams,
+    tp: int,
+    pp: int,
+) -> None:
+    expected = _outputs(
+        _driver(_ranks(executors, directory, backend, tp, pp), sampling), [0, 1, 2, 3], 4
+    )
+    driver = _driver(_ranks(executors, directory, backend, tp, pp), sampling)
+    driver.start(4, [7, POISON, 8], sampling)
+    first = driver.step({0: 3, 4: 3, 3: 17, 1: 9})
+    assert (first.slots, first.errors) == ([0, 3, 1], {4: NOT_FINITE})
+    second = driver.step({2: 5, 0: 1})
+    assert (second.slots, second.errors) == ([2, 0], {})
+    driver.free(4)
+    driver.start(4, _prompts()[0])
+    assert _outputs(driver, [0, 1, 2, 3, 4], 4) == [*expected, expected[0]]
+
+
+@pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES)
+def test_a_request_that_cannot_be_started(
+    executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
+) -> None:
+    expected = _outputs(
+        _driver(_ranks(executors, directory, backend, tp, pp), SAMPLED), [0, 1, 2, 3], 4
+    )
+    driver = _driver(_ranks(executors, directory, backend, tp, pp), SAMPLED)
+    driver.start(4, [7] * 20, IMPOSSIBLE)
+    # Where several ranks take part, it is found out when the slot comes to sample.
+    first = driver.step({0: 3, 4: 11, 1: 9})
+    assert first.slots == [0, 1]
+    second = driver.step({4: 9, 0: 1, 3: 17})
+    assert (second.slots, second.errors) == ([0, 3], {4: BROKE_A_STEP})
+    driver.free(4)
+    driver.start(4, _prompts()[0])
+    assert _outputs(driver, [0, 1, 2, 3, 4], 4) == [*expected, expected[0]]
+
+
+@pytest.mark.parametrize(("tp", "pp"), TOPOLOGIES[1:])
+def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
+    executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
+) -> None:
+    """As in a prompt of which a chunk was planned before the failure of the one before it was seen."""
+    expected = _outputs(
+        _driver(_ranks(executors, directory, backend, tp, pp), GREEDY), [0, 1, 2, 3], 4
+    )
+    ranks = _ranks(executors, directory, backend, tp, pp)
+    driver = _driver(ranks, GREEDY)
+    driver.start(4, [7] * 20)
+    for runner in ranks.last:
+        runner._failed[4] = "failed before"
+    result = driver.step({0: 3, 4: 11, 3: 17, 1: 9})
+    assert (result.slots, result.errors) == ([0, 3, 1], {4: "failed before"})
+    driver.free(4)
+    assert _outputs(driver, [0, 1, 2, 3], 4) == expected
+    assert all(not r.errors for r in driver.results[1:])
+
+
+class _PoisonedHead:
+    """A backend whose part of the logits is NaN in some rows."""
+
+    def __init__(self, backend: Any, head: Any, greedy: int, other: int) -> None:
+        """Those rows of the greedy requests and of the others."""
+        self._backend, self._head, self._greedy, self._other = backend, head, greedy, other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        out: Tensor = self._backend.linear(x, weight)
+        if weight is self._head:
+            out[self._other, 3] = torch.nan
+        return out
+
+    def greedy(self, x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, values, finite = self._backend.greedy(x, weight)
+        finite[self._greedy] = False
+        values[self._greedy] = torch.nan
+        return tokens, values, finite
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_in_the_share_of_one_rank(
+    executors: list[InProcessExecutor], directory: Path, backend: str, rank: int, pp: int
+) -> None:
+    expected = _outputs(
+        _driver(_ranks(executors, directory, backend, 2, pp), SAMPLED), [0, 1, 2, 3], 4
+    )
+    ranks = _ranks(executors, directory, backend, 2, pp)
+    heads = [type(runner._head) for runner in ranks.last]
+    assert heads == [LeadingHead, FollowingHead]
+    driver = _driver(ranks, SAMPLED)
+    model: Any = ranks.last[rank]._model
+    sound = model._backend
+    model._backend = _PoisonedHead(sound, model._head, 1, 0)
+    result = driver.step({0: 3, 1: 9, 2: 5, 3: 17})
+    model._backend = sound
+    assert (result.slots, result.errors) == ([0, 3], {1: NOT_FINITE, 2: NOT_FINITE})
+    driver.free(1)
+    driver.free(2)
+    assert _outputs(driver, [0, 3], 4) == [expected[0], expected[3]]
