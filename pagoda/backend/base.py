@@ -234,6 +234,11 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         ...
 
     @property
+    def arithmetic(self) -> str:
+        """Such as `cpu (avx2)`: backends of the same one compute the same bits, whatever the machine."""
+        ...
+
+    @property
     def summary(self) -> str:
         """For the operator, such as `reference on cpu, 2 threads`."""
         ...

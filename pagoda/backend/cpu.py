@@ -75,9 +75,13 @@ class CpuBackend:
         self.capabilities: Capabilities = self._reference.capabilities
 
     @property
+    def arithmetic(self) -> str:
+        return f"cpu ({self._instruction_set})"
+
+    @property
     def summary(self) -> str:
         threads = torch.get_num_threads()
-        return f"cpu ({self._instruction_set}), {threads} thread{'s' if threads > 1 else ''}"
+        return f"{self.arithmetic}, {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
         self,

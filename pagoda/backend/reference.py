@@ -93,9 +93,13 @@ class ReferenceBackend:
         )
 
     @property
+    def arithmetic(self) -> str:
+        return "reference on cpu"
+
+    @property
     def summary(self) -> str:
         threads = torch.get_num_threads()
-        return f"reference on cpu, {threads} thread{'s' if threads > 1 else ''}"
+        return f"{self.arithmetic}, {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
         self,

@@ -475,6 +475,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     vocab_size: int
     summary: str
     """One line for the operator, such as `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
+    arithmetic: str = ""
+    """Such as `cpu (avx512)`; the same for workers whose results agree in every bit."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):

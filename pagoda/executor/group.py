@@ -228,16 +228,27 @@ class _Group:
         self._readies[rank] = message
         if len(self._readies) < len(self._configs):
             return None
-        block_sizes = sorted({ready.block_size for ready in self._readies.values()})
-        if len(block_sizes) > 1:
-            sizes = " and ".join(str(size) for size in block_sizes)
-            return WorkerLost(
-                f"the workers' backends prefer KV blocks of {sizes} tokens; name one with --block-size.",
-                is_user_error=True,
-            )
+        problem = self._disagreement()
+        if problem is not None:
+            return WorkerLost(problem, is_user_error=True)
         ready = self._readies[self._sampling_rank]
         ranks = _describe_ranks(self._configs[0].parallel)
         return msgspec.structs.replace(ready, summary=f"{ranks}{ready.summary}")
+
+    def _disagreement(self) -> str | None:
+        readies = self._readies.values()
+        block_sizes = sorted({ready.block_size for ready in readies})
+        if len(block_sizes) > 1:
+            sizes = " and ".join(str(size) for size in block_sizes)
+            return f"the workers' backends prefer KV blocks of {sizes} tokens; name one with --block-size."
+        arithmetics = sorted({ready.arithmetic for ready in readies})
+        if len(arithmetics) > 1:
+            # Ranks that round differently would not agree on hidden states, nor on the experts of a token.
+            return (
+                f"the workers compute with {' and '.join(arithmetics)}, whose results differ in rounding; set "
+                "PAGODA_CPU_ISA to an instruction set that all hosts have, or give --backend reference."
+            )
+        return None
 
     def complain(self) -> None:
         self.ask_at = None

@@ -67,6 +67,7 @@ class SimExecutor:
             max_model_len=min(config.max_model_len, config.num_blocks * config.block_size),
             vocab_size=config.vocab_size,
             summary="simulated worker",
+            arithmetic="simulated",
         )
         self._events.append((self._clock.now(), ready))
 

@@ -149,6 +149,7 @@ def load_runner(
         max_model_len=plan.max_model_len,
         vocab_size=shard.config.vocab_size,
         summary=_summary(plan, num_blocks, backend_summary),
+        arithmetic=backend.arithmetic,
     )
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:

@@ -220,6 +220,14 @@ def test_any_ranks_death_is_the_end_of_all(make_executor: MakeExecutor, name: st
                 is_user_error=True,
             ),
         ),
+        (
+            "rounds@0",
+            WorkerLost(
+                "the workers compute with other bits and simulated, whose results differ in rounding; set "
+                "PAGODA_CPU_ISA to an instruction set that all hosts have, or give --backend reference.",
+                is_user_error=True,
+            ),
+        ),
     ],
 )
 def test_a_rank_that_cannot_start_ends_the_start(

@@ -44,7 +44,10 @@ def main() -> None:
         engine.send(WorkerFailed("RuntimeError: broken", False))
         sys.exit(1)
     sim = SimConfig(num_blocks=num_blocks, block_size=32 if behaviour == "differs" else 16)
-    engine.send(_ready(sim))
+    ready = _ready(sim)
+    if behaviour == "rounds":
+        ready = msgspec.structs.replace(ready, arithmetic="other bits")
+    engine.send(ready)
     worker = SimWorker(sim, check_kv=True, num_stages=parallel.pipeline_parallel_size)
     while True:
         plan = engine.receive_plan()
