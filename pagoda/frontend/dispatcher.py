@@ -67,6 +67,7 @@ class Dispatcher:
         self._on_trial: _Held | None = None
         self._waiting: dict[_Held, asyncio.Future[None]] = {}
         self._watchers: list[asyncio.Task[None]] = []
+        self._moves: set[asyncio.Future[None]] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -143,6 +144,8 @@ class Dispatcher:
                             if chunk.num_computed_tokens is not None:
                                 self._ledger.reach(held.account, chunk.num_computed_tokens)
                                 continue
+                            if held.is_leaving(chunk):
+                                raise EngineLostError("The worker is being replaced.")
                             chunk = self._take(held, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
@@ -210,7 +213,7 @@ class Dispatcher:
             await self.abort(request_id)
 
     async def close(self) -> None:
-        await cancel_all(self._watchers)
+        await cancel_all([*self._watchers, *self._moves])
         self._fail(EngineDeadError("The engine was closed."))
         ends = await asyncio.gather(
             *(member.replica.close() for member in self._members), return_exceptions=True
@@ -293,6 +296,7 @@ class Dispatcher:
         member = candidates[chosen]
         member.prefixes.add(keys)
         held.member = member
+        held.leaves = False
         held.account = self._ledger.open(
             member.index,
             num_tokens=num_tokens,
@@ -353,7 +357,20 @@ class Dispatcher:
     def _on_change(self, member: _Member) -> None:
         if member.replica.state is not ReplicaState.READY:
             member.prefixes.clear()
+        if member.replica.state is ReplicaState.DEGRADED:
+            self._move_requests_of(member)
         self._wake()
+
+    def _move_requests_of(self, member: _Member) -> None:
+        """Its worker is gone, and with it all KV: a replica that computes has their tokens sooner."""
+        if not any(m.replica.state is ReplicaState.READY for m in self._members):
+            return
+        for held in self._requests.values():
+            if held.member is member:
+                held.leaves = True
+                move = asyncio.ensure_future(member.replica.abort(held.request_id))
+                self._moves.add(move)
+                move.add_done_callback(self._moves.discard)
 
     async def _watch(self, member: _Member) -> None:
         member.failure = await member.replica.wait_failed()
@@ -431,6 +448,12 @@ class _Held:
         self.deaths = 0
         """Engines that died while it was there, since its last token."""
         self.aborted = False
+        self.leaves = False
+        """Its replica was told to let it go, so that another takes it."""
+
+    def is_leaving(self, chunk: TokenChunk) -> bool:
+        """Whether `chunk` is the replica's answer to that."""
+        return self.leaves and not self.aborted and chunk.finish_reason is FinishReason.ABORT
 
     @property
     def num_tokens_left(self) -> int:

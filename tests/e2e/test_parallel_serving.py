@@ -58,8 +58,9 @@ def test_accuracy_at_every_topology(flags: str, expected: list[tuple[str, bool]]
         ("--pp 2", "pagoda.worker.main", 0),
         ("--pp 2", "pagoda.worker.main", 1),
         ("--dp 2", "pagoda.engine.main", 1),
+        ("--dp 2", "pagoda.worker.main", 1),
     ],
-    ids=["follower", "leader", "first-stage", "last-stage", "replica"],
+    ids=["follower", "leader", "first-stage", "last-stage", "replica", "worker-of-a-replica"],
 )
 async def test_100_streams_survive_a_kill_token_for_token(
     flags: str, module: str, victim: int

@@ -233,6 +233,42 @@ def test_the_same_seed_is_the_same_life() -> None:
 # ---- single situations
 
 
+def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(3)
+        asked = [request(f"r{i}", [i, 1], max_tokens=60) for i in range(12)]
+        answers = [asyncio.create_task(ask(dispatcher, one)) for one in asked]
+        await asyncio.sleep(0.1)
+        lost = endpoints[1]
+        assert dispatcher.ledger.num_requests[1] == 4
+        assert lost._running is not None
+        lost._running.cancel()  # it computes nothing any more
+        lost._enter(ReplicaState.DEGRADED)
+        await asyncio.sleep(0.1)
+        assert dispatcher.ledger.num_requests[1] == 0
+        assert all(answer.complete for answer in await asyncio.gather(*answers))
+        lost._enter(ReplicaState.READY)
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
+    async def main() -> None:
+        dispatcher, (only,) = await start(1)
+        answer = asyncio.create_task(ask(dispatcher, request("r", [1, 2], max_tokens=60)))
+        await asyncio.sleep(0.1)
+        only._enter(ReplicaState.DEGRADED)
+        await asyncio.sleep(0.1)
+        only._enter(ReplicaState.READY)
+        assert (await answer).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
 def test_a_request_that_kills_engines_fails_alone() -> None:
     async def main() -> None:
         dispatcher, _ = await start(3)
