@@ -19,27 +19,36 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
     port: int
 
     @classmethod
-    def parse(cls, address: str, num_replicas: int) -> KVEventsConfig:
+    def parse(cls, address: str) -> KVEventsConfig:
         """
         Raises:
-            ConfigError: it is not `tcp://HOST:PORT`, or there are too few ports above PORT.
+            ConfigError: it is not `tcp://HOST:PORT`.
         """
         scheme, _, place = address.partition("://")
         host, _, port = place.rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         has_host = bare != "" and not any(sign in bare for sign in "[]/@ ")
         has_host = has_host and (":" not in host or bare != host)
-        if scheme != "tcp" or not has_host or not (port.isascii() and port.isdigit()):
+        is_number = port.isascii() and port.isdigit() and len(port) <= 5
+        if scheme != "tcp" or not has_host or not is_number:
             raise ConfigError(
                 f"--kv-events must be tcp://HOST:PORT, such as tcp://127.0.0.1:5557, got {address!r}."
             )
-        highest = 2**16 - 2 * num_replicas
-        if not 1 <= int(port) <= highest:
+        config = cls(host, int(port))
+        config.check_ports(1)
+        return config
+
+    def check_ports(self, num_replicas: int) -> None:
+        """
+        Raises:
+            ConfigError: there are too few ports from `port` on.
+        """
+        count = 2 * num_replicas
+        if not 1 <= self.port <= 2**16 - count:
             raise ConfigError(
-                f"--kv-events needs {2 * num_replicas} ports from the one it names on, so that must be between 1 "
-                f"and {highest}, got {port}."
+                f"--kv-events takes {count} ports from the one it names on, which must be 1 to {2**16 - count}, "
+                f"got {self.port}."
             )
-        return cls(host, int(port))
 
     def publish_port(self, replica: int) -> int:
         return self.port + replica

@@ -1,7 +1,7 @@
 """KV events on ZeroMQ: a PUB socket for those who listen, a ROUTER socket for those who missed something.
 
-Neither ever makes the engine wait. PUB drops what a slow subscriber does not take; it sees a gap in the numbers and
-asks for the batches from there on, of which the last ones are kept. A replay goes out in parts, between steps.
+Neither ever makes the engine wait. PUB drops what a slow subscriber does not take; it sees a gap in the numbers
+and asks for the batches from there on, of which the last ones are kept. A replay goes out in parts, between steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _MAX_UNSENT = 1000
 """Batches that wait for a slow subscriber; what it misses it can ask for."""
 _BATCHES_PER_TURN = 64
 _REQUESTS_PER_TURN = 16
+_MAX_REQUEST_BYTES = 4096
+"""Whoever sends more is disconnected."""
 
 
 class KVEventPublisher:
     """Numbers batches of events, sends them, and keeps the last ones for replays.
 
-    The first batch of an engine's life says that all is cleared. Its number is the microseconds since 1970, so that
-    the numbers of the next engine on this port are higher: to a subscriber a restart is a gap like any other.
+    The first batch of an engine's life says that all is cleared. Its number is the microseconds since 1970, so
+    that the numbers of the next engine on this port are higher: to a subscriber a restart is a gap like any other.
 
     Raises:
         ConfigError: a port is taken, or the host is not one of this machine.
@@ -94,7 +96,7 @@ class KVEventPublisher:
             return
         replay = self._replays.popleft()
         oldest = self._next_number - len(self._kept)
-        number = max(replay.next_number, oldest)
+        number = min(max(replay.next_number, oldest), self._next_number)
         for payload in islice(self._kept, number - oldest, number - oldest + _BATCHES_PER_TURN):
             self.replay_socket.send_multipart([*replay.envelope, _number_bytes(number), payload])
             number += 1
@@ -140,6 +142,7 @@ def _bound(
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, most_unsent)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
     try:
         socket.bind(f"tcp://{host}:{port}")
@@ -149,7 +152,7 @@ def _bound(
     return socket
 
 
-def _reason(code: int, host: str, port: int) -> str:
+def _reason(code: int | None, host: str, port: int) -> str:
     if code == errno.EADDRINUSE:
         return f"--kv-events needs port {port} of {host}, which is taken; name another."
     if code == errno.EACCES:

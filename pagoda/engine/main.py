@@ -85,7 +85,14 @@ class EngineProcess:
             self._socket.close()
 
     def _serve(self) -> None:
-        publisher = self._publisher = _make_publisher(self._config, self._context)
+        self._publisher = _make_publisher(self._config, self._context)
+        try:
+            self._run_core()
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+
+    def _run_core(self) -> None:
         self._executor = _make_executor(self._config, self._directory, self._clock)
         self._core = EngineCore(self._config, self._executor, self._clock)
         try:
@@ -95,13 +102,9 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
-                if publisher is not None:
-                    publisher.publish(self._core.take_kv_events())
-                    publisher.replay()
+                self._publish_kv_events()
         finally:
             self._core.close()
-            if publisher is not None:
-                publisher.close()
 
     def _sleep(self) -> None:
         wakeup = self._core.next_wakeup()
@@ -163,6 +166,11 @@ class EngineProcess:
         report = self._core.load()
         for frontend in self._frontends:
             self._send(frontend, report)
+
+    def _publish_kv_events(self) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(self._core.take_kv_events())
+            self._publisher.replay()
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         answer = self._core.add(request)

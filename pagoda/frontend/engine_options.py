@@ -94,14 +94,18 @@ class EngineOptions:
         options = _checked(self)
         if options.quantization_group_size is not None and options.quantization != "int4":
             raise ConfigError("--quantization-group-size needs --quantization int4.")
-        if options.kv_events is not None and not options.enable_prefix_caching:
-            raise ConfigError("--kv-events needs the prefix cache; leave --enable-prefix-caching on.")
+        address = options.kv_events
+        if address is not None and not options.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-events needs the prefix cache; leave --enable-prefix-caching on."
+            )
         return EngineConfig(
             worker=options._worker_config(model),
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_waiting=options.max_num_waiting,
             enable_prefix_caching=options.enable_prefix_caching,
+            kv_events=None if address is None else KVEventsConfig.parse(address),
             step_timeout_s=options.step_timeout,
         )
 
@@ -263,9 +267,8 @@ class ExecutorOptions:
         self._check(engine, parallel)
         config = engine.engine_config(model)
         topology = parallel.config()
-        if engine.kv_events is not None:
-            events = KVEventsConfig.parse(engine.kv_events, topology.data_parallel_size)
-            config = msgspec.structs.replace(config, kv_events=events)
+        if config.kv_events is not None:
+            config.kv_events.check_ports(topology.data_parallel_size)
         if self.executor == "local":
             check_topology(model, engine.load_format, topology)
             return msgspec.structs.replace(config, worker=_shared_host(config.worker, topology))

@@ -1,7 +1,8 @@
 """What happens to cached blocks, for those who route requests to them from outside.
 
 The structs are the wire format too: maps whose `type` is the name of the struct, with the fields that vLLM's
-subscribers read (`docs/kv-events.md` says what is the same and what differs). Nothing here knows how they are sent.
+subscribers read (`docs/kv-events.md` says what is the same and what differs). Nothing here knows how they are
+sent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     block_hashes: list[bytes]
     """Their keys (`pagoda.kv.block_keys`), 32 bytes each, in the order of their tokens."""
     parent_block_hash: bytes | None
-    """The key of the block in front of the first; None where the prefix begins. It may have been removed before."""
+    """The key of the block in front of the first; None where the prefix begins. It may be gone already."""
     token_ids: list[int]
     """Of all these blocks, `block_size` for each."""
     block_size: int
@@ -54,7 +55,11 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVEventRecorder:
-    """Collects events until somebody takes them. Neighbours that say the same become one."""
+    """Collects events until somebody takes them.
+
+    The lists of the last one grow until then: blocks that follow each other, or that are evicted together, are
+    one event.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
