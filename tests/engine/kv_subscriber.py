@@ -44,10 +44,12 @@ class CacheView:
 
     def __init__(self) -> None:
         self.keys: set[bytes | int] = set()
+        self.ranks: set[int | None] = set()
 
     def apply(self, payload: bytes) -> list[EventOnTheWire]:
-        events = msgspec.msgpack.decode(payload, type=BatchOnTheWire).events
-        for event in events:
+        batch = msgspec.msgpack.decode(payload, type=BatchOnTheWire)
+        self.ranks.add(batch.data_parallel_rank)
+        for event in batch.events:
             match event:
                 case StoredOnTheWire():
                     assert len(event.token_ids) == len(event.block_hashes) * event.block_size
@@ -62,7 +64,7 @@ class CacheView:
                     self.keys.clear()
             if not isinstance(event, ClearedOnTheWire):
                 assert len(set(event.block_hashes)) == len(event.block_hashes) > 0
-        return events
+        return batch.events
 
 
 class Subscriber:
