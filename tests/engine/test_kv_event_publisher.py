@@ -33,12 +33,23 @@ class Stage:
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        """Of the clients."""
         self.port = free_ports(2)
-        self.publisher = self.publish_anew()
         self.subscribers: list[Subscriber] = []
+        self._start()
 
-    def publish_anew(self) -> KVEventPublisher:
-        return KVEventPublisher(KVEventsConfig("127.0.0.1", self.port), 0, 1, self.context)
+    def _start(self) -> None:
+        self._engine_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        config = KVEventsConfig("127.0.0.1", self.port)
+        self.publisher = KVEventPublisher(config, 0, 1, self._engine_context)
+
+    def _stop(self) -> None:
+        self.publisher.close()
+        self._engine_context.term()  # only then are the ports free
+
+    def restart(self) -> None:
+        self._stop()
+        self._start()
 
     def subscribe(self) -> Subscriber:
         subscriber = Subscriber(self.port, self.port + 1)
@@ -62,7 +73,7 @@ class Stage:
     def close(self) -> None:
         for subscriber in self.subscribers:
             subscriber.close()
-        self.publisher.close()
+        self._stop()
         self.context.destroy(linger=0)
 
 
@@ -256,8 +267,7 @@ def test_a_restart_is_a_gap_whose_replay_begins_with_nothing_cached(stage: Stage
     with Loop(stage.publisher) as loop:
         total = loop.publish_until(subscriber.receive, 0)
     last = subscriber.last_number
-    stage.publisher.close()
-    stage.publisher = stage.publish_anew()
+    stage.restart()
     with Loop(stage.publisher) as loop:
         end = loop.publish_until(subscriber.receive, total)
         while subscriber.receive(0.1):
