@@ -157,4 +157,4 @@ def _reason(code: int | None, host: str, port: int) -> str:
         return f"--kv-events needs port {port} of {host}, which is taken; name another."
     if code == errno.EACCES:
         return f"--kv-events needs port {port}, which this user may not open; name one above 1023."
-    return f"--kv-events names {host}, which is no address of this host; name one, or * for all."
+    return f"--kv-events names {host}, which is no address of this host; name one that is, or * for all."
