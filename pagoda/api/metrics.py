@@ -26,6 +26,11 @@ _COUNTERS = {
     "num_preemptions_total": ("num_preemptions", "Requests preempted for want of KV blocks."),
     "prefix_cache_queries_total": ("num_prompt_tokens", "Prompt tokens looked for in the cache."),
     "prefix_cache_hits_total": ("num_prefix_hit_tokens", "Prompt tokens found in the cache."),
+    "kv_blocks_stored_total": ("num_blocks_stored", "KV blocks that later requests could find."),
+    "kv_blocks_removed_total": (
+        "num_blocks_removed",
+        "KV blocks evicted, or lost with a worker, that could be found before.",
+    ),
     "engine_steps_total": ("num_steps", "Steps finished."),
     "worker_restarts_total": ("num_worker_restarts", "Workers lost and started again."),
 }

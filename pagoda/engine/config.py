@@ -5,6 +5,56 @@ from __future__ import annotations
 import msgspec
 
 from pagoda.engine.messages import SimConfig, WorkerConfig
+from pagoda.errors import ConfigError
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True):
+    """Where the engines of a server publish what happens to their cached blocks.
+
+    Of n replicas, replica i publishes at `port + i` and answers requests for a replay at `port + n + i`.
+    """
+
+    host: str
+    """An address or the name of an interface of this host, `*` for all of them; IPv6 in brackets."""
+    port: int
+
+    @classmethod
+    def parse(cls, address: str) -> KVEventsConfig:
+        """
+        Raises:
+            ConfigError: it is not `tcp://HOST:PORT`.
+        """
+        scheme, _, place = address.partition("://")
+        host, _, port = place.rpartition(":")
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        has_host = bare != "" and not any(sign in bare for sign in "[]/@ ")
+        has_host = has_host and (":" not in host or bare != host)
+        is_number = port.isascii() and port.isdigit() and len(port) <= 5
+        if scheme != "tcp" or not has_host or not is_number:
+            raise ConfigError(
+                f"--kv-events must be tcp://HOST:PORT, such as tcp://127.0.0.1:5557, got {address!r}."
+            )
+        config = cls(host, int(port))
+        config.check_ports(1)
+        return config
+
+    def check_ports(self, num_replicas: int) -> None:
+        """
+        Raises:
+            ConfigError: there are too few ports from `port` on.
+        """
+        count = 2 * num_replicas
+        if not 1 <= self.port <= 2**16 - count:
+            raise ConfigError(
+                f"--kv-events takes {count} ports from the one it names on, which must be 1 to {2**16 - count}, "
+                f"got {self.port}."
+            )
+
+    def publish_port(self, replica: int) -> int:
+        return self.port + replica
+
+    def replay_port(self, replica: int, num_replicas: int) -> int:
+        return self.port + num_replicas + replica
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,5 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_waiting: int = 4096
     """Requests beyond this many waiting are refused."""
     enable_prefix_caching: bool = True
+    kv_events: KVEventsConfig | None = None
+    """None publishes nothing."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""

@@ -18,6 +18,7 @@ from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
+from pagoda.kv.events import KVEvent, KVEventRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.parallel.config import expert_share
 
@@ -39,6 +40,7 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._scheduler: Scheduler | None = None
+        self._kv_events: KVEventRecorder | None = None
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -144,8 +146,13 @@ class EngineCore:
             max_model_len=worker.max_model_len,
             num_stages=self._config.worker.parallel.pipeline_parallel_size,
         )
+        if self._config.kv_events is not None:
+            self._kv_events = KVEventRecorder(worker.block_size)
         kv = KVManager(
-            worker.num_blocks, worker.block_size, prefix_caching=self._config.enable_prefix_caching
+            worker.num_blocks,
+            worker.block_size,
+            prefix_caching=self._config.enable_prefix_caching,
+            events=self._kv_events,
         )
         self._worker = worker
         self._scheduler = Scheduler(limits, kv)
@@ -175,6 +182,10 @@ class EngineCore:
         if self._idle_losses_in_row > MAX_IDLE_LOSSES:
             raise EngineDeadError(f"{MAX_IDLE_LOSSES} workers were lost in a row; last: {reason}")
 
+    def take_kv_events(self) -> list[KVEvent]:
+        """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
+        return [] if self._kv_events is None else self._kv_events.take()
+
     def next_wakeup(self) -> float | None:
         """When `step` has something to do even if no event comes, on the clock; None for never."""
         instants = [
@@ -199,6 +210,8 @@ class EngineCore:
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_worker_restarts=self._num_restarts,
+            num_blocks_stored=scheduler.kv.pool.num_stored,
+            num_blocks_removed=scheduler.kv.pool.num_removed,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             step_time_s=self._step_time_s,

@@ -19,6 +19,7 @@ import zmq
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
+from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.engine.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -59,6 +60,7 @@ class EngineProcess:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 2000)
+        self._context = context
         self._socket.bind(socket_address(directory, ENGINE_SOCKET))
         self._codec_in = Codec[FrontendMessage](FrontendMessage)
         self._codec_out = Codec[EngineMessage](EngineMessage)
@@ -83,6 +85,14 @@ class EngineProcess:
             self._socket.close()
 
     def _serve(self) -> None:
+        self._publisher = _make_publisher(self._config, self._context)
+        try:
+            self._run_core()
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+
+    def _run_core(self) -> None:
         self._executor = _make_executor(self._config, self._directory, self._clock)
         self._core = EngineCore(self._config, self._executor, self._clock)
         try:
@@ -92,6 +102,7 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
+                self._publish_kv_events()
         finally:
             self._core.close()
 
@@ -101,6 +112,10 @@ class EngineProcess:
         if wakeup is not None:
             timeout_ms = max(0, math.ceil((wakeup - self._clock.now()) * 1000))
         sources: list[Any] = [self._socket, *self._executor.pollables()]
+        if self._publisher is not None:
+            sources.append(self._publisher.replay_socket)
+            if self._publisher.is_replaying:
+                timeout_ms = 0
         zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], timeout_ms)
 
     def _receive(self) -> None:
@@ -152,6 +167,11 @@ class EngineProcess:
         for frontend in self._frontends:
             self._send(frontend, report)
 
+    def _publish_kv_events(self) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(self._core.take_kv_events())
+            self._publisher.replay()
+
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         answer = self._core.add(request)
         if isinstance(answer, RequestRefused):
@@ -176,6 +196,16 @@ class EngineProcess:
         """A start that fails at once must still be told to the frontend that is just connecting."""
         if not self._frontends and self._socket.poll(5000):
             self._receive()
+
+
+def _make_publisher(
+    config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]
+) -> KVEventPublisher | None:
+    if config.kv_events is None:
+        return None
+    worker = config.worker
+    num_replicas = worker.parallel.data_parallel_size
+    return KVEventPublisher(config.kv_events, worker.place.dp, num_replicas, context)
 
 
 def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:

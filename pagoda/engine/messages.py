@@ -17,7 +17,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes in a way that an older process would misread."""
 
 MIN_TEMPERATURE = 1e-5
@@ -282,6 +282,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Finished since start."""
     num_preemptions: int
     num_worker_restarts: int
+    num_blocks_stored: int
+    """KV blocks that later requests could find, since start."""
+    num_blocks_removed: int
+    """Of these, evicted or lost with a worker."""
     num_prefix_hit_tokens: int
     num_prompt_tokens: int
     """Prompt tokens admitted; hits over this is the hit rate."""

@@ -506,6 +506,8 @@ _SUMS = (
     "num_steps",
     "num_preemptions",
     "num_worker_restarts",
+    "num_blocks_stored",
+    "num_blocks_removed",
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
 )

@@ -16,7 +16,7 @@ import msgspec
 from cyclopts import Group, Parameter
 from msgspec import Meta
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, KVEventsConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
@@ -73,6 +73,9 @@ class EngineOptions:
     """The share of free memory that the KV cache may take when nothing else is said."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
+    kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
+    """Publish which blocks the KV cache gains and loses at tcp://HOST:PORT, for vLLM's subscribers; replays at the
+    next port."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
     pin_threads: bool = False
@@ -91,12 +94,18 @@ class EngineOptions:
         options = _checked(self)
         if options.quantization_group_size is not None and options.quantization != "int4":
             raise ConfigError("--quantization-group-size needs --quantization int4.")
+        address = options.kv_events
+        if address is not None and not options.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-events needs the prefix cache; leave --enable-prefix-caching on."
+            )
         return EngineConfig(
             worker=options._worker_config(model),
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_waiting=options.max_num_waiting,
             enable_prefix_caching=options.enable_prefix_caching,
+            kv_events=None if address is None else KVEventsConfig.parse(address),
             step_timeout_s=options.step_timeout,
         )
 
@@ -258,6 +267,8 @@ class ExecutorOptions:
         self._check(engine, parallel)
         config = engine.engine_config(model)
         topology = parallel.config()
+        if config.kv_events is not None:
+            config.kv_events.check_ports(topology.data_parallel_size)
         if self.executor == "local":
             check_topology(model, engine.load_format, topology)
             return msgspec.structs.replace(config, worker=_shared_host(config.worker, topology))

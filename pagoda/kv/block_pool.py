@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pagoda.kv.events import KVEventRecorder
+
 
 class Block:
     """One block of the KV cache; identified by its index into the device tensors."""
@@ -38,10 +40,15 @@ class Block:
 class BlockPool:
     """Hands out blocks, counts references and remembers cached blocks by key."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KVEventRecorder | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
         self.num_blocks = num_blocks
+        self.num_stored = 0
+        """Blocks that became findable since the start."""
+        self.num_removed = 0
+        """Blocks that can be found no longer; `num_cached` is the difference."""
+        self._events = events
         self._ends = Block(-1)
         """Closes the list into a ring: its `next` is the head, its `previous` the tail."""
         self._blocks = [Block(i) for i in range(num_blocks)]
@@ -104,26 +111,41 @@ class BlockPool:
             if block.ref_count == 0:
                 self._link_before(self._ends if block.key else self._ends.next, block)
 
-    def publish(self, block: Block, key: bytes) -> None:
-        """Makes a full, computed block findable. The first block published under a key keeps it.
+    def publish(self, block: Block, key: bytes) -> bool:
+        """Makes a full, computed block findable; returns whether it was not, and no other, before.
+
+        The first block published under a key keeps it.
 
         Raises:
             ValueError: the block is not referenced, or has another key.
         """
         if block.ref_count < 1 or (block.key is not None and block.key != key):
             raise ValueError(f"{block} cannot be published.")
-        if self._by_key.setdefault(key, block) is block:
-            block.key = key
+        if block.key is not None or self._by_key.setdefault(key, block) is not block:
+            return False
+        block.key = key
+        self.num_stored += 1
+        return True
 
     def clear_cache(self) -> None:
         """Forgets all keys: the device's memory has been lost. References stay."""
-        for block in self._blocks:
-            self._forget(block)
+        for block in self._by_key.values():
+            block.key = None
+        self.num_removed += len(self._by_key)
+        self._by_key.clear()
+        if self._events is not None:
+            self._events.clear()
 
     def _forget(self, block: Block) -> None:
-        if block.key is not None and self._by_key.get(block.key) is block:
-            del self._by_key[block.key]
+        key = block.key
+        if key is None:
+            return
         block.key = None
+        if self._by_key.get(key) is block:
+            del self._by_key[key]
+            self.num_removed += 1
+            if self._events is not None:
+                self._events.remove(key)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor
@@ -158,3 +180,8 @@ class BlockPool:
         keyed = sum(block.key is not None for block in self._blocks)
         if keyed != len(self._by_key):
             raise ValueError(f"{keyed} blocks have a key, {len(self._by_key)} are filed.")
+        if self.num_stored - self.num_removed != len(self._by_key):
+            raise ValueError(
+                f"{self.num_stored} blocks were stored and {self.num_removed} removed, "
+                f"{len(self._by_key)} are filed."
+            )

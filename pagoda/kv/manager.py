@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pagoda.kv.block_keys import block_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.events import KVEventRecorder
 
 
 class BlockTable:
@@ -30,10 +31,18 @@ class BlockTable:
 class KVManager:
     """Gives blocks to requests and takes them back; knows tokens, but no requests and no devices."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        events: KVEventRecorder | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, events)
         self.block_size = block_size
         self._prefix_caching = prefix_caching
+        self._events = events
 
     def new_table(self, cache_salt: str | None = None) -> BlockTable:
         return BlockTable(root_key(self.block_size, cache_salt))
@@ -80,8 +89,13 @@ class KVManager:
         if not self._prefix_caching:
             return
         for index in range(table.num_published, num_computed_tokens // self.block_size):
-            self.pool.publish(table.blocks[index], self._key(table, token_ids, index))
+            key = self._key(table, token_ids, index)
+            is_new = self.pool.publish(table.blocks[index], key)
             table.num_published = index + 1
+            if is_new and self._events is not None:
+                start = index * self.block_size
+                parent = table.keys[index] if index else None
+                self._events.store(key, parent, token_ids[start : start + self.block_size])
 
     def free(self, table: BlockTable) -> None:
         """Returns all blocks; what was published stays cached until it is evicted."""

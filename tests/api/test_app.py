@@ -48,9 +48,10 @@ async def test_version_and_load(api) -> None:
 async def test_metrics(api, monkeypatch) -> None:
     zeros = await api.endpoint.load()
     experts = {"expert_tokens": [4, 9], "expert_rank_tokens": [4, 9]}
+    blocks = {"num_blocks_stored": 5, "num_blocks_removed": 3}
 
     async def load() -> LoadReport:
-        own = msgspec.structs.replace(zeros, num_prompt_tokens=7, **experts)
+        own = msgspec.structs.replace(zeros, num_prompt_tokens=7, **blocks, **experts)
         replicas = (
             ReplicaLoad(state="ready", num_requests=0, weighed_tokens=0, report=own),
             ReplicaLoad(state="starting", num_requests=0, weighed_tokens=0),
@@ -66,6 +67,8 @@ async def test_metrics(api, monkeypatch) -> None:
     assert 'pagoda_replica_ready{replica="1"} 0' in lines
     assert 'pagoda_num_requests_running{replica="0"} 0' in lines
     assert 'pagoda_prefix_cache_queries_total{replica="0"} 7' in lines
+    assert 'pagoda_kv_blocks_stored_total{replica="0"} 5' in lines
+    assert 'pagoda_kv_blocks_removed_total{replica="0"} 3' in lines
     assert not any(line.startswith('pagoda_num_requests_running{replica="1"}') for line in lines)
     start = lines.index("# TYPE pagoda_expert_tokens_total counter")
     assert lines[start + 1 :] == [

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions, SamplingOptions
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, KVEventsConfig
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 
@@ -57,6 +57,45 @@ def test_every_flag_reaches_the_engine() -> None:
         enable_prefix_caching=False,
         step_timeout_s=1.5,
     )
+
+
+def test_kv_events_name_a_port_for_each_replica_and_its_replays() -> None:
+    options = EngineOptions(kv_events="tcp://*:5557")
+    events = ExecutorOptions().engine_config(options, "m").kv_events
+    assert events == KVEventsConfig("*", 5557)
+    assert (events.publish_port(0), events.replay_port(0, 1)) == (5557, 5558)
+    assert [events.publish_port(replica) for replica in range(2)] == [5557, 5558]
+    assert [events.replay_port(replica, 2) for replica in range(2)] == [5559, 5560]
+    assert KVEventsConfig.parse("tcp://[::1]:70").host == "[::1]"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "5557", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://:5557", "tcp://host:", "ipc:///tmp/events",
+     "tcp://host:5557/", "tcp://a/b:5557", "tcp://::1:5557", "tcp://[]:5557", "tcp://host:-1", "tcp://host:٣"],
+)  # fmt: skip
+def test_kv_events_want_an_address(address: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--kv-events must be tcp://HOST:PORT, such as .*, got '"
+    ):
+        EngineOptions(kv_events=address).engine_config("m")
+
+
+def test_kv_events_want_room_for_their_ports() -> None:
+    sim = ExecutorOptions(executor="sim")
+    for port in (0, 65535, 99999):
+        with pytest.raises(ConfigError, match=r"takes 2 ports .* 1 to 65534, got"):
+            sim.engine_config(EngineOptions(kv_events=f"tcp://127.0.0.1:{port}"), "m")
+    options = EngineOptions(kv_events="tcp://127.0.0.1:65534")
+    sim.engine_config(options, "m")
+    with pytest.raises(ConfigError, match=r"takes 8 ports .* 1 to 65528, got 65534"):
+        sim.engine_config(options, "m", ParallelOptions(data_parallel_size=4))
+
+
+def test_kv_events_need_a_prefix_cache() -> None:
+    options = EngineOptions(kv_events="tcp://127.0.0.1:5557", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--kv-events needs the prefix cache"):
+        options.engine_config("m")
 
 
 def test_the_simulated_executor_takes_its_sizes_from_the_same_flags() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagoda.engine.config import EngineConfig
+import msgspec
+from kv_subscriber import CacheView
+
+from pagoda.engine.config import EngineConfig, KVEventsConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import (
     FinishReason,
@@ -17,6 +20,7 @@ from pagoda.engine.messages import (
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, sim_token
 from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.events import KVEventBatch
 from pagoda.parallel.config import ParallelConfig
 
 VOCAB_SIZE = 50
@@ -86,8 +90,10 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=prefix_caching,
+            kv_events=KVEventsConfig("127.0.0.1", 5557),
         )
         self.core = EngineCore(config, executor, self.clock)
+        self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, TokenChunk] = {}
         self.step()
@@ -107,7 +113,17 @@ class Harness:
     def step(self) -> list[TokenChunk]:
         chunks = self.core.step()
         self._record(chunks)
+        self._apply_kv_events()
         return chunks
+
+    def _apply_kv_events(self) -> None:
+        """Whoever applies the events knows exactly what is cached, after every step."""
+        batch = KVEventBatch(self.clock.now(), self.core.take_kv_events(), 0)
+        self.cached.apply(msgspec.msgpack.encode(batch))
+        if self.core.ready is not None:
+            assert self.cached.keys == self.scheduler.kv.pool._by_key.keys()
+            report = self.core.load()
+            assert report.num_blocks_stored - report.num_blocks_removed == len(self.cached.keys)
 
     def _record(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
 from harness import VOCAB_SIZE, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_subscriber import CacheView
 
 from pagoda.engine.messages import (
     FinishReason,
@@ -19,6 +21,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
+from pagoda.kv.events import KVEventBatch, KVEventRecorder
 from pagoda.kv.manager import KVManager
 
 MAX_MODEL_LEN = 32
@@ -53,7 +56,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=num_stages,
         )
         self.sim = SimConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
-        self.scheduler = Scheduler(self.limits, KVManager(num_blocks, BLOCK_SIZE))
+        self.events = KVEventRecorder(BLOCK_SIZE)
+        self.cached = CacheView()
+        kv = KVManager(num_blocks, BLOCK_SIZE, events=self.events)
+        self.scheduler = Scheduler(self.limits, kv)
         self.worker = SimWorker(self.sim, check_kv=True, num_stages=self.limits.num_stages)
         self.results: deque[StepResult] = deque()
         self.requests: dict[str, GenerateRequest] = {}
@@ -147,6 +153,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def always_true(self) -> None:
         scheduler = self.scheduler
         scheduler.kv.pool.check()
+        self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.take(), 0)))
+        assert self.cached.keys == scheduler.kv.pool._by_key.keys()
         assert len(scheduler._running) + len(scheduler._free_slots) == self.limits.max_num_seqs
         assert set(scheduler._requests) == set(self.requests)
         held: dict[int, int] = {}

@@ -31,6 +31,7 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "kv_cache_memory_bytes": "2GiB",
         "memory_utilization": 0.25,
         "enable_prefix_caching": False,
+        "kv_events": "tcp://127.0.0.1:5557",
         "pin_threads": True,
     }
     needed = {"quantization": "int4"} if field == "quantization_group_size" else {}

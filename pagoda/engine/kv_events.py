@@ -1,0 +1,160 @@
+"""KV events on ZeroMQ: a PUB socket for those who listen, a ROUTER socket for those who missed something.
+
+Neither ever makes the engine wait. PUB drops what a slow subscriber does not take; it sees a gap in the numbers
+and asks for the batches from there on, of which the last ones are kept. A replay goes out in parts, between steps.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+import msgspec
+import zmq
+
+from pagoda.engine.config import KVEventsConfig
+from pagoda.errors import ConfigError
+from pagoda.kv.events import AllBlocksCleared, KVEvent, KVEventBatch
+
+TOPIC = b"kv-events"
+"""The topic that vLLM's example subscribes to; those that subscribe to everything get it too."""
+END = b"\xff" * 8
+"""The number behind the last batch of a replay, -1; its payload is empty."""
+MAX_KEPT_BATCHES = 10_000
+MAX_KEPT_BYTES = 64 * 2**20
+_MAX_UNSENT = 1000
+"""Batches that wait for a slow subscriber; what it misses it can ask for."""
+_BATCHES_PER_TURN = 64
+_REQUESTS_PER_TURN = 16
+_MAX_REQUEST_BYTES = 4096
+"""Whoever sends more is disconnected."""
+
+
+class KVEventPublisher:
+    """Numbers batches of events, sends them, and keeps the last ones for replays.
+
+    The first batch of an engine's life says that all is cleared. Its number is the microseconds since 1970, so
+    that the numbers of the next engine on this port are higher: to a subscriber a restart is a gap like any other.
+
+    Raises:
+        ConfigError: a port is taken, or the host is not one of this machine.
+    """
+
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        replica: int,
+        num_replicas: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self._replica = replica
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._kept: deque[bytes] = deque()
+        self._num_kept_bytes = 0
+        self._next_number = time.time_ns() // 1000
+        self._replays: deque[_Replay] = deque()
+        self._publications = _bound(
+            context, zmq.PUB, config.host, config.publish_port(replica), _MAX_UNSENT
+        )
+        try:
+            self.replay_socket = _bound(
+                context,
+                zmq.ROUTER,
+                config.host,
+                config.replay_port(replica, num_replicas),
+                MAX_KEPT_BATCHES + 1,
+            )
+        except ConfigError:
+            self._publications.close()
+            raise
+        self.publish([AllBlocksCleared()])
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether `replay` has more to do without any new request."""
+        return bool(self._replays)
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Sends the events of one step, if there are any."""
+        if not events:
+            return
+        payload = self._encode(KVEventBatch(time.time(), list(events), self._replica))
+        self._publications.send_multipart([TOPIC, _number_bytes(self._next_number), payload])
+        self._next_number += 1
+        self._kept.append(payload)
+        self._num_kept_bytes += len(payload)
+        while len(self._kept) > MAX_KEPT_BATCHES or self._num_kept_bytes > MAX_KEPT_BYTES:
+            self._num_kept_bytes -= len(self._kept.popleft())
+
+    def replay(self) -> None:
+        """Takes requests, and goes on with one replay for a few batches."""
+        self._receive()
+        if not self._replays:
+            return
+        replay = self._replays.popleft()
+        oldest = self._next_number - len(self._kept)
+        number = min(max(replay.next_number, oldest), self._next_number)
+        for payload in islice(self._kept, number - oldest, number - oldest + _BATCHES_PER_TURN):
+            self.replay_socket.send_multipart([*replay.envelope, _number_bytes(number), payload])
+            number += 1
+        if number >= self._next_number:
+            self.replay_socket.send_multipart([*replay.envelope, END, b""])
+        else:
+            self._replays.append(_Replay(replay.envelope, number))
+
+    def _receive(self) -> None:
+        """A request is the first number wanted, in 8 bytes; a client that asks again begins anew."""
+        for _ in range(_REQUESTS_PER_TURN):
+            try:
+                *envelope, wanted = self.replay_socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            number = int.from_bytes(wanted, "big") if len(wanted) == 8 else self._next_number
+            for other in self._replays:
+                if other.envelope[0] == envelope[0]:
+                    self._replays.remove(other)
+                    break
+            self._replays.append(_Replay(envelope, number))
+
+    def close(self) -> None:
+        self._publications.close()
+        self.replay_socket.close()
+
+
+class _Replay(msgspec.Struct, frozen=True):
+    """A replay under way."""
+
+    envelope: list[bytes]
+    """The client, and the empty frame of a REQ socket."""
+    next_number: int
+
+
+def _number_bytes(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int, most_unsent: int
+) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, most_unsent)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+    socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
+    try:
+        socket.bind(f"tcp://{host}:{port}")
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(_reason(error.errno, host, port)) from None
+    return socket
+
+
+def _reason(code: int | None, host: str, port: int) -> str:
+    if code == errno.EADDRINUSE:
+        return f"--kv-events needs port {port} of {host}, which is taken; name another."
+    if code == errno.EACCES:
+        return f"--kv-events needs port {port}, which this user may not open; name one above 1023."
+    return f"--kv-events names {host}, which is no address of this host; name one that is, or * for all."

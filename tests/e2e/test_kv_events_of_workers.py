@@ -1,0 +1,54 @@
+"""KV events and counters of a server with a real worker, which is killed in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+from streams import bodies, children, stream_all
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+
+from kv_subscriber import ClearedOnTheWire, StoredOnTheWire, Subscriber, free_ports
+
+from pagoda.cli.server_process import server_process
+
+
+async def counter(base_url: str, name: str) -> int:
+    async with aiohttp.ClientSession(base_url) as session, session.get("/metrics") as response:
+        [value] = re.findall(rf'^{name}{{replica="0"}} (\d+)$', await response.text(), re.MULTILINE)
+    return int(value)
+
+
+async def num_cached(base_url: str) -> int:
+    stored = await counter(base_url, "pagoda_kv_blocks_stored_total")
+    return stored - await counter(base_url, "pagoda_kv_blocks_removed_total")
+
+
+async def test_a_lost_worker_clears_all_that_was_cached() -> None:
+    port = free_ports(2)
+    requests = bodies(4, max_tokens=40)
+    subscriber = Subscriber(port, port + 1)
+    try:
+        with server_process(["--kv-events", f"tcp://127.0.0.1:{port}"]) as server:
+            await stream_all(server.base_url, requests)
+            await asyncio.to_thread(subscriber.replay)
+            assert len(subscriber.view.keys) == await num_cached(server.base_url) > 4
+            before, num_events = set(subscriber.view.keys), len(subscriber.events)
+
+            (worker,) = children(server.pid, "pagoda.worker.main")
+            os.kill(worker, signal.SIGKILL)
+            await stream_all(server.base_url, requests[:1])
+            await asyncio.to_thread(subscriber.replay)
+            cleared, *rest = subscriber.events[num_events:]
+            assert isinstance(cleared, ClearedOnTheWire)
+            assert all(isinstance(event, StoredOnTheWire) for event in rest)
+            assert 0 < len(subscriber.view.keys) == await num_cached(server.base_url)
+            assert subscriber.view.keys < before
+    finally:
+        subscriber.close()

@@ -1,0 +1,171 @@
+"""Events tell exactly what a cache gains and loses, and enough to know which tokens each key stands for."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pagoda.kv.block_keys import block_key, root_key
+from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventRecorder
+from pagoda.kv.manager import BlockTable, KVManager
+
+SIZE = 4
+SALTS = (None, "tenant-a")
+
+
+def recorded(num_blocks: int = 8) -> tuple[KVManager, KVEventRecorder]:
+    events = KVEventRecorder(SIZE)
+    return KVManager(num_blocks, SIZE, events=events), events
+
+
+def fill(kv: KVManager, token_ids: list[int], salt: str | None = None) -> BlockTable:
+    table = kv.new_table(salt)
+    kv.adopt(table, kv.find_prefix(table, token_ids))
+    assert kv.grow(table, len(token_ids)) is not None
+    kv.publish(table, token_ids, len(token_ids))
+    return table
+
+
+def test_blocks_that_follow_each_other_are_one_event() -> None:
+    kv, events = recorded()
+    table = fill(kv, list(range(10)))
+    assert events.take() == [BlockStored(table.keys[1:3], None, list(range(8)), SIZE)]
+    assert events.take() == []
+
+
+def test_what_is_found_is_not_stored_again() -> None:
+    kv, events = recorded()
+    first = fill(kv, list(range(9)))
+    events.take()
+    second = fill(kv, [*range(8), 50, 51, 52, 53])
+    assert second.blocks[:2] == first.blocks[:2]
+    assert events.take() == [BlockStored([second.keys[3]], first.keys[2], [50, 51, 52, 53], SIZE)]
+
+
+def test_a_copy_of_a_stored_block_is_neither_stored_nor_removed() -> None:
+    kv, events = recorded()
+    tokens = list(range(8))
+    tables = [kv.new_table() for _ in range(2)]
+    for table in tables:
+        assert kv.grow(table, 8) is not None
+        kv.publish(table, tokens, 8)
+    assert events.take() == [BlockStored(tables[0].keys[1:], None, tokens, SIZE)]
+    kv.free(tables[1])
+    assert kv.grow(kv.new_table(), 6 * SIZE) is not None
+    assert events.take() == []
+
+
+def test_evicted_blocks_are_removed_before_their_places_are_filled() -> None:
+    kv, events = recorded(2)
+    first = fill(kv, list(range(8)))
+    kv.free(first)
+    second = fill(kv, list(range(10, 18)))
+    assert events.take()[1:] == [
+        BlockRemoved([first.keys[2], first.keys[1]]),
+        BlockStored(second.keys[1:], None, list(range(10, 18)), SIZE),
+    ]
+
+
+def test_a_lost_device_is_one_event() -> None:
+    kv, events = recorded()
+    fill(kv, list(range(8)))
+    kv.pool.clear_cache()
+    assert events.take()[1:] == [AllBlocksCleared()]
+
+
+def test_salts_have_keys_of_their_own() -> None:
+    kv, events = recorded()
+    fill(kv, [1, 2, 3, 4])
+    fill(kv, [1, 2, 3, 4], "tenant-a")
+    first, second = events.take()
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert first.token_ids == second.token_ids
+    assert first.block_hashes != second.block_hashes
+
+
+def test_without_a_prefix_cache_nothing_is_recorded() -> None:
+    events = KVEventRecorder(SIZE)
+    kv = KVManager(8, SIZE, prefix_caching=False, events=events)
+    kv.free(fill(kv, list(range(9))))
+    fill(kv, list(range(32)))
+    assert events.take() == []
+
+
+class EventsMachine(RuleBasedStateMachine):
+    """Requests come, grow, end and are lost with their device; events are taken now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv, self.events = recorded(10)
+        self.live: list[tuple[BlockTable, list[int], list[int]]] = []
+        """(table, tokens, [computed])"""
+        self.prefixes: dict[bytes, list[int]] = {}
+        """The whole prefix that each key was said to stand for, of all that were ever stored."""
+        self.cached: set[bytes] = set()
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.sampled_from(SALTS))
+    def start(self, tokens: list[int], salt: str | None) -> None:
+        table = self.kv.new_table(salt)
+        hits = self.kv.find_prefix(table, tokens)
+        self.kv.adopt(table, hits)
+        self.live.append((table, tokens, [len(hits) * SIZE]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        table, tokens, computed = data.draw(st.sampled_from(self.live))
+        end = min(len(tokens), computed[0] + count)
+        if self.kv.grow(table, end) is None:
+            return
+        computed[0] = end
+        self.kv.publish(table, tokens, end)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        table, _, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.kv.free(table)
+
+    @rule()
+    def lose_the_device(self) -> None:
+        for table, _, _ in self.live:
+            self.kv.free(table)
+        self.live.clear()
+        self.kv.pool.clear_cache()
+
+    @rule()
+    def take_events(self) -> None:
+        for event in self.events.take():
+            match event:
+                case BlockStored():
+                    self.store(event)
+                case BlockRemoved():
+                    assert self.cached.issuperset(event.block_hashes)
+                    self.cached.difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    self.cached.clear()
+        assert self.cached == self.kv.pool._by_key.keys()
+
+    def store(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        prefix = [] if parent is None else self.prefixes[parent]
+        assert len(event.token_ids) == SIZE * len(event.block_hashes)
+        for index, key in enumerate(event.block_hashes):
+            tokens = event.token_ids[index * SIZE : (index + 1) * SIZE]
+            parents = [root_key(SIZE, salt) for salt in SALTS] if parent is None else [parent]
+            assert key in [block_key(parent, tokens) for parent in parents]
+            assert key not in self.cached
+            self.cached.add(key)
+            prefix = self.prefixes[key] = prefix + tokens
+            parent = key
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.kv.pool.check()
+
+    def teardown(self) -> None:
+        self.take_events()
+
+
+TestEventsMachine = EventsMachine.TestCase
