@@ -31,7 +31,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The sanitizers' libraries must be there before the interpreter allocates anything.
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built

@@ -24,15 +24,14 @@ async def test_32_streams_survive_five_kills_token_for_token() -> None:
             await until_more(received, 4 * NUM_STREAMS)
             (worker,) = children(server.pid, "pagoda.worker.main")
             os.kill(worker, signal.SIGKILL)
-        await until_more(received, 1)
+
+    with server_process(["--dtype", "float32"]) as server:
+        undisturbed = await stream_all(server.base_url, requests)
+        disturbed = await stream_all(server.base_url, requests, kill)
         async with (
             aiohttp.ClientSession(server.base_url) as session,
             session.get("/v1/load") as response,
         ):
             assert (await response.json())["num_worker_restarts"] == NUM_KILLS
-
-    with server_process(["--dtype", "float32"]) as server:
-        undisturbed = await stream_all(server.base_url, requests)
-        disturbed = await stream_all(server.base_url, requests, kill)
     assert disturbed == undisturbed
     assert {reason for _, reason in disturbed} == {"length"}
