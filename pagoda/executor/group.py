@@ -93,14 +93,11 @@ class GroupExecutor:
         group = self._group
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
-        was_complete = group.unreachable is None
-        group.send_to_all(self._encode_plan(plan))
+        now = self._clock.now()
+        group.send_to_all(self._encode_plan(plan), now)
         group.num_in_flight += 1
-        if was_complete and group.unreachable is not None:
-            # Its process has most likely ended, and how it did is about to be known.
-            group.deadline = self._clock.now() + _HANG_UP_S
-        elif was_complete and group.num_in_flight == 1:
-            group.deadline = self._clock.now() + self._step_timeout_s
+        if group.num_in_flight == 1:
+            group.deadline = now + self._step_timeout_s
 
     def poll(self) -> list[ExecutorEvent]:
         group = self._group
@@ -115,7 +112,7 @@ class GroupExecutor:
                     first = None if message.is_user_error else lost
                     return [*events, self._lose(first or group.failure(rank, message))]
                 case WorkerHello():
-                    group.greet(rank, message)
+                    group.greet(rank, message, self._clock.now())
                 case WorkerReady():
                     event = group.take_ready(rank, message)
                     if isinstance(event, WorkerLost):
@@ -123,20 +120,20 @@ class GroupExecutor:
                     events += [event] if event is not None else []
                 case StepResult():
                     group.num_in_flight -= 1
-                    if group.unreachable is None:
-                        group.deadline = (
-                            self._clock.now() + self._step_timeout_s
-                            if group.num_in_flight
-                            else None
-                        )
+                    group.deadline = (
+                        self._clock.now() + self._step_timeout_s if group.num_in_flight else None
+                    )
                     events.append(message)
-        if group.ask_at is not None and self._clock.now() >= group.ask_at:
+        now = self._clock.now()
+        if group.ask_at is not None and now >= group.ask_at:
             group.complain()
         if lost is not None:
             events.append(self._lose(lost))
-        elif group.deadline is not None and self._clock.now() >= group.deadline:
+        elif group.unreachable is not None and now >= group.give_up_at:
+            events.append(self._lose(group.unreachable))
+        elif group.deadline is not None and now >= group.deadline:
             late = WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
-            events.append(self._lose(group.unreachable or late))
+            events.append(self._lose(late))
         return events
 
     def _lose(self, loss: WorkerLost) -> WorkerLost:
@@ -149,7 +146,8 @@ class GroupExecutor:
     def next_event_at(self) -> float | None:
         if self._group is None:
             return None
-        instants = (self._group.deadline, self._group.ask_at)
+        give_up_at = None if self._group.unreachable is None else self._group.give_up_at
+        instants = (self._group.deadline, self._group.ask_at, give_up_at)
         return min((at for at in instants if at is not None), default=None)
 
     def close(self) -> None:
@@ -190,20 +188,24 @@ class _Group:
         """When to look who has not said hello."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
+        self.give_up_at = 0.0
+        """When it counts as lost: by then it is known how its process ended, if it did."""
         self.num_in_flight = 0
         self.deadline: float | None = None
         """When the step that is being executed has taken too long; None when there is none."""
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
 
-    def send_to_all(self, payload: bytes) -> None:
+    def send_to_all(self, payload: bytes, now: float) -> None:
         for rank, config in enumerate(self._configs):
             try:
                 self.socket.send_multipart([_identity(rank), payload])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
+                if self.unreachable is None:
+                    self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
+                    self.give_up_at = now + _HANG_UP_S
 
     def receive(self) -> list[tuple[int, WorkerMessage]]:
         messages: list[tuple[int, WorkerMessage]] = []
@@ -213,7 +215,7 @@ class _Group:
                 messages.append((int(identity), self._decode(payload)))
         return messages
 
-    def greet(self, rank: int, hello: WorkerHello) -> None:
+    def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
         """Once all have said hello, tells them of each other."""
         self._hellos[rank] = hello
         if len(self._hellos) < len(self._configs):
@@ -221,7 +223,7 @@ class _Group:
         self.ask_at = None
         hellos = [self._hellos[rank] for rank in range(len(self._configs))]
         peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
-        self.send_to_all(msgspec.msgpack.encode(peers))
+        self.send_to_all(msgspec.msgpack.encode(peers), now)
 
     def take_ready(self, rank: int, message: WorkerReady) -> WorkerReady | WorkerLost | None:
         """What is to be said of all workers, once the last of them is ready."""

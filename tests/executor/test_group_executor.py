@@ -177,6 +177,12 @@ def test_a_rank_that_hangs_up_is_lost(make_executor: MakeExecutor) -> None:
     assert events[-1] == WorkerLost("worker pp0 tp1 hung up")
 
 
+def test_a_rank_that_leaves_before_it_knows_its_peers_is_lost(make_executor: MakeExecutor) -> None:
+    executor = make_executor("leaves@1", ParallelConfig(tensor_parallel_size=2))
+    time.sleep(1.5)  # both have said hello, and one has gone, before the engine looks
+    assert next_event(executor) == WorkerLost("worker pp0 tp1 hung up")
+
+
 def test_the_log_names_who_has_not_said_hello(
     make_executor: MakeExecutor,
     monkeypatch: pytest.MonkeyPatch,

@@ -35,6 +35,10 @@ def main() -> None:
     if behaviour == "says-nothing":
         time.sleep(60)
     num_blocks = config.num_blocks or 64 - rank
+    if behaviour == "leaves":
+        engine.send(WorkerHello(host="", num_blocks=num_blocks))
+        engine.close()
+        time.sleep(60)
     if parallel.replica_size > 1:
         peers = engine.meet_peers(WorkerHello(host="", num_blocks=num_blocks))
         if len(peers.hellos) != parallel.replica_size:
