@@ -21,14 +21,12 @@ import torch.nn.functional as F
 from cyclopts import App
 from torch import Tensor
 
-from benchmarks.cpu.limits import Limits, measure_limits, median_seconds
+from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import ExpertRouting, Experts
 from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_native import choose_instruction_set
 from pagoda.backend.cpu_types import PackedLinear
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output
-from pagoda.ipc.machine import available_cores
 
 _HIDDEN, _INNER = 2048, 768
 _ROUTING = ExpertRouting(num_experts=128, experts_per_token=8, renormalize=True)
@@ -45,12 +43,9 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         threads: By default all usable cores.
         isa: Instruction set; by default the highest.
     """
-    torch.set_num_threads(threads or available_cores())
-    ops = CpuBackend(isa or choose_instruction_set())
     console = output.stdout()
     with torch.inference_mode():
-        limits = measure_limits(ops)
-        console.print(f"{ops.summary}: {limits}")
+        ops, limits = start(threads, isa)
         columns = (
             "tokens",
             "weights",

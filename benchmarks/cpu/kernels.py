@@ -24,14 +24,12 @@ import torch.nn.functional as F
 from cyclopts import App
 from torch import Tensor
 
-from benchmarks.cpu.limits import Limits, measure_limits, median_seconds
+from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
 from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_native import choose_instruction_set
 from pagoda.backend.cpu_types import PackedLinear
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output
-from pagoda.ipc.machine import available_cores
 
 _STREAMED_BYTES = 2**28
 _SHAPES = ((4096, 1024), (6144, 1024), (1024, 3072))
@@ -53,12 +51,9 @@ def main(*, threads: int | None = None, isa: str | None = None) -> None:
         threads: By default all usable cores.
         isa: Instruction set; by default the highest.
     """
-    torch.set_num_threads(threads or available_cores())
-    ops = CpuBackend(isa or choose_instruction_set())
     console = output.stdout()
     with torch.inference_mode():
-        limits = measure_limits(ops)
-        console.print(f"{ops.summary}: {limits}")
+        ops, limits = start(threads, isa)
         head = ("kernel", "dtype", "rows", "GB/s", "GFLOP/s", "of the limit", "of PyTorch")
         console.print(output.table("Linear", head, _linear_rows(ops, limits)))
         head = ("kernel", "weights", "rows", "GB/s", "GOP/s", "of the limit", "of own bf16")

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu_native import choose_instruction_set
 from pagoda.backend.weights import DenseWeight
+from pagoda.cli import output
 from pagoda.cli.bandwidth import measure_read_bandwidth
-from pagoda.ipc.machine import available_memory_bytes
+from pagoda.ipc.machine import available_cores, available_memory_bytes
 
 _ROUNDS = 9
 
@@ -30,6 +32,15 @@ class Limits:
             f"reads {self.bytes_per_s / 1e9:.1f} GB/s from memory, multiplies "
             f"{self.flops / 1e9:.0f} GFLOP/s in bf16"
         )
+
+
+def start(threads: int | None, isa: str | None) -> tuple[CpuBackend, Limits]:
+    """The backend that is measured, and what the machine can do; prints both."""
+    torch.set_num_threads(threads or available_cores())
+    ops = CpuBackend(isa or choose_instruction_set())
+    limits = measure_limits(ops)
+    output.stdout().print(f"{ops.summary}: {limits}")
+    return ops, limits
 
 
 def measure_limits(ops: CpuBackend) -> Limits:

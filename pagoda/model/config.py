@@ -192,10 +192,6 @@ class ModelConfig:
     """None where all layers are dense."""
 
     @property
-    def queries_per_kv(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def embedding(self) -> LinearMap:
         return LinearMap("model.embed_tokens", self.vocab_size, self.hidden_size, Split.VOCABULARY)
 

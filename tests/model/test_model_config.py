@@ -40,7 +40,7 @@ def test_a_minimal_file_takes_the_usual_values() -> None:
     assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 10_000.0, None)
     assert (config.tie_word_embeddings, config.dtype) == (False, "float32")
     assert config.sliding_windows == (None, None, None)
-    assert config.queries_per_kv == 2
+    assert config.num_heads == 2 * config.num_kv_heads
 
 
 @pytest.mark.parametrize(

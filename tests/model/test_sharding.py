@@ -63,10 +63,11 @@ def test_ranks_hold_every_weight_once(tp: int, pp: int) -> None:
 
 def test_queries_find_their_keys_on_their_rank() -> None:
     config = model()
+    queries_per_kv = config.num_heads // config.num_kv_heads
     for tp in (2, 4, 8, 16):
         for shard in shards(config, tp):
             queries = shard.heads
-            keys = {query // config.queries_per_kv for query in queries}
+            keys = {query // queries_per_kv for query in queries}
             assert keys == set(shard.kv_heads)
 
 
