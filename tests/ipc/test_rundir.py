@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ directory = RuntimeDirectory()
 print(directory.path, flush=True)
 os._exit(1)
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """With a short name: pytest's own are too long for sockets after many runs."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as path:
+        yield Path(path)
 
 
 @pytest.fixture(autouse=True)
