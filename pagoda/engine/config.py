@@ -57,6 +57,21 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
         return self.port + num_replicas + replica
 
 
+class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where blocks are kept besides the device. At least one tier has room for some."""
+
+    host_bytes: int = 0
+    """Memory of all workers of all replicas together; each has an equal part of it."""
+    disk_path: str | None = None
+    """A directory that may be shared by replicas, and by servers of other models."""
+    disk_bytes: int = 0
+    """The most that all objects in it may take, whoever wrote them."""
+    disk_min_touches: int = 2
+    """A block is written once this many requests have passed through it."""
+    fail_on_load_failure: bool = False
+    """Whether a request fails when blocks that were found for it cannot be loaded; else they are computed."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: a scheduler over one model replica."""
 
@@ -75,5 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None
     """None publishes nothing."""
+    kv_tiers: KVTiersConfig | None = None
+    """None keeps KV on the device alone."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""

@@ -17,7 +17,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised whenever a message changes in a way that an older process would misread."""
 
 MIN_TEMPERATURE = 1e-5
@@ -299,10 +299,31 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """The same for each tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
+    num_awaiting_kv: int = 0
+    """Requests that wait for KV to be looked up or loaded; `num_waiting` does not count them."""
+    tiers: tuple[TierLoad, ...] = ()
+    """Below the device, nearest first."""
     query_id: int | None = None
     """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
     replicas: tuple[ReplicaLoad, ...] = ()
     """What a dispatcher adds up here, one by one; empty for an engine."""
+
+
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How full one tier is, and what it has done since the start."""
+
+    name: str
+    num_blocks: int
+    """That can be found in it."""
+    num_total_blocks: int
+    """That it has room for."""
+    num_stored: int = 0
+    num_removed: int = 0
+    num_loaded: int = 0
+    num_failed: int = 0
+    """Blocks that should have been loaded or stored, and were not."""
+    is_indexed: bool = True
+    """False while it is still finding out what it holds."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -432,6 +453,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of all sockets, where the engine's is on TCP; None where sockets lie in a private directory."""
     bind_host: str = ""
     """The address at which this worker's host is reached by its peers; empty when all are on one host."""
+    kv_host_bytes: int = 0
+    """Host memory of this worker that holds blocks for which the device has no room; 0 for none."""
+    kv_disk_path: str | None = None
+    """Where blocks are kept that outlive the server; None for nowhere."""
+
+    @property
+    def has_kv_tiers(self) -> bool:
+        """Whether the worker opens a second connection, for transfers."""
+        return self.kv_host_bytes > 0 or self.kv_disk_path is not None
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
@@ -481,6 +511,76 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """One line for the operator, such as `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
     arithmetic: str = ""
     """Such as `cpu (avx512)`; the same for workers whose results agree in every bit."""
+    kv_host_slots: int = 0
+    """Blocks that the arena in host memory holds; of several workers, the smallest of them."""
+    kv_directories: tuple[KVDirectory, ...] = ()
+    """Of all ranks that keep blocks on disk, in their order."""
+
+
+class DeviceBlocks(msgspec.Struct, frozen=True, array_like=True, tag="device"):
+    """Blocks of the KV cache that the workers compute from."""
+
+    block_ids: list[int]
+
+
+class HostSlots(msgspec.Struct, frozen=True, array_like=True, tag="host"):
+    """Places in each worker's arena of host memory, one block each."""
+
+    slots: list[int]
+
+
+class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
+    """Objects in each worker's directory (`pagoda.kv.objects`), one block each."""
+
+    keys: list[bytes]
+
+
+TransferPlace = DeviceBlocks | HostSlots | DiskObjects
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """KV of blocks to be copied from one place to another, beside the steps. Every rank copies its part.
+
+    Ids are never used twice by an engine. The blocks of `source` and `target` correspond one by one.
+    """
+
+    transfer_id: int
+    generation: int
+    """Counts starts of the workers: what workers of an earlier one say does not count."""
+    source: TransferPlace
+    target: TransferPlace
+    after_step: int = -1
+    """Steps up to this one may still write to device blocks of `target`: a worker waits until it has executed
+    them; -1 for none."""
+
+
+class Transfers(msgspec.Struct, frozen=True, tag="transfers"):
+    """Transfers to begin, in order of urgency."""
+
+    transfers: list[Transfer]
+
+
+class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):
+    """The first message on a worker's second connection, which is for transfers alone."""
+
+
+class TransferEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfer_end"):
+    """No rank reads or writes any block of the transfer any more. Each transfer ends once, whatever happens."""
+
+    transfer_id: int
+    generation: int
+    failed: list[int] = []
+    """Indices of the blocks that were not copied, on any rank; what is in their targets means nothing."""
+    error: str = ""
+    """Why the first of them was not; a clause."""
+
+
+class KVDirectory(msgspec.Struct, frozen=True):
+    """Where one rank keeps its objects."""
+
+    path: str
+    object_bytes: int
+    """Of each of them, header and padding included."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
@@ -545,4 +645,4 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult
+WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult | TransferLink | TransferEnd

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import StepPlan, StepResult, WorkerReady
+from pagoda.engine.messages import StepPlan, StepResult, Transfer, TransferEnd, WorkerReady
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -18,7 +18,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """The worker could not start for a reason that trying again does not mend; `reason` is a sentence."""
 
 
-ExecutorEvent = WorkerReady | StepResult | WorkerLost
+ExecutorEvent = WorkerReady | StepResult | TransferEnd | WorkerLost
 
 
 class Executor(Protocol):
@@ -40,6 +40,10 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Hands over a plan; a `StepResult` or `WorkerLost` event follows."""
+        ...
+
+    def submit_transfers(self, transfers: list[Transfer]) -> None:
+        """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows."""
         ...
 
     def poll(self) -> list[ExecutorEvent]:

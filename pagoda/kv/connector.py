@@ -1,0 +1,144 @@
+"""Where KV can come from and go to besides the device: one interface, in two halves.
+
+The engine's half decides. It knows keys, blocks and transfers, no bytes and no torch. The worker's half copies. It
+knows bytes and places, no requests. What one asks of the other is a `Transfer` (`pagoda.engine.messages`).
+
+A request that may find KV elsewhere is announced when it is queued. Once `lookup` knows how much there is, blocks
+are taken for it and a transfer fills them; meanwhile the request waits in a state of its own. What has come is
+published like computed blocks, and then the request is admitted by the common way and finds it on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from pagoda.engine.messages import TierLoad, Transfer, TransferEnd, WorkerReady
+
+if TYPE_CHECKING:
+    from pagoda.kv.block_pool import Block  # which workers, who share this module, never see
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a request could use."""
+
+    request_id: str
+    keys: Sequence[bytes]
+    """Of the full blocks of its tokens, root first, without the block of its last token, which is computed."""
+
+
+class Offer(NamedTuple):
+    """A block that is full and findable on the device, and that a request has just passed through."""
+
+    block: Block
+    key: bytes
+    parent: bytes | None
+    """None for the first block of a prefix."""
+    token_ids: Sequence[int]
+    """Of this block."""
+
+
+class KVConnector(Protocol):
+    """The engine's half of one place for KV."""
+
+    @property
+    def tier(self) -> str:
+        """Its name in metrics and logs."""
+        ...
+
+    def announce(self, demand: Demand, start: int) -> None:
+        """A request is queued that finds `keys[:start]` on the device: time to look for the others.
+
+        Every announcement is followed by one `forget`.
+        """
+        ...
+
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        """How many blocks from `keys[start]` on, without a gap, can come from here; None: not known yet.
+
+        Free of side effects, and may be asked again.
+        """
+        ...
+
+    def prefetch(self, demand: Demand, start: int) -> None:
+        """The request cannot be loaded yet: brings what is slow to reach nearer."""
+        ...
+
+    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
+        """Begins to fill `blocks` with `keys[start:]`; returns the id of the transfer in the ledger.
+
+        No more blocks than `lookup` has just found. The ends of loads are for whoever asked for them, who says
+        `loaded` what became of it.
+        """
+        ...
+
+    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
+        """A load of `keys` from here has ended; those at the indices `failed` did not come."""
+        ...
+
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """Blocks that may be kept here. Whether they are is up to the connector."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request is admitted, finished or aborted: nothing will be asked for it any more."""
+        ...
+
+    def workers_ready(self, ready: WorkerReady) -> None:
+        """Workers have started, with empty device and host memory."""
+        ...
+
+    def workers_lost(self) -> None:
+        """All that was in the memory of workers is gone. The ledger has dropped all transfers."""
+        ...
+
+    def poll(self) -> bool:
+        """Takes news from wherever the connector looks; True if a `lookup` that said None may know now."""
+        ...
+
+    def pollables(self) -> list[object]:
+        """File descriptors that become readable with news."""
+        ...
+
+    def load_report(self) -> TierLoad: ...
+
+    def close(self) -> None: ...
+
+
+class BlockMemory(Protocol):
+    """The KV tensors of one rank, registered with the worker's half."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers of this rank."""
+        ...
+
+    def read(self, block_id: int, into: memoryview) -> None:
+        """Copies a block out; `into` has `block_bytes`."""
+        ...
+
+    def write(self, block_id: int, source: memoryview) -> None:
+        """Copies a block in."""
+        ...
+
+
+class TransferWorker(Protocol):
+    """The worker's half. Copies beside the steps, in threads of its own."""
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """Begins transfers; none of them makes the caller wait."""
+        ...
+
+    def step_done(self, step: int) -> None:
+        """The worker has executed all steps up to this one."""
+        ...
+
+    def poll(self) -> list[TransferEnd]:
+        """Those that have ended since the last call. A transfer ends when no thread touches its blocks."""
+        ...
+
+    def close(self) -> None:
+        """Ends the threads, and waits for them."""
+        ...

@@ -1,0 +1,93 @@
+"""Transfers under way, and the device blocks that they hold.
+
+A block under transfer is referenced like any other: it returns to the pool when its last reader and writer have
+ended, whatever happened to the request meanwhile. So an end is taken once; a second one, one that was never begun,
+and one of workers that are gone change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from pagoda.engine.messages import Transfer, TransferEnd, TransferPlace
+from pagoda.kv.block_pool import Block, BlockPool
+
+
+class TransferOwner(Protocol):
+    """Whoever began a transfer."""
+
+    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
+        """Its device blocks are still referenced while this is called."""
+        ...
+
+    def transfer_lost(self, transfer: Transfer) -> None:
+        """The workers are gone, and with them what they had in device and host memory."""
+        ...
+
+
+class _Open(NamedTuple):
+    transfer: Transfer
+    owner: TransferOwner
+    blocks: Sequence[Block]
+
+
+class TransferLedger:
+    """Numbers transfers, and holds one reference to each of their device blocks until they have ended."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._generation = 0
+        self._next_id = 0
+        self._open: dict[int, _Open] = {}
+        self._outbox: list[Transfer] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open(
+        self,
+        owner: TransferOwner,
+        source: TransferPlace,
+        target: TransferPlace,
+        blocks: Sequence[Block] = (),
+        *,
+        after_step: int = -1,
+    ) -> int:
+        """Begins a transfer, to be sent with the next `take`; returns its id.
+
+        `blocks` are those of `source` or `target` that are on the device; each must be referenced already, or
+        findable.
+        """
+        transfer = Transfer(self._next_id, self._generation, source, target, after_step)
+        self._next_id += 1
+        self._pool.share(blocks)
+        self._open[transfer.transfer_id] = _Open(transfer, owner, blocks)
+        self._outbox.append(transfer)
+        return transfer.transfer_id
+
+    def take(self) -> list[Transfer]:
+        """What was begun since the last call."""
+        begun, self._outbox = self._outbox, []
+        return begun
+
+    def close(self, end: TransferEnd) -> bool:
+        """Takes an end; False if it does not count."""
+        if end.generation != self._generation:
+            return False
+        entry = self._open.pop(end.transfer_id, None)
+        if entry is None:
+            return False
+        entry.owner.transfer_ended(entry.transfer, end)
+        self._pool.release(entry.blocks)
+        return True
+
+    def drop_all(self) -> None:
+        """The workers are gone: nothing of what they were doing goes on."""
+        entries, self._open = list(self._open.values()), {}
+        self._outbox.clear()
+        self._generation += 1
+        for entry in entries:
+            entry.owner.transfer_lost(entry.transfer)
+            self._pool.release(entry.blocks)
