@@ -142,9 +142,9 @@ class BlockPool:
         for block in self._by_key.values():
             block.key = None
         self.num_removed += len(self._by_key)
-        self._by_key.clear()
         if self._events is not None:
-            self._events.clear()
+            self._events.lose(self._by_key)
+        self._by_key.clear()
 
     def _forget(self, block: Block) -> None:
         key = block.key
