@@ -5,7 +5,7 @@ Names end as those of vLLM do, so that its dashboards need a new prefix only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from aiohttp import web
 
@@ -17,6 +17,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAUGES = {
     "num_requests_running": ("num_running", "Requests that run."),
     "num_requests_waiting": ("num_waiting", "Requests that wait."),
+    "num_requests_awaiting_kv": (
+        "num_awaiting_kv",
+        "Requests that wait for KV blocks from a tier below the device.",
+    ),
     "num_tokens_pending": ("num_pending_tokens", "Prompt and output tokens not yet computed."),
     "kv_cache_blocks": ("num_blocks", "Blocks of the KV cache."),
     "kv_cache_free_blocks": ("num_free_blocks", "Blocks of it that are free or can be evicted."),
@@ -46,6 +50,20 @@ _BY_INDEX = {
         "Tokens given to the experts of a rank, over all layers.",
     ),
 }
+_TIER_GAUGES = {
+    "kv_tier_blocks": ("num_blocks", "KV blocks that a tier below the device holds."),
+    "kv_tier_capacity_blocks": ("num_total_blocks", "KV blocks that it has room for."),
+    "kv_tier_indexed": ("is_indexed", "Whether all that it holds is known."),
+}
+_TIER_COUNTERS = {
+    "kv_tier_blocks_stored_total": ("num_stored", "KV blocks written to a tier."),
+    "kv_tier_blocks_removed_total": ("num_removed", "KV blocks removed from a tier."),
+    "kv_tier_blocks_loaded_total": ("num_loaded", "KV blocks loaded from a tier."),
+    "kv_tier_blocks_failed_total": (
+        "num_failed",
+        "KV blocks that could not be written to a tier, or loaded from it.",
+    ),
+}
 
 
 async def metrics(call: Call) -> web.StreamResponse:
@@ -68,6 +86,8 @@ def _lines(report: LoadReport) -> Iterator[str]:
             yield from _head(name, kind, help_text)
             for index, own in reports.items():
                 yield f'pagoda_{name}{{replica="{index}"}} {getattr(own, field)}'
+    if report.tiers:
+        yield from _tier_lines(reports)
     for name, (field, label, help_text) in _BY_INDEX.items():
         if not getattr(report, field):
             continue
@@ -75,6 +95,16 @@ def _lines(report: LoadReport) -> Iterator[str]:
         for index, own in reports.items():
             for number, value in enumerate(getattr(own, field)):
                 yield f'pagoda_{name}{{replica="{index}",{label}="{number}"}} {value}'
+
+
+def _tier_lines(reports: Mapping[int, LoadReport]) -> Iterator[str]:
+    for kind, table in (("gauge", _TIER_GAUGES), ("counter", _TIER_COUNTERS)):
+        for name, (field, help_text) in table.items():
+            yield from _head(name, kind, help_text)
+            for index, own in reports.items():
+                for tier in own.tiers:
+                    labels = f'replica="{index}",tier="{tier.name}"'
+                    yield f"pagoda_{name}{{{labels}}} {int(getattr(tier, field))}"
 
 
 def _head(name: str, kind: str, help_text: str) -> Iterator[str]:

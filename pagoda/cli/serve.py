@@ -25,6 +25,8 @@ from pagoda.cli.options import (
     Seconds,
 )
 from pagoda.cli.server_process import READY_PREFIX
+from pagoda.cli.sizes import format_bytes
+from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.messages import EngineReady
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.resolve import ModelFiles
@@ -94,7 +96,7 @@ def serve(
 
     def announce(url: str, limits: EngineReady) -> None:
         seconds = time.perf_counter() - started
-        _announce(url, config, files, limits, seconds)
+        _announce(url, config, files, engine_config.kv_tiers, limits, seconds)
 
     event_loop.run(
         serve_api(
@@ -105,27 +107,43 @@ def serve(
 
 
 def _announce(
-    url: str, server: ServerConfig, files: ModelFiles, limits: EngineReady, seconds: float
+    url: str,
+    server: ServerConfig,
+    files: ModelFiles,
+    tiers: KVTiersConfig | None,
+    limits: EngineReady,
+    seconds: float,
 ) -> None:
     console = output.stdout()
     name = server.served_model_name or files.served_name
-    console.print(output.facts(_facts(name, files, limits)))
+    console.print(output.facts(_facts(name, files, tiers, limits)))
     console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
     console.print(f"\n{curl_line(url, name, server.api_key)}\n", soft_wrap=True)
     sys.stdout.flush()
 
 
-def _facts(name: str, files: ModelFiles, limits: EngineReady) -> Iterator[tuple[str, str]]:
+def _facts(
+    name: str, files: ModelFiles, tiers: KVTiersConfig | None, limits: EngineReady
+) -> Iterator[tuple[str, str]]:
     cached = limits.num_blocks * limits.block_size
     yield "pagoda", __version__
     yield "model", name if name == files.model else f"{name}  ({files.model})"
     yield "worker", limits.summary
     yield "KV cache", f"{cached:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}"
+    if tiers is not None:
+        yield "KV tiers", ", ".join(_tiers(tiers))
     yield (
         "limits",
         f"{limits.max_model_len:,} tokens a request, {limits.max_num_seqs} requests at once, "
         f"{limits.max_num_waiting:,} waiting",
     )
+
+
+def _tiers(tiers: KVTiersConfig) -> Iterator[str]:
+    if tiers.host_bytes:
+        yield f"{format_bytes(tiers.host_bytes)} of host memory"
+    if tiers.disk_path is not None:
+        yield f"{format_bytes(tiers.disk_bytes)} in {tiers.disk_path}"
 
 
 def curl_line(url: str, model: str, api_key: str | None) -> str:

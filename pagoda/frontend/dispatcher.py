@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -23,6 +24,7 @@ from pagoda.engine.messages import (
     GenerateRequest,
     LoadReport,
     ReplicaLoad,
+    TierLoad,
     TokenChunk,
 )
 from pagoda.errors import (
@@ -500,6 +502,7 @@ async def _load_of(member: _Member) -> LoadReport | None:
 _SUMS = (
     "num_running",
     "num_waiting",
+    "num_awaiting_kv",
     "num_pending_tokens",
     "num_free_blocks",
     "num_blocks",
@@ -511,6 +514,7 @@ _SUMS = (
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
 )
+_SHARED_TIER = "disk"
 
 
 def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadReport:
@@ -522,10 +526,33 @@ def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadRe
         step_time_s=max((report.step_time_s for report in reports), default=0.0),
         stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
         is_worker_ready=any(report.is_worker_ready for report in reports),
+        tiers=_sum_of_tiers([tier for report in reports for tier in report.tiers]),
         expert_tokens=_added([report.expert_tokens for report in reports]),
         expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
         replicas=replicas,
     )
+
+
+def _sum_of_tiers(tiers: Sequence[TierLoad]) -> tuple[TierLoad, ...]:
+    """By name, in the order of the first. All replicas see the same directory, so what is in it counts once."""
+    sums: dict[str, TierLoad] = {}
+    for tier in tiers:
+        so_far = sums.get(tier.name)
+        if so_far is None:
+            sums[tier.name] = tier
+            continue
+        join = max if tier.name == _SHARED_TIER else operator.add
+        sums[tier.name] = TierLoad(
+            name=tier.name,
+            num_blocks=join(so_far.num_blocks, tier.num_blocks),
+            num_total_blocks=join(so_far.num_total_blocks, tier.num_total_blocks),
+            num_stored=so_far.num_stored + tier.num_stored,
+            num_removed=so_far.num_removed + tier.num_removed,
+            num_loaded=so_far.num_loaded + tier.num_loaded,
+            num_failed=so_far.num_failed + tier.num_failed,
+            is_indexed=so_far.is_indexed and tier.is_indexed,
+        )
+    return tuple(sums.values())
 
 
 def _added(counts: Sequence[Sequence[int]]) -> list[int]:

@@ -16,9 +16,10 @@ import msgspec
 from cyclopts import Group, Parameter
 from msgspec import Meta
 
-from pagoda.engine.config import EngineConfig, KVEventsConfig
+from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend.kv_directory import check_kv_directory
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.sizes import parse_bytes
 from pagoda.ipc.machine import available_memory_bytes
@@ -27,6 +28,7 @@ from pagoda.models.topology import check_topology
 from pagoda.parallel.config import ParallelConfig, num_cpu_devices
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -65,7 +67,7 @@ class EngineOptions:
         Count | None, Parameter(name=["--num-kv-blocks", "--num-gpu-blocks-override"])
     ] = None
     """Blocks in the KV cache; by default what fits in memory."""
-    kv_cache_memory_bytes: Annotated[Count | str | None, Parameter(metavar="INT")] = None
+    kv_cache_memory_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
     """Memory of the KV cache, such as 2GiB; by default a share of what is free."""
     memory_utilization: Annotated[
         Share, Parameter(name=["--memory-utilization", "--gpu-memory-utilization"])
@@ -76,6 +78,16 @@ class EngineOptions:
     kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
     """Publish which blocks the KV cache gains and loses at tcp://HOST:PORT, for vLLM's subscribers; replays at the
     next port."""
+    kv_host_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
+    """Host memory that holds KV blocks for which the device has no room, such as 8GiB; of all workers together."""
+    kv_disk_path: Annotated[str | None, Parameter(metavar="DIR")] = None
+    """A directory on SSD that holds KV blocks, also from one start to the next; may be shared by servers."""
+    kv_disk_bytes: Annotated[Bytes | str | None, Parameter(metavar="INT")] = None
+    """The most that all KV blocks in that directory may take, such as 100GiB."""
+    kv_disk_min_touches: Count = 2
+    """A KV block is written to disk once this many requests have passed through it."""
+    kv_load_failure: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose KV blocks cannot be loaded: they are computed again, or it fails."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
     pin_threads: bool = False
@@ -99,17 +111,19 @@ class EngineOptions:
             raise ConfigError(
                 "--kv-events needs the prefix cache; leave --enable-prefix-caching on."
             )
+        tiers = options._kv_tiers(model)
         return EngineConfig(
-            worker=options._worker_config(model),
+            worker=options._worker_config(model, tiers),
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_waiting=options.max_num_waiting,
             enable_prefix_caching=options.enable_prefix_caching,
             kv_events=None if address is None else KVEventsConfig.parse(address),
+            kv_tiers=tiers,
             step_timeout_s=options.step_timeout,
         )
 
-    def _worker_config(self, model: str) -> WorkerConfig:
+    def _worker_config(self, model: str, tiers: KVTiersConfig | None) -> WorkerConfig:
         return WorkerConfig(
             model=model,
             load_format=self.load_format,
@@ -123,20 +137,48 @@ class EngineOptions:
             max_num_seqs=self.max_num_seqs,
             block_size=self.block_size,
             num_blocks=self.num_kv_blocks,
-            kv_cache_memory_bytes=self._kv_cache_bytes(),
+            kv_cache_memory_bytes=self._bytes("kv_cache_memory_bytes"),
             memory_utilization=self.memory_utilization,
             num_threads=self.threads,
             pin_threads=self.pin_threads,
+            kv_host_bytes=tiers.host_bytes if tiers else 0,
+            kv_disk_path=tiers.disk_path if tiers else None,
         )
 
-    def _kv_cache_bytes(self) -> int | None:
-        given = self.kv_cache_memory_bytes
+    def _kv_tiers(self, model: str) -> KVTiersConfig | None:
+        has_disk = self.kv_disk_path is not None
+        if has_disk != (self.kv_disk_bytes is not None):
+            raise ConfigError(
+                "--kv-disk-path needs --kv-disk-bytes, such as 100GiB."
+                if has_disk
+                else "--kv-disk-bytes needs --kv-disk-path."
+            )
+        if self.kv_disk_min_touches != _DEFAULT_ENGINE.kv_disk_min_touches and not has_disk:
+            raise ConfigError("--kv-disk-min-touches needs --kv-disk-path.")
+        if self.kv_host_bytes is None and not has_disk:
+            if self.kv_load_failure != _DEFAULT_ENGINE.kv_load_failure:
+                raise ConfigError("--kv-load-failure needs --kv-host-bytes or --kv-disk-path.")
+            return None
+        if not self.enable_prefix_caching:
+            flag = "--kv-disk-path" if has_disk else "--kv-host-bytes"
+            raise ConfigError(f"{flag} needs the prefix cache; leave --enable-prefix-caching on.")
+        path = self.kv_disk_path
+        return KVTiersConfig(
+            host_bytes=self._bytes("kv_host_bytes") or 0,
+            disk_path=None if path is None else check_kv_directory(path, model),
+            disk_bytes=self._bytes("kv_disk_bytes") or 0,
+            disk_min_touches=self.kv_disk_min_touches,
+            fail_on_load_failure=self.kv_load_failure == "fail",
+        )
+
+    def _bytes(self, name: str) -> int | None:
+        given: int | str | None = getattr(self, name)
         if not isinstance(given, str):
             return given
         try:
             return parse_bytes(given)
         except ValueError as error:
-            raise ConfigError(f"--kv-cache-memory-bytes {error}, got {given!r}.") from None
+            raise ConfigError(f"{_flag(name)} {error}, got {given!r}.") from None
 
 
 @Parameter(name="*", group=Group("Parallelism", sort_key=15))
@@ -210,6 +252,11 @@ _UNUSED_BY_SIM = (
     "backend",
     "kv_cache_memory_bytes",
     "memory_utilization",
+    "kv_host_bytes",
+    "kv_disk_path",
+    "kv_disk_bytes",
+    "kv_disk_min_touches",
+    "kv_load_failure",
     "threads",
     "pin_threads",
 )
@@ -269,10 +316,10 @@ class ExecutorOptions:
         topology = parallel.config()
         if config.kv_events is not None:
             config.kv_events.check_ports(topology.data_parallel_size)
+        worker = _one_of_many(config.worker, topology)
         if self.executor == "local":
             check_topology(model, engine.load_format, topology)
-            return msgspec.structs.replace(config, worker=_shared_host(config.worker, topology))
-        worker = msgspec.structs.replace(config.worker, parallel=topology)
+            return msgspec.structs.replace(config, worker=_shared_host(worker, topology))
         if self.executor == "ray":
             check_topology(model, engine.load_format, topology)
             return msgspec.structs.replace(
@@ -298,6 +345,11 @@ class ExecutorOptions:
         if self.executor == "ray":
             _refuse_unused(engine, _DEFAULT_ENGINE, _UNUSED_BY_RAY, "ray")
             _refuse_unused(parallel, _DEFAULT_PARALLEL, _PARALLEL_UNUSED_BY_RAY, "ray")
+            if engine.kv_disk_path is not None:
+                raise ConfigError(
+                    "--kv-disk-path does not go with --executor ray, whose workers may be on hosts where the "
+                    "engine does not see their directories."
+                )
             if importlib.util.find_spec("ray") is None:
                 raise ConfigError("--executor ray needs Ray: pip install 'pagoda-llm[ray]'.")
         for field in fields(self):
@@ -321,6 +373,12 @@ def _refuse_unused(given: T, default: T, names: Sequence[str], executor: str) ->
             raise ConfigError(f"{_flag(name)} has no effect with --executor {executor}.")
 
 
+def _one_of_many(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:
+    """One worker of a topology, with its part of the memory that is given for all."""
+    share = -(-worker.kv_host_bytes // parallel.num_ranks)
+    return msgspec.structs.replace(worker, parallel=parallel, kv_host_bytes=share)
+
+
 def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig:
     """One worker of a topology whose ranks all share this host.
 
@@ -338,10 +396,9 @@ def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig
                 + (f" of {worker.num_threads} threads." if worker.num_threads else ".")
             )
     if parallel.num_ranks == 1:
-        return msgspec.structs.replace(worker, parallel=parallel)
+        return worker
     return msgspec.structs.replace(
         worker,
-        parallel=parallel,
         workers_on_host=parallel.num_ranks,
         host_memory_bytes=available_memory_bytes(),
     )

@@ -28,11 +28,11 @@ def parse_bytes(text: str) -> int:
     """The number of bytes that `text` says.
 
     Raises:
-        ValueError: not an amount above zero; the message says what would be.
+        ValueError: not an amount above zero that fits in 64 bits; the message says what would be.
     """
     match = _AMOUNT.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None
     amount = math.floor(float(match.group(1)) * unit) if match and unit else 0
-    if amount < 1:
+    if not 1 <= amount < 2**63:
         raise ValueError("takes an amount of memory such as 2GiB, 512MB or 1073741824")
     return amount

@@ -4,7 +4,7 @@ Every block is in exactly one of three states:
 
     free        no reference, no key: holds nothing of value
     cached      no reference, a key: holds K and V that a later request may reuse
-    referenced  listed by at least one live request
+    referenced  listed by at least one live request or transfer
 
 Free and cached blocks are linked into one list, from which blocks are taken at the head. Free blocks are put
 back at the head and cached ones at the tail, so a cached block is evicted only when no free one is left, and
@@ -22,13 +22,15 @@ from pagoda.kv.events import KVEventRecorder
 class Block:
     """One block of the KV cache; identified by its index into the device tensors."""
 
-    __slots__ = ("block_id", "key", "next", "previous", "ref_count")
+    __slots__ = ("block_id", "key", "next", "previous", "ref_count", "written_by")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
+        self.written_by = -1
+        """The last step that may still have written to it after it was freed; -1 if none had."""
         self.previous: Block = self
         self.next: Block = self
 
@@ -127,14 +129,22 @@ class BlockPool:
         self.num_stored += 1
         return True
 
+    def discard(self, key: bytes) -> None:
+        """Makes a block findable no longer: what it holds is not what it should be."""
+        block = self._by_key.get(key)
+        if block is not None:
+            self._forget(block)
+
     def clear_cache(self) -> None:
         """Forgets all keys: the device's memory has been lost. References stay."""
+        for block in self._blocks:
+            block.written_by = -1
         for block in self._by_key.values():
             block.key = None
         self.num_removed += len(self._by_key)
-        self._by_key.clear()
         if self._events is not None:
-            self._events.clear()
+            self._events.lose(self._by_key)
+        self._by_key.clear()
 
     def _forget(self, block: Block) -> None:
         key = block.key

@@ -27,6 +27,8 @@ class Demand(msgspec.Struct, frozen=True):
     request_id: str
     keys: Sequence[bytes]
     """Of the full blocks of its tokens, root first, without the block of its last token, which is computed."""
+    token_ids: Sequence[int]
+    """Of these blocks and what follows them."""
 
 
 class Offer(NamedTuple):
@@ -78,8 +80,12 @@ class KVConnector(Protocol):
         """A load of `keys` from here has ended; those at the indices `failed` did not come."""
         ...
 
-    def offer(self, offers: Sequence[Offer]) -> None:
-        """Blocks that may be kept here. Whether they are is up to the connector."""
+    def offer(self, offers: Sequence[Offer]) -> int:
+        """Blocks that may be kept here, in the order of a prefix. Whether they are is up to the connector.
+
+        Returns how many leading ones it is done with. It stops where it would store more blocks than
+        `TransferLedger.store_room`; the others are offered again, while they can be found.
+        """
         ...
 
     def forget(self, request_id: str) -> None:
@@ -105,6 +111,22 @@ class KVConnector(Protocol):
     def load_report(self) -> TierLoad: ...
 
     def close(self) -> None: ...
+
+
+class LandingPlace(Protocol):
+    """Memory nearer to the device, into which a tier further off brings blocks before they are loaded.
+
+    Whoever reserves slots opens the transfer into them, and settles each when it has ended. When workers are lost,
+    reservations are gone and must not be settled.
+    """
+
+    def reserve(self, demand: Demand, index: int) -> int | None:
+        """A slot for the block of `demand.keys[index]`; None if it is there or on its way, or there is no room."""
+        ...
+
+    def settle(self, key: bytes, *, is_good: bool) -> None:
+        """The transfer into the slot that was reserved for `key` has ended."""
+        ...
 
 
 class BlockMemory(Protocol):

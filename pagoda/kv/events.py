@@ -7,12 +7,20 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-DEVICE_MEDIUM = "GPU"
-"""The tier that the worker computes from. vLLM's subscribers know it by this name, whatever the device is."""
+
+class Medium(enum.StrEnum):
+    """Tiers, by the names that vLLM's subscribers know."""
+
+    DEVICE = "GPU"
+    """What the worker computes from, whatever the device is."""
+    HOST = "CPU"
+    """The arena in host memory."""
+    DISK = "DISK"
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -27,7 +35,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     block_size: int
     lora_id: None = None
     """Subscribers want this field and `lora_name`; adapters would be part of the key."""
-    medium: str = DEVICE_MEDIUM
+    medium: str = Medium.DEVICE
     lora_name: None = None
 
 
@@ -35,7 +43,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     """Blocks were evicted; their keys are in no order."""
 
     block_hashes: list[bytes]
-    medium: str = DEVICE_MEDIUM
+    medium: str = Medium.DEVICE
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -57,34 +65,58 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
 class KVEventRecorder:
     """Collects events until somebody takes them.
 
-    The lists of the last one grow until then: blocks that follow each other, or that are evicted together, are
-    one event.
+    The lists of a tier's last event grow until then: blocks that follow each other, or that are evicted together,
+    are one event. So the events of one tier are in their order; which of two tiers changed first is not told.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, has_disk: bool = False) -> None:
         self._block_size = block_size
+        self._has_disk = has_disk
         self._events: list[KVEvent] = []
+        self._last: dict[Medium, BlockStored | BlockRemoved] = {}
 
-    def store(self, key: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
-        """A block can be found from now on; `parent` is None for the first of a prefix."""
-        last = self._events[-1] if self._events else None
+    def store(
+        self,
+        key: bytes,
+        parent: bytes | None,
+        token_ids: Sequence[int],
+        medium: Medium = Medium.DEVICE,
+    ) -> None:
+        """A block can be found there from now on; `parent` is None for the first of a prefix."""
+        last = self._last.get(medium)
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(key)
             last.token_ids.extend(token_ids)
             return
-        self._events.append(BlockStored([key], parent, list(token_ids), self._block_size))
+        event = BlockStored([key], parent, list(token_ids), self._block_size, medium=medium)
+        self._append(medium, event)
 
-    def remove(self, key: bytes) -> None:
-        last = self._events[-1] if self._events else None
+    def remove(self, key: bytes, medium: Medium = Medium.DEVICE) -> None:
+        """A block can be found there no longer."""
+        last = self._last.get(medium)
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(key)
             return
-        self._events.append(BlockRemoved([key]))
+        self._append(medium, BlockRemoved([key], medium))
 
-    def clear(self) -> None:
-        self._events.append(AllBlocksCleared())
+    def lose(self, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
+        """The workers are gone, and with them all that this tier held: `keys`.
+
+        Where nothing outlives the workers, one event says so for all tiers.
+        """
+        if self._has_disk:
+            for key in keys:
+                self.remove(key, medium)
+        elif not (self._events and isinstance(self._events[-1], AllBlocksCleared)):
+            self._events.append(AllBlocksCleared())
+            self._last.clear()
 
     def take(self) -> list[KVEvent]:
         """What has happened since the last call, in order."""
         events, self._events = self._events, []
+        self._last.clear()
         return events
+
+    def _append(self, medium: Medium, event: BlockStored | BlockRemoved) -> None:
+        self._events.append(event)
+        self._last[medium] = event

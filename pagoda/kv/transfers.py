@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagoda.engine.messages import Transfer, TransferEnd, TransferPlace
+from pagoda.engine.messages import DeviceBlocks, Transfer, TransferEnd, TransferPlace
 from pagoda.kv.block_pool import Block, BlockPool
+
+
+_STORE_SHARE = 8
+"""Stores hold at most this part of the pool: requests that need blocks must not have to wait for a slow disk."""
 
 
 class TransferOwner(Protocol):
@@ -41,10 +45,16 @@ class TransferLedger:
         self._next_id = 0
         self._open: dict[int, _Open] = {}
         self._outbox: list[Transfer] = []
+        self._num_stored = 0
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def store_room(self) -> int:
+        """How many more device blocks may be sources of transfers."""
+        return max(1, self._pool.num_blocks // _STORE_SHARE) - self._num_stored
 
     def open(
         self,
@@ -63,6 +73,8 @@ class TransferLedger:
         transfer = Transfer(self._next_id, self._generation, source, target, after_step)
         self._next_id += 1
         self._pool.share(blocks)
+        if isinstance(source, DeviceBlocks):
+            self._num_stored += len(blocks)
         self._open[transfer.transfer_id] = _Open(transfer, owner, blocks)
         self._outbox.append(transfer)
         return transfer.transfer_id
@@ -81,12 +93,15 @@ class TransferLedger:
             return False
         entry.owner.transfer_ended(entry.transfer, end)
         self._pool.release(entry.blocks)
+        if isinstance(entry.transfer.source, DeviceBlocks):
+            self._num_stored -= len(entry.blocks)
         return True
 
     def drop_all(self) -> None:
         """The workers are gone: nothing of what they were doing goes on."""
         entries, self._open = list(self._open.values()), {}
         self._outbox.clear()
+        self._num_stored = 0
         self._generation += 1
         for entry in entries:
             entry.owner.transfer_lost(entry.transfer)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pagoda.api.app import ROUTES, hosts_for
-from pagoda.engine.messages import LoadReport, ReplicaLoad
+from pagoda.engine.messages import LoadReport, ReplicaLoad, TierLoad
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
@@ -81,6 +81,51 @@ async def test_metrics(api, monkeypatch) -> None:
     ]
     experts = {"expert_tokens": [], "expert_rank_tokens": []}
     assert b"expert" not in (await api.get("/metrics")).body
+
+
+async def test_metrics_of_tiers(api, monkeypatch) -> None:
+    zeros = await api.endpoint.load()
+    tiers = (
+        TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
+        TierLoad(
+            name="disk",
+            num_blocks=0,
+            num_total_blocks=90,
+            num_loaded=6,
+            num_failed=1,
+            is_indexed=False,
+        ),
+    )
+
+    async def load() -> LoadReport:
+        own = msgspec.structs.replace(zeros, num_awaiting_kv=4, tiers=tiers)
+        replica = ReplicaLoad(state="ready", num_requests=0, weighed_tokens=0, report=own)
+        return msgspec.structs.replace(own, replicas=(replica,))
+
+    assert b"kv_tier" not in (await api.get("/metrics")).body
+    monkeypatch.setattr(api.endpoint, "load", load)
+    lines = (await api.get("/metrics")).body.decode().splitlines()
+    assert 'pagoda_num_requests_awaiting_kv{replica="0"} 4' in lines
+    assert [line for line in lines if line.startswith("pagoda_kv_tier")] == [
+        'pagoda_kv_tier_blocks{replica="0",tier="host"} 3',
+        'pagoda_kv_tier_blocks{replica="0",tier="disk"} 0',
+        'pagoda_kv_tier_capacity_blocks{replica="0",tier="host"} 8',
+        'pagoda_kv_tier_capacity_blocks{replica="0",tier="disk"} 90',
+        'pagoda_kv_tier_indexed{replica="0",tier="host"} 1',
+        'pagoda_kv_tier_indexed{replica="0",tier="disk"} 0',
+        'pagoda_kv_tier_blocks_stored_total{replica="0",tier="host"} 5',
+        'pagoda_kv_tier_blocks_stored_total{replica="0",tier="disk"} 0',
+        'pagoda_kv_tier_blocks_removed_total{replica="0",tier="host"} 2',
+        'pagoda_kv_tier_blocks_removed_total{replica="0",tier="disk"} 0',
+        'pagoda_kv_tier_blocks_loaded_total{replica="0",tier="host"} 0',
+        'pagoda_kv_tier_blocks_loaded_total{replica="0",tier="disk"} 6',
+        'pagoda_kv_tier_blocks_failed_total{replica="0",tier="host"} 0',
+        'pagoda_kv_tier_blocks_failed_total{replica="0",tier="disk"} 1',
+    ]
+    [disk] = [
+        tier for tier in (await api.get("/v1/load")).json()["tiers"] if tier["name"] == "disk"
+    ]
+    assert (disk["num_total_blocks"], disk["is_indexed"]) == (90, False)
 
 
 async def test_tokenize_and_detokenize(api) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions, SamplingOptions
-from pagoda.engine.config import EngineConfig, KVEventsConfig
+from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 
@@ -96,6 +97,96 @@ def test_kv_events_need_a_prefix_cache() -> None:
     options = EngineOptions(kv_events="tcp://127.0.0.1:5557", enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="--kv-events needs the prefix cache"):
         options.engine_config("m")
+
+
+def test_kv_tiers_reach_engine_and_worker(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv")
+    options = EngineOptions(
+        kv_host_bytes="1GiB",
+        kv_disk_path=path,
+        kv_disk_bytes="2MiB",
+        kv_disk_min_touches=3,
+        kv_load_failure="fail",
+    )
+    config = ExecutorOptions().engine_config(options, "m")
+    assert config.kv_tiers == KVTiersConfig(
+        host_bytes=2**30,
+        disk_path=path,
+        disk_bytes=2**21,
+        disk_min_touches=3,
+        fail_on_load_failure=True,
+    )
+    assert (config.worker.kv_host_bytes, config.worker.kv_disk_path) == (2**30, path)
+
+
+def test_a_tier_may_be_alone(tmp_path: Path) -> None:
+    host = EngineOptions(kv_host_bytes=2**33).engine_config("m").kv_tiers
+    assert host == KVTiersConfig(host_bytes=2**33)
+    path = str(tmp_path)
+    disk = EngineOptions(kv_disk_path=path, kv_disk_bytes=2**21).engine_config("m").kv_tiers
+    assert disk == KVTiersConfig(disk_path=path, disk_bytes=2**21)
+
+
+def test_the_workers_of_all_replicas_share_host_memory() -> None:
+    options = EngineOptions(kv_host_bytes=4000, load_format="dummy")
+    parallel = ParallelOptions(tensor_parallel_size=2, data_parallel_size=2)
+    config = ExecutorOptions().engine_config(options, "qwen3-0.6b", parallel)
+    assert config.worker.kv_host_bytes == 1000
+    assert config.kv_tiers is not None
+    assert config.kv_tiers.host_bytes == 4000
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"kv_disk_path": "kv"}, "--kv-disk-path needs --kv-disk-bytes, such as 100GiB."),
+        ({"kv_disk_bytes": "1GiB"}, "--kv-disk-bytes needs --kv-disk-path."),
+        ({"kv_disk_min_touches": 1}, "--kv-disk-min-touches needs --kv-disk-path."),
+        (
+            {"kv_disk_min_touches": 1, "kv_host_bytes": "1GiB"},
+            "--kv-disk-min-touches needs --kv-disk-path.",
+        ),
+        (
+            {"kv_load_failure": "fail"},
+            "--kv-load-failure needs --kv-host-bytes or --kv-disk-path.",
+        ),
+        (
+            {"kv_host_bytes": "1GiB", "enable_prefix_caching": False},
+            "--kv-host-bytes needs the prefix cache; leave --enable-prefix-caching on.",
+        ),
+        (
+            {"kv_disk_path": "kv", "kv_disk_bytes": 7, "enable_prefix_caching": False},
+            "--kv-disk-path needs the prefix cache; leave --enable-prefix-caching on.",
+        ),
+        (
+            {"kv_host_bytes": "much"},
+            "--kv-host-bytes takes an amount of memory such as 2GiB, 512MB or 1073741824, got 'much'.",
+        ),
+        (
+            {"kv_disk_path": "kv", "kv_disk_bytes": "99999999999999999999TiB"},
+            "--kv-disk-bytes takes an amount of memory such as 2GiB, 512MB or 1073741824, "
+            "got '99999999999999999999TiB'.",
+        ),
+        ({"kv_host_bytes": 0}, "--kv-host-bytes must be int >= 1, got 0."),
+    ],
+)
+def test_kv_tiers_that_cannot_be(flags: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"):
+        EngineOptions(**flags).engine_config("m")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", ["kv_host_bytes", "kv_disk_path", "kv_disk_bytes"])
+def test_the_simulated_executor_has_no_kv_tiers(flag: str) -> None:
+    options = EngineOptions(**{flag: "1GiB"})  # type: ignore[arg-type]
+    name = "--" + flag.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"^{name} has no effect with --executor sim"):
+        ExecutorOptions(executor="sim").resolve(options, None)
+
+
+def test_workers_on_other_hosts_keep_no_directories() -> None:
+    options = EngineOptions(kv_disk_path="kv", kv_disk_bytes="1GiB")
+    with pytest.raises(ConfigError, match=r"--kv-disk-path does not go with --executor ray"):
+        ExecutorOptions(executor="ray").resolve(options, None)
 
 
 def test_the_simulated_executor_takes_its_sizes_from_the_same_flags() -> None:

@@ -32,9 +32,21 @@ def test_every_flag_is_an_argument(field: str) -> None:
         "memory_utilization": 0.25,
         "enable_prefix_caching": False,
         "kv_events": "tcp://127.0.0.1:5557",
+        "kv_host_bytes": "2GiB",
+        "kv_disk_path": "kv",
+        "kv_disk_bytes": "1MiB",
+        "kv_load_failure": "fail",
         "pin_threads": True,
     }
-    needed = {"quantization": "int4"} if field == "quantization_group_size" else {}
+    disk = {"kv_disk_path": "kv", "kv_disk_bytes": "1MiB"}
+    others: dict[str, dict[str, Any]] = {
+        "quantization_group_size": {"quantization": "int4"},
+        "kv_disk_path": disk,
+        "kv_disk_bytes": disk,
+        "kv_disk_min_touches": disk,
+        "kv_load_failure": disk,
+    }
+    needed = others.get(field, {})
     given: dict[str, Any] = {**DUMMY, **needed, field: values.get(field, 7)}
     files, engine, _ = configure("qwen3-0.6b", given)
     assert engine == EngineOptions(**given).engine_config(files.model)

@@ -22,7 +22,9 @@ def test_amounts_are_read(text: str, amount: int) -> None:
     assert parse_bytes(text) == amount
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "2 parsecs", "1e9", "nan", "0.1"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "0", "2 parsecs", "1e9", "nan", "0.1", "8388608TiB"]
+)
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="such as 2GiB"):
         parse_bytes(text)

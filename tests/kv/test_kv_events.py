@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.kv.block_keys import block_key, root_key
-from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventRecorder
+from pagoda.kv.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventRecorder,
+    Medium,
+)
 from pagoda.kv.manager import BlockTable, KVManager
 
 SIZE = 4
@@ -71,6 +78,41 @@ def test_a_lost_device_is_one_event() -> None:
     fill(kv, list(range(8)))
     kv.pool.clear_cache()
     assert events.take()[1:] == [AllBlocksCleared()]
+
+
+def test_a_lost_device_above_a_disk_removes_what_it_held() -> None:
+    events = KVEventRecorder(SIZE, has_disk=True)
+    kv = KVManager(8, SIZE, events=events)
+    table = fill(kv, list(range(8)))
+    events.take()
+    kv.pool.clear_cache()
+    assert events.take() == [BlockRemoved(table.keys[1:])]
+    kv.pool.clear_cache()
+    assert events.take() == []
+
+
+def test_all_tiers_that_are_lost_with_the_workers_are_one_event() -> None:
+    events = KVEventRecorder(SIZE)
+    for medium in (Medium.DEVICE, Medium.HOST):
+        events.lose([b"key"], medium)
+    assert events.take() == [AllBlocksCleared()]
+
+
+def test_events_of_a_tier_grow_beside_those_of_another() -> None:
+    events = KVEventRecorder(2)
+    for index, medium in enumerate([Medium.DEVICE, Medium.HOST, Medium.DISK] * 2):
+        step = index // 3
+        events.store(b"%d" % step, b"0" if step else None, [step, step], medium)
+    for medium in Medium:
+        events.remove(b"1", medium)
+    events.remove(b"0", Medium.HOST)
+    stored = [BlockStored([b"0", b"1"], None, [0, 0, 1, 1], 2, medium=medium) for medium in Medium]
+    removed = [
+        BlockRemoved([b"1"]),
+        BlockRemoved([b"1", b"0"], Medium.HOST),
+        BlockRemoved([b"1"], Medium.DISK),
+    ]
+    assert events.take() == [*stored, *removed]
 
 
 def test_salts_have_keys_of_their_own() -> None:
@@ -169,3 +211,60 @@ class EventsMachine(RuleBasedStateMachine):
 
 
 TestEventsMachine = EventsMachine.TestCase
+
+TIERS = st.sampled_from(Medium)
+NAMES = st.integers(0, 5)
+
+
+@given(
+    has_disk=st.booleans(),
+    changes=st.lists(
+        st.one_of(
+            st.tuples(st.just("change"), NAMES, TIERS),
+            st.tuples(st.just("lose"), st.just(0), st.just(Medium.DEVICE)),
+            st.tuples(st.just("take"), st.just(0), st.just(Medium.DEVICE)),
+        ),
+        max_size=60,
+    ),
+)
+def test_whoever_applies_all_events_knows_what_each_tier_holds(
+    has_disk: bool, changes: list[tuple[str, int, Medium]]
+) -> None:
+    """Blocks of one chain go in and out of tiers in any order."""
+    events = KVEventRecorder(1, has_disk=has_disk)
+    held: set[tuple[bytes, str]] = set()
+    known: set[tuple[bytes, str]] = set()
+    tiers = set(Medium) if has_disk else {Medium.DEVICE, Medium.HOST}
+    for change, name, medium in [*changes, ("take", 0, Medium.DEVICE)]:
+        key = b"%d" % name
+        if change == "take":
+            apply(events, known)
+            assert known == held
+        elif change == "lose":
+            for lost in (Medium.DEVICE, Medium.HOST):
+                events.lose([key for key, tier in held if tier == lost], lost)
+            held = {(key, tier) for key, tier in held if tier == Medium.DISK}
+        elif medium in tiers and (key, medium) in held:
+            events.remove(key, medium)
+            held.remove((key, medium))
+        elif medium in tiers:
+            events.store(key, b"%d" % (name - 1) if name else None, [name], medium)
+            held.add((key, medium))
+
+
+def apply(events: KVEventRecorder, known: set[tuple[bytes, str]]) -> None:
+    for event in events.take():
+        match event:
+            case BlockStored():
+                new = {(key, event.medium) for key in event.block_hashes}
+                assert len(new) == len(event.block_hashes) == len(event.token_ids)
+                assert not new & known
+                assert [b"%d" % token for token in event.token_ids] == event.block_hashes
+                known |= new
+            case BlockRemoved():
+                gone = {(key, event.medium) for key in event.block_hashes}
+                assert len(gone) == len(event.block_hashes)
+                assert gone <= known
+                known -= gone
+            case AllBlocksCleared():
+                known.clear()

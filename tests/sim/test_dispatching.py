@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import pytest
@@ -19,8 +20,10 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
+    LoadReport,
     SamplingParams,
     SimConfig,
+    TierLoad,
     TokenChunk,
     WorkerConfig,
 )
@@ -340,6 +343,37 @@ def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
         endpoints[home.index].kill(restart_s=0.01)
         assert len(home.prefixes) == 0
         await dispatcher.close()
+
+    run(main())
+
+
+def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        for index, endpoint in enumerate(endpoints):
+            report = await endpoint.load()
+            host = TierLoad(name="host", num_blocks=2, num_total_blocks=5, num_loaded=1)
+            disk = TierLoad(
+                name="disk",
+                num_blocks=7 + index,
+                num_total_blocks=50,
+                num_stored=3,
+                is_indexed=index == 0,
+            )
+            report = msgspec.structs.replace(report, num_awaiting_kv=1, tiers=(host, disk))
+            endpoint.load = partial(answered, report)  # type: ignore[method-assign]
+        load = await dispatcher.load()
+        assert load.num_awaiting_kv == 2
+        assert load.tiers == (
+            TierLoad(name="host", num_blocks=4, num_total_blocks=10, num_loaded=2),
+            TierLoad(
+                name="disk", num_blocks=8, num_total_blocks=50, num_stored=6, is_indexed=False
+            ),
+        )
+        await dispatcher.close()
+
+    async def answered(report: LoadReport) -> LoadReport:
+        return report
 
     run(main())
 
