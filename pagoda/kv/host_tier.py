@@ -106,7 +106,9 @@ class HostTier:
                     break
                 wanted.append(offer)
             num_done += 1
-        self._slots.share(known)  # what a request passes through is evicted last, ends of prefixes first
+        self._slots.share(
+            known
+        )  # what a request passes through is evicted last, ends of prefixes first
         self._store(wanted[: self._slots.num_available])
         self._slots.release(known)
         return num_done

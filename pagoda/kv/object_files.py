@@ -1,7 +1,7 @@
 """Reads and writes the objects of one directory, whole, past the page cache where the file system allows.
 
-Threads may share an `ObjectFiles`, not a buffer. Nothing here holds the interpreter while the disk or the checksum is
-at work.
+Threads may share an `ObjectFiles`, not a buffer. Nothing here holds the interpreter while the disk or the checksum
+is at work.
 """
 
 from __future__ import annotations

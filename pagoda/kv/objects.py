@@ -3,7 +3,8 @@
     DIR/<digest of the manifest>/manifest.json          what all objects in here have in common
     DIR/<digest of the manifest>/<2 hex>/<62 hex>       an object; the digits are its key's
 
-An object is a header of 64 bytes, the payload (all layers of the block on one rank) and zeros up to the next 4 KiB:
+An object is a header of 64 bytes, the payload (all layers of the block on one rank), and padding up to the next
+4 KiB:
 
     offset  bytes
          0      8  magic
@@ -109,11 +110,6 @@ def parse_name(fan_out: str, name: str) -> bytes | None:
     return bytes.fromhex(digits)
 
 
-def is_fan_out(name: str) -> bool:
-    """Whether a directory of this name may hold objects."""
-    return len(name) == _FAN_OUT_DIGITS and _is_hex(name)
-
-
 def is_digest(name: str) -> bool:
     """Whether a directory of this name may be that of a manifest."""
     return len(name) == _DIGEST_DIGITS and _is_hex(name)
@@ -171,8 +167,9 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
         if root.exists() and not root.is_dir():
             raise ConfigError(f"{root} is to hold KV blocks, but is not a directory.")
         if (root / MANIFEST_NAME).exists():
+            above = root.absolute().parent
             raise ConfigError(
-                f"{root} is the directory of one model's KV blocks; name the one above it, {root.absolute().parent}."
+                f"{root} is the directory of one model's KV blocks; name the one above it, {above}."
             )
         make_directory(directory, manifest)
         found = read_manifest(directory)
@@ -185,13 +182,14 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
             "cannot be read" if found is None else f"is that of other blocks, of {found.model}"
         )
         raise ConfigError(
-            f"{directory / MANIFEST_NAME} {problem}; `pagoda kv clear {root}` removes it, or name another directory."
+            f"{directory / MANIFEST_NAME} {problem}; "
+            f"`pagoda kv clear {root}` removes it, or name another directory."
         )
     return directory
 
 
 def make_directory(directory: Path, manifest: Manifest) -> None:
-    """Makes a directory of objects, unless it is there. What prompts were can be told from objects: others keep out.
+    """Makes a directory of objects, unless it is there. Objects tell what prompts were, so others keep out.
 
     Raises:
         OSError: it cannot be made.
