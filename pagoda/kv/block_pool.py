@@ -1,4 +1,4 @@
-"""The pool of KV blocks of one device: who holds what, and what may be evicted first.
+"""The pool of KV blocks of one tier: who holds what, and what may be evicted first.
 
 Every block is in exactly one of three states:
 
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.events import KVEventRecorder, Medium
 
 
 class Block:
-    """One block of the KV cache; identified by its index into the device tensors."""
+    """One block of the KV cache; identified by its index into the device tensors, or into an arena of slots."""
 
     __slots__ = ("block_id", "key", "next", "previous", "ref_count", "written_by")
 
@@ -42,7 +42,13 @@ class Block:
 class BlockPool:
     """Hands out blocks, counts references and remembers cached blocks by key."""
 
-    def __init__(self, num_blocks: int, events: KVEventRecorder | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        events: KVEventRecorder | None = None,
+        medium: Medium = Medium.DEVICE,
+    ) -> None:
+        """`events` is told which blocks of `medium` are removed; whoever publishes them knows their tokens."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
         self.num_blocks = num_blocks
@@ -51,6 +57,7 @@ class BlockPool:
         self.num_removed = 0
         """Blocks that can be found no longer; `num_cached` is the difference."""
         self._events = events
+        self._medium = medium
         self._ends = Block(-1)
         """Closes the list into a ring: its `next` is the head, its `previous` the tail."""
         self._blocks = [Block(i) for i in range(num_blocks)]
@@ -143,7 +150,7 @@ class BlockPool:
             block.key = None
         self.num_removed += len(self._by_key)
         if self._events is not None:
-            self._events.lose(self._by_key)
+            self._events.lose(self._by_key, self._medium)
         self._by_key.clear()
 
     def _forget(self, block: Block) -> None:
@@ -155,7 +162,7 @@ class BlockPool:
             del self._by_key[key]
             self.num_removed += 1
             if self._events is not None:
-                self._events.remove(key)
+                self._events.remove(key, self._medium)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor

@@ -4,15 +4,15 @@ Millions of entries must be small. One is a number, a slot: of its key in a list
 directory in arrays. Its key leads to it through one of 256 dictionaries for each directory, as objects lie in as
 many fan-out directories; so none of them is ever large enough for its growth to be felt.
 
-All entries are in one ring, in the order of their last use. What is used goes to its end. What is found on disk, in
-the order of directories, goes behind the other entries of its minute: the last of each is known.
+All entries are in one ring, in the order of their last use. What is used goes to its end. What is found on disk,
+in the order of directories, goes behind the other entries of its minute: the last of each is known.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection
 
 _FAN_OUT = 256
 _ENDS = 0
@@ -68,17 +68,13 @@ class DiskIndex:
         """Whether there is an object of `key`."""
         return key in self._directories[directory].slots[key[0]]
 
-    def keys(self, directory: int, fan_out: int) -> Iterator[bytes]:
-        """Those whose first byte is `fan_out`."""
-        return iter(self._directories[directory].slots[fan_out])
-
-    def used_at(self, directory: int, key: bytes) -> int:
-        """When an object was last used.
-
-        Raises:
-            KeyError: there is none.
-        """
-        return self._used_at[self._directories[directory].slots[key[0]][key]]
+    def missing(
+        self, directory: int, fan_out: int, keys: Collection[bytes], since: int
+    ) -> list[bytes]:
+        """Objects whose keys begin with the byte `fan_out`, but are not among `keys`; used before `since`."""
+        slots = self._directories[directory].slots[fan_out]
+        others = slots.keys() - keys
+        return [key for key in others if self._used_at[slots[key]] < since]
 
     def add(self, directory: int, key: bytes, used_at: int) -> bool:
         """Takes in an object that was last used then; False if it is known, unless as used longer ago."""

@@ -20,6 +20,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.events import KVEventRecorder, Medium
 from pagoda.kv.transfers import TransferLedger
 
 _PREFETCH_SHARE = 4
@@ -34,22 +35,36 @@ class _Copy(NamedTuple):
     """What is stored in them; empty for a load."""
 
 
+class _Landing(NamedTuple):
+    """A slot into which a slower tier brings a block."""
+
+    slot: Block
+    parent: bytes | None
+    token_ids: Sequence[int]
+
+
 class HostTier:
     """The engine's half of the arenas; every rank has the same slots."""
 
     tier = "host"
 
-    def __init__(self, num_slots: int, ledger: TransferLedger) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        ledger: TransferLedger,
+        events: KVEventRecorder | None = None,
+    ) -> None:
+        self._block_size = block_size
         self._ledger = ledger
-        self._slots = BlockPool(num_slots)
+        self._events = events
+        self._slots = BlockPool(num_slots, events, Medium.HOST)
         self._copies: dict[int, _Copy] = {}
         """By transfer."""
-        self._landing: dict[bytes, Block] = {}
-        """Slots into which a slower tier brings the block of a key."""
+        self._landing: dict[bytes, _Landing] = {}
+        """By key."""
         self._storing: set[bytes] = set()
         self._has_news = False
-        self._num_stored = 0
-        self._num_removed = 0
         self._num_loaded = 0
         self._num_failed = 0
 
@@ -95,21 +110,23 @@ class HostTier:
     def offer(self, offers: Sequence[Offer]) -> int:
         room = self._ledger.store_room
         known: list[Block] = []
-        wanted: list[Offer] = []
+        wanted: dict[bytes, Offer] = {}
         num_done = 0
         for offer in offers:
             slot = self._slots.find(offer.key)
             if slot is not None:
                 known.append(slot)
-            elif offer.key not in self._storing and offer.key not in self._landing:
+            elif not (
+                offer.key in wanted or offer.key in self._storing or offer.key in self._landing
+            ):
                 if len(wanted) == room:
                     break
-                wanted.append(offer)
+                wanted[offer.key] = offer
             num_done += 1
         self._slots.share(
             known
         )  # what a request passes through is evicted last, ends of prefixes first
-        self._store(wanted[: self._slots.num_available])
+        self._store(list(wanted.values())[: self._slots.num_available])
         self._slots.release(known)
         return num_done
 
@@ -131,11 +148,19 @@ class HostTier:
             if index in failed:
                 self._num_failed += 1
             else:
-                self._slots.publish(slot, offer.key)
+                self._publish(slot, offer.key, offer.parent, offer.token_ids)
         self._slots.release(copy.slots)
 
     def transfer_lost(self, transfer: Transfer) -> None:
-        """`workers_lost` follows, and forgets everything."""
+        """Its slots are free again; `workers_lost` forgets what they hold."""
+        copy = self._copies.pop(transfer.transfer_id)
+        self._slots.release(copy.slots)
+
+    def _publish(
+        self, slot: Block, key: bytes, parent: bytes | None, token_ids: Sequence[int]
+    ) -> None:
+        if self._slots.publish(slot, key) and self._events is not None:
+            self._events.store(key, parent, token_ids, Medium.HOST)
 
     # ---- what a slower tier brings
 
@@ -148,30 +173,39 @@ class HostTier:
         if not self._slots.num_available:
             return None
         (slot,) = self._slots.take(1)
-        self._landing[key] = slot
+        parent = demand.keys[index - 1] if index else None
+        start = index * self._block_size
+        token_ids = demand.token_ids[start : start + self._block_size]
+        self._landing[key] = _Landing(slot, parent, token_ids)
         return slot.block_id
 
     def settle(self, key: bytes, *, is_good: bool) -> None:
-        slot = self._landing.pop(key)
+        landing = self._landing.pop(key)
         if is_good:
-            self._slots.publish(slot, key)
+            self._publish(landing.slot, key, landing.parent, landing.token_ids)
         else:
             self._num_failed += 1
-        self._slots.release([slot])
+        self._slots.release([landing.slot])
         self._has_news = True
 
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        self._slots = BlockPool(ready.kv_host_slots)
+        """
+        Raises:
+            RuntimeError: the arenas are smaller than those of the workers before.
+        """
+        if ready.kv_host_slots < self._slots.num_blocks:
+            raise RuntimeError(
+                f"The arenas in host memory have {ready.kv_host_slots} slots, "
+                f"those before had {self._slots.num_blocks}."
+            )
 
     def workers_lost(self) -> None:
-        self._num_stored += self._slots.num_stored
-        self._num_removed += self._slots.num_stored
-        self._slots = BlockPool(self._slots.num_blocks)
-        self._copies.clear()
+        self._slots.release([landing.slot for landing in self._landing.values()])
         self._landing.clear()
         self._storing.clear()
+        self._slots.clear_cache()
 
     def poll(self) -> bool:
         has_news, self._has_news = self._has_news, False
@@ -185,8 +219,8 @@ class HostTier:
             name=self.tier,
             num_blocks=self._slots.num_cached,
             num_total_blocks=self._slots.num_blocks,
-            num_stored=self._num_stored + self._slots.num_stored,
-            num_removed=self._num_removed + self._slots.num_removed,
+            num_stored=self._slots.num_stored,
+            num_removed=self._slots.num_removed,
             num_loaded=self._num_loaded,
             num_failed=self._num_failed,
         )

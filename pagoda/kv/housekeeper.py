@@ -1,41 +1,49 @@
 """Whoever looks into directories of objects for the engine, which never waits for a disk itself.
 
-A directory holds at most what its manifest allows, and every rank has one of its own. What is in rank 0's stands for
-all: an object there without its counterparts fails to load, and is removed then.
+Every rank has a directory of its own. What is in rank 0's stands for all: an object there that another rank lacks
+fails to load, and is removed then. Directories of other models under the same root are looked into too, since all
+share one quota.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 OWN = 0
-"""The number of the directory from which blocks can be loaded; others under the same root have higher ones."""
+"""The number of the directory from which blocks can be loaded; the others under its root have higher ones."""
 
 
 class DirectoryFound(NamedTuple):
-    """A directory of other objects under the same root, which take part in the quota."""
+    """There is a directory of another model's objects."""
 
     directory: int
-    path: Path
     object_bytes: int
+    """What each of them takes."""
 
 
-class Listing(NamedTuple):
-    """All objects in one fan-out directory."""
+class ObjectsFound(NamedTuple):
+    """Some of the objects in a directory."""
+
+    directory: int
+    used_at: Mapping[bytes, int]
+    """Key to seconds since 1970 of the last use."""
+
+
+class FanOutListed(NamedTuple):
+    """Everything in one fan-out directory has been found."""
 
     directory: int
     fan_out: int
-    """The first byte of their keys."""
-    used_at: Mapping[bytes, int]
-    """Key to seconds since 1970 of the last use."""
+    """The first byte of its keys."""
+    keys: Collection[bytes]
+    """All that are there."""
     listed_at: int
-    """When looking began, in seconds since 1970; objects may have come or gone since."""
+    """Seconds since 1970; what was written later may not be among `keys`."""
 
 
 class ScanEnded(NamedTuple):
-    """Everything has been listed that there was when the scan began."""
+    """All that was there when the scan began has been found."""
 
     seconds: float
 
@@ -43,40 +51,36 @@ class ScanEnded(NamedTuple):
 class ProbeAnswer(NamedTuple):
     probe_id: int
     found: Sequence[bytes]
-    """The keys, from the first on, that are there."""
+    """The keys that are there, up to the first that is not."""
 
 
 class Removed(NamedTuple):
-    """The objects are gone, or cannot be removed; later listings know."""
+    """The objects are gone, or cannot be removed. What is found from now on is there."""
 
     directory: int
     keys: Sequence[bytes]
 
 
-News = DirectoryFound | Listing | ScanEnded | ProbeAnswer | Removed
+News = DirectoryFound | ObjectsFound | FanOutListed | ScanEnded | ProbeAnswer | Removed
 
 
 class Housekeeper(Protocol):
-    """Nothing here waits for the disk, and nothing raises for what is found on it."""
-
-    def watch(self, directories: Sequence[Path]) -> None:
-        """Begins to list the directories of all ranks, in their order, and then others beside them."""
-        ...
+    """Begins to scan as soon as it is made. No method waits for the disk, and none raises for what is on it."""
 
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
-        """Looks for keys that are not listed, up to the first that is not there either; a `ProbeAnswer` follows."""
+        """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         ...
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
-        """Removes objects, of all ranks if the directory is `OWN`; a `Removed` follows."""
+        """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
         ...
 
     def rescan(self) -> None:
-        """Something was written: if it has been a while, looks for what other processes wrote."""
+        """Something was written. If the last scan was long ago, looks for what others wrote or removed."""
         ...
 
     def poll(self) -> list[News]:
-        """What there is to tell since the last call, in its order; no more at a time than takes a moment to read."""
+        """News, in their order except that a `ProbeAnswer` may come early; a moment's reading at most."""
         ...
 
     def fileno(self) -> int:
@@ -84,5 +88,5 @@ class Housekeeper(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what is under way, and waits for that."""
+        """Stops."""
         ...

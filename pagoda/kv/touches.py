@@ -8,8 +8,8 @@ _GENERATION = 2**17
 class TouchCounter:
     """Counts touches of keys, and forgets those that were touched longest ago.
 
-    Two generations: keys are counted in the younger one, and when that has `generation` of them, it becomes the older
-    one. So at least the last `generation` keys are remembered, and at most twice as many.
+    Two generations: keys are counted in the younger one, and when that has `generation` of them, it becomes the
+    older one. So at least the last `generation` keys are remembered, and at most twice as many.
     """
 
     def __init__(self, min_touches: int, generation: int = _GENERATION) -> None:
