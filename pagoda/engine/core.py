@@ -12,6 +12,7 @@ from pagoda.engine.messages import (
     RequestRefused,
     StepResult,
     TokenChunk,
+    TransferEnd,
     WorkerReady,
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
@@ -20,6 +21,8 @@ from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.events import KVEvent, KVEventRecorder
 from pagoda.kv.manager import KVManager
+from pagoda.kv.stack import ConnectorStack
+from pagoda.kv.tiers import build_tiers
 from pagoda.parallel.config import expert_share
 
 STABLE_S = 30.0
@@ -40,6 +43,7 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._scheduler: Scheduler | None = None
+        self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
@@ -83,7 +87,9 @@ class EngineCore:
             return RequestRefused(request.request_id, retry_after_s=1)
         if not scheduler.has_requests():
             self._last_progress = self._clock.now()
-        return scheduler.add(request)
+        chunks = scheduler.add(request)
+        self._submit_transfers()
+        return chunks
 
     def abort(self, request_id: str) -> None:
         if self._scheduler is not None:
@@ -101,6 +107,8 @@ class EngineCore:
             match event:
                 case StepResult():
                     chunks += self._take_result(event)
+                case TransferEnd():
+                    self._take_transfer_end(event)
                 case WorkerReady():
                     self._take_worker(event)
                 case WorkerLost():
@@ -108,7 +116,10 @@ class EngineCore:
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self._restart_at = None
             self._executor.start(self._worker.num_blocks if self._worker else None)
+        if self._scheduler is not None:
+            chunks += self._scheduler.take_kv_news()
         self._submit_plans()
+        self._submit_transfers()
         return chunks
 
     def _submit_plans(self) -> None:
@@ -120,6 +131,17 @@ class EngineCore:
             if plan is None:
                 return
             self._executor.submit(plan)
+
+    def _submit_transfers(self) -> None:
+        if self._tiers is not None:
+            transfers = self._tiers.take_transfers()
+            if transfers:
+                self._executor.submit_transfers(transfers)
+
+    def _take_transfer_end(self, end: TransferEnd) -> None:
+        if self._tiers is None:
+            raise RuntimeError("A worker ended a transfer, and none was begun.")
+        self._tiers.transfer_ended(end)
 
     def _take_result(self, result: StepResult) -> list[TokenChunk]:
         if self._scheduler is None:
@@ -137,25 +159,35 @@ class EngineCore:
     def _take_worker(self, worker: WorkerReady) -> None:
         self._is_worker_ready = True
         self._ready_at = self._last_progress = self._clock.now()
-        if self._scheduler is not None:
-            return
+        if self._scheduler is None:
+            self._worker = worker
+            self._scheduler = self._make_scheduler(worker)
+        if self._tiers is not None:
+            self._tiers.workers_ready(worker)
+
+    def _make_scheduler(self, worker: WorkerReady) -> Scheduler:
+        config = self._config
         limits = SchedulerLimits.within(
             worker.capabilities,
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
-            num_stages=self._config.worker.parallel.pipeline_parallel_size,
+            num_stages=config.worker.parallel.pipeline_parallel_size,
         )
-        if self._config.kv_events is not None:
-            self._kv_events = KVEventRecorder(worker.block_size)
+        if config.kv_events is not None:
+            has_disk = config.kv_tiers is not None and config.kv_tiers.disk_path is not None
+            self._kv_events = KVEventRecorder(worker.block_size, has_disk=has_disk)
         kv = KVManager(
             worker.num_blocks,
             worker.block_size,
-            prefix_caching=self._config.enable_prefix_caching,
+            prefix_caching=config.enable_prefix_caching,
             events=self._kv_events,
         )
-        self._worker = worker
-        self._scheduler = Scheduler(limits, kv)
+        if config.kv_tiers is not None:
+            self._tiers = build_tiers(
+                config.kv_tiers, worker, kv.pool, self._clock, self._kv_events
+            )
+        return Scheduler(limits, kv, self._tiers)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -168,7 +200,7 @@ class EngineCore:
         _log.error(
             "%s; starting it again, %d requests will continue",
             loss.reason.removesuffix("."),
-            self._scheduler.num_waiting,
+            self._scheduler.num_requests,
         )
         return chunks
 
@@ -190,7 +222,11 @@ class EngineCore:
         """When `step` has something to do even if no event comes, on the clock; None for never."""
         instants = [
             instant
-            for instant in (self._restart_at, self._executor.next_event_at())
+            for instant in (
+                self._restart_at,
+                self._executor.next_event_at(),
+                None if self._tiers is None else self._tiers.next_event_at(),
+            )
             if instant is not None
         ]
         return min(instants, default=None)
@@ -219,6 +255,8 @@ class EngineCore:
             expert_tokens=self._expert_tokens,
             expert_rank_tokens=self._expert_rank_tokens(),
             is_worker_ready=self._is_worker_ready,
+            num_awaiting_kv=scheduler.num_awaiting_kv,
+            tiers=() if self._tiers is None else self._tiers.load_report(),
         )
 
     def _expert_rank_tokens(self) -> list[int]:
@@ -229,5 +267,12 @@ class EngineCore:
         shares = (expert_share(len(self._expert_tokens), rank, size) for rank in range(size))
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
+    def pollables(self) -> list[object]:
+        """File descriptors and sockets that become readable with news for `step`."""
+        tiers = [] if self._tiers is None else self._tiers.pollables()
+        return [*self._executor.pollables(), *tiers]
+
     def close(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
         self._executor.close()

@@ -93,8 +93,8 @@ class EngineProcess:
                 self._publisher.close()
 
     def _run_core(self) -> None:
-        self._executor = _make_executor(self._config, self._directory, self._clock)
-        self._core = EngineCore(self._config, self._executor, self._clock)
+        executor = _make_executor(self._config, self._directory, self._clock)
+        self._core = EngineCore(self._config, executor, self._clock)
         try:
             while not self._stopping:
                 self._sleep()
@@ -111,7 +111,7 @@ class EngineProcess:
         timeout_ms = -1
         if wakeup is not None:
             timeout_ms = max(0, math.ceil((wakeup - self._clock.now()) * 1000))
-        sources: list[Any] = [self._socket, *self._executor.pollables()]
+        sources: list[Any] = [self._socket, *self._core.pollables()]
         if self._publisher is not None:
             sources.append(self._publisher.replay_socket)
             if self._publisher.is_replaying:

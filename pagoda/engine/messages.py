@@ -489,14 +489,17 @@ class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers")
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds."""
+    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds, and a transfer
+    `per_transferred_block * blocks`, beside the steps and beside other transfers."""
 
     base_s: float = 0.0
     per_token_s: float = 0.0
+    per_transferred_block_s: float = 0.0
     num_blocks: int = 8192
     block_size: int = 16
     max_model_len: int = 131072
     vocab_size: int = 512
+    kv_host_slots: int = 0
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):

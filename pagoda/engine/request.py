@@ -12,6 +12,7 @@ first does not know what the last has sampled: there, a request waits for its sa
 from __future__ import annotations
 
 from pagoda.engine.messages import GenerateRequest
+from pagoda.kv.connector import Demand
 from pagoda.kv.manager import BlockTable
 
 
@@ -20,11 +21,14 @@ class Request:
 
     __slots__ = (
         "admission",
+        "demand",
         "eos_token_ids",
         "finished",
+        "load_tried",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_offered",
         "num_pending_samples",
         "num_prompt_tokens",
         "num_scheduled_tokens",
@@ -78,6 +82,12 @@ class Request:
         """Whether a token may be computed before the engine knows it."""
         self.num_cached_tokens: int | None = None
         """Prefix tokens found in the cache at first admission; None before it."""
+        self.demand: Demand | None = None
+        """What connectors were told of it, from when it is queued until it is admitted."""
+        self.load_tried = False
+        """Whether KV was loaded for it, or waited for in vain, since it was queued."""
+        self.num_offered = 0
+        """Leading blocks that connectors were offered."""
         self.strikes = 0
         """Worker deaths during steps of this request, since it last got past `strike_point`."""
         self.strike_point = 0

@@ -7,7 +7,11 @@ and recovery only change the two numbers. A request samples when its computed to
 The scheduler is pure: it knows no sockets, no devices and no time. `schedule` makes a plan, `update` takes the
 results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
 which is why a block that is freed while a step still writes to it can be handed to a later plan at once. The same
-holds for a worker of several stages, each of which has KV of its own and executes the plans in order.
+holds for a worker of several stages, each of which has KV of its own and executes the plans in order. Transfers go
+on beside the steps; what they must wait for is noted in the block.
+
+Where KV is kept elsewhere too (`tiers`), a request may wait for some of it before it is admitted
+(`pagoda.engine.kv_waiting`).
 
 With several stages, a request whose sample is under way waits for it, and decoding requests are spread over as
 many steps as there are stages: while one stage computes some of them, the others compute the rest.
@@ -23,6 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagoda.engine.kv_waiting import KVWaiting
 from pagoda.engine.messages import (
     Capabilities,
     FinishReason,
@@ -36,6 +41,7 @@ from pagoda.engine.messages import (
 from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
+from pagoda.kv.stack import ConnectorStack
 
 SOLO_STRIKES = 2
 """From this many strikes on, a request is tried alone, so that it can neither give strikes to others nor get
@@ -110,7 +116,9 @@ class _Flight(NamedTuple):
 class Scheduler:
     """Continuous batching over one KV cache."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVManager) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, kv: KVManager, tiers: ConnectorStack | None = None
+    ) -> None:
         if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
             raise ValueError(
                 f"A KV cache of {kv.pool.num_blocks} blocks of {kv.block_size} tokens cannot hold one "
@@ -126,6 +134,7 @@ class Scheduler:
         self._running: list[Request] = []
         """In order of rank, as is `_waiting`."""
         self._waiting: list[Request] = []
+        self._kv_waiting = None if tiers is None else KVWaiting(kv, tiers, limits.max_num_seqs)
         self._suspects: set[Request] = set()
         """Requests that are tried alone because workers died during their steps."""
         self._blocked: _Blocked | None = None
@@ -145,6 +154,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_awaiting_kv(self) -> int:
+        return 0 if self._kv_waiting is None else self._kv_waiting.num_requests
 
     @property
     def num_requests(self) -> int:
@@ -184,8 +197,22 @@ class Scheduler:
             if finish is not None:
                 return [TokenChunk(message.request_id, [], finish, stop_reason)]
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_by_rank)
+        if self._kv_waiting is None:
+            insort(self._waiting, request, key=_by_rank)
+        else:
+            hits = self.kv.find_prefix(request.table, request.token_ids)
+            self._kv_waiting.announce(request, len(hits))
+            self._queue(request, hits, self._kv_waiting)
         return []
+
+    def _queue(self, request: Request, hits: list[Block], kv_waiting: KVWaiting) -> None:
+        """Lets the request wait for KV at once if there is room besides those in line before it, else in line."""
+        num_ahead = bisect_left(self._waiting, request.rank, key=_by_rank)
+        has_room = not self._suspects and self._has_room(request, hits, num_ahead)
+        if not has_room or not kv_waiting.begin(request, hits):
+            kv_waiting.leave(request)
+            self._waiting.insert(num_ahead, request)
+            kv_waiting.prefetch(request, len(hits))
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._requests:
@@ -211,11 +238,23 @@ class Scheduler:
         request.finished = True
         del self._requests[request.request_id]
         self._suspects.discard(request)
-        if request.slot is None:
-            _remove(self._waiting, request)
-        else:
+        if request.slot is not None:
             self._leave_slot(request)
-        self.kv.free(request.table)
+        elif self._kv_waiting is None or not self._kv_waiting.leave(request):
+            _remove(self._waiting, request)
+        if self._kv_waiting is not None:
+            self._kv_waiting.forget(request)
+            self._blocked = None
+        self._free_blocks(request)
+
+    def _free_blocks(self, request: Request) -> None:
+        """Steps under way may still write to blocks whose tokens are not confirmed."""
+        is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
+        self.kv.free(
+            request.table,
+            num_computed_tokens=request.num_computed_tokens,
+            last_step=-1 if is_confirmed else self._step - 1,
+        )
 
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot
@@ -304,6 +343,9 @@ class Scheduler:
             first = self._waiting[0] if self._waiting and admitting else None
             if first is not None and (request is None or first.rank[0] < request.rank[0]):
                 hits = self._fitting_prefix(first)
+                if hits is not None and self._begins_to_load(first, hits):
+                    del self._waiting[0]
+                    continue
                 admitting = hits is not None and self._admit(first, hits, draft)
                 index += admitting  # it now stands before the next one
             elif request is not None:
@@ -313,6 +355,9 @@ class Scheduler:
                 index += 1
             else:
                 return
+
+    def _begins_to_load(self, request: Request, hits: list[Block]) -> bool:
+        return self._kv_waiting is not None and self._kv_waiting.begin(request, hits)
 
     def _num_decodes_behind(self, index: int) -> int:
         """If running request `index` computes a chunk: how many of its priority wait behind it for one token."""
@@ -355,34 +400,47 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
+        num_published = request.table.num_published
         self._leave_slot(request)
-        self.kv.free(request.table)
+        self._free_blocks(request)
         request.forget_kv()
         insort(self._waiting, request, key=_by_rank)
+        if self._kv_waiting is not None:
+            self._kv_waiting.announce(request, num_published)
         self.num_preemptions += 1
 
     def _fitting_prefix(self, request: Request) -> list[Block] | None:
         """The request's cached prefix if it can be admitted now, else None.
 
-        It can when there is a slot and all its known tokens find room, besides what running requests still
-        need for theirs and one more block for each of them: a newcomer must not be preempted right away.
         A request whose last sample is still under way waits for it.
         """
         if not self._free_slots or request.num_pending_samples or self._is_still_blocked(request):
             return None
         hits = self.kv.find_prefix(request.table, request.token_ids)
-        taken_hits = sum(block.ref_count > 0 for block in hits)
-        wanted = self.kv.num_blocks_for(request.num_tokens) - taken_hits
-        reserved = sum(
-            max(0, self.kv.num_blocks_for(r.num_tokens) - len(r.table.blocks)) + 1
-            for r in self._running
-        )
-        if wanted + reserved <= self.kv.pool.num_available:
+        if self._has_room(request, hits):
             return hits
         self._blocked = _Blocked(
             request, self._step, self.kv.pool.num_available, len(self._running)
         )
         return None
+
+    def _has_room(self, request: Request, hits: list[Block], num_ahead: int = 0) -> bool:
+        """Whether there is room for all known tokens of the request, besides what others keep.
+
+        Those are the sequences that run or whose KV is being loaded, and the first `num_ahead` that wait. Each
+        keeps what it still needs for its tokens and one more block: a newcomer must not be preempted right away.
+        """
+        holders = self._running
+        if self._kv_waiting is not None:
+            holders = [*holders, *self._kv_waiting.loading, *self._waiting[:num_ahead]]
+        if len(holders) >= self.limits.max_num_seqs:
+            return False
+        taken_hits = sum(block.ref_count > 0 for block in hits)
+        wanted = self.kv.num_blocks_for(request.num_tokens) - taken_hits
+        reserved = sum(
+            max(0, self.kv.num_blocks_for(r.num_tokens) - len(r.table.blocks)) + 1 for r in holders
+        )
+        return wanted + reserved <= self.kv.pool.num_available
 
     def _is_still_blocked(self, request: Request) -> bool:
         """Whether nothing became free since the request last did not fit: looking at a long prompt costs time."""
@@ -428,6 +486,9 @@ class Scheduler:
                 request_id=request.request_id,
             )
         )
+        if self._kv_waiting is not None:
+            self._kv_waiting.forget(request)
+            self._kv_waiting.passed(request)
         draft.add(request, slot, count)
         return True
 
@@ -479,6 +540,8 @@ class Scheduler:
             return False
         request.num_computed_tokens += share.num_tokens
         self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
+        if self._kv_waiting is not None:
+            self._kv_waiting.passed(request)
         if request.strikes and request.num_computed_tokens >= request.strike_point:
             request.strikes = 0
             self._suspects.discard(request)
@@ -516,6 +579,23 @@ class Scheduler:
         self._end(request)
         return TokenChunk(request.request_id, [], FinishReason.ERROR, error=error)
 
+    def take_kv_news(self) -> list[TokenChunk]:
+        """Lets requests go on that need not wait for KV any more; returns the ends of those that fail."""
+        kv_waiting = self._kv_waiting
+        if kv_waiting is None:
+            return []
+        chunks = []
+        for request, failure in kv_waiting.take_arrivals():
+            insort(self._waiting, request, key=_by_rank)
+            self._blocked = None
+            if failure is not None:
+                chunks.append(self._fail(request, failure))
+        if kv_waiting.has_news():
+            for request in kv_waiting.unanswered:
+                hits = self.kv.find_prefix(request.table, request.token_ids)
+                self._queue(request, hits, kv_waiting)
+        return chunks
+
     # ---- when the worker is lost
 
     def recover(self) -> list[TokenChunk]:
@@ -533,6 +613,10 @@ class Scheduler:
             self._leave_slot(request)
             self.kv.free(request.table)
             insort(self._waiting, request, key=_by_rank)
+        if self._kv_waiting is not None:
+            self._kv_waiting.start_over(self._waiting)
+            for request in self._kv_waiting.lose_workers():
+                insort(self._waiting, request, key=_by_rank)
         for request in self._waiting:
             request.forget_kv()
             request.num_pending_samples = 0

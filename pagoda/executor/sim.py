@@ -5,25 +5,42 @@ the previous token, so an answer depends on nothing but the request. With `check
 token of which sequence was last written to every cell of the KV cache, and refuses to read a cell that holds
 anything else: a wrong block table shows up at once. With several stages it refuses to compute a token that the
 first of them was not told of.
+
+Transfers copy such cells to and from slots of a host arena and objects on a disk, which outlives the worker. From
+begin to end, nobody else may write to what they read, or touch what they write to; steps neither, unless the
+transfer waits for them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import count as count_from
+from typing import Any, NamedTuple
 
 from pagoda.engine.messages import (
     Capabilities,
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
     SimConfig,
     SlotStart,
     StepPlan,
     StepResult,
     TokenLogprobs,
+    Transfer,
+    TransferEnd,
+    TransferPlace,
     WorkerReady,
 )
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 
 _MASK = 2**64 - 1
+
+Cells = dict[int, tuple[int, ...]]
+"""A block: offset -> the tokens of the sequence up to and including that cell."""
 
 
 def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int) -> int:
@@ -34,27 +51,57 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
     return (x ^ (x >> 31)) % vocab_size
 
 
+class TransferFate(NamedTuple):
+    """What happens to a transfer besides what the cost model says."""
+
+    delay_s: float = 0.0
+    failed: tuple[int, ...] = ()
+    """Blocks that are not copied."""
+
+
+class _Copying(NamedTuple):
+    transfer: Transfer
+    failed: tuple[int, ...]
+
+
 class SimExecutor:
     """Answers every plan after the time that the cost model gives it, which all stages share evenly."""
 
     def __init__(
-        self, config: SimConfig, *, clock: Clock, check_kv: bool = False, num_stages: int = 1
+        self,
+        config: SimConfig,
+        *,
+        clock: Clock,
+        check_kv: bool = False,
+        num_stages: int = 1,
+        transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
     ) -> None:
         self._config = config
         self._clock = clock
         self._check_kv = check_kv
-        self._events: deque[tuple[float, ExecutorEvent]] = deque()
+        self._transfer_fate = transfer_fate
+        self._events: list[tuple[float, int, ExecutorEvent | _Copying]] = []
+        """A heap, by time; among equals in the order in which they were foreseen."""
+        self._order = count_from()
+        self._steps: deque[tuple[float, int]] = deque()
+        """Steps under way, and when they will have been executed."""
         self._busy_until = [0.0] * num_stages
         """By stage."""
-        self._worker = SimWorker(config, check_kv=check_kv, num_stages=num_stages)
+        self._disk: dict[bytes, Cells] = {}
+        self._worker = self._new_worker()
         self.max_in_flight = max_in_flight(num_stages)
+
+    def _new_worker(self) -> SimWorker:
+        num_stages = len(self._busy_until)
+        return SimWorker(
+            self._config, check_kv=self._check_kv, num_stages=num_stages, disk=self._disk
+        )
 
     def start(self, num_blocks: int | None = None) -> None:
         config = self._config
-        num_stages = len(self._busy_until)
-        self._worker = SimWorker(config, check_kv=self._check_kv, num_stages=num_stages)
-        self._busy_until = [self._clock.now()] * num_stages
-        self._events.clear()
+        self._worker = self._new_worker()
+        self._busy_until = [self._clock.now()] * len(self._busy_until)
+        self.close()
         ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
@@ -68,8 +115,9 @@ class SimExecutor:
             vocab_size=config.vocab_size,
             summary="simulated worker",
             arithmetic="simulated",
+            kv_host_slots=config.kv_host_slots,
         )
-        self._events.append((self._clock.now(), ready))
+        self._foresee(self._clock.now(), ready)
 
     def submit(self, plan: StepPlan) -> None:
         cost = self._config.base_s + self._config.per_token_s * sum(plan.num_tokens)
@@ -77,13 +125,37 @@ class SimExecutor:
         for stage, busy_until in enumerate(self._busy_until):
             done = max(busy_until, done) + cost / len(self._busy_until)
             self._busy_until[stage] = done
-        self._events.append((done, self._worker.execute(plan, cost)))
+        self._forget_executed_steps()
+        self._steps.append((done, plan.step))
+        self._foresee(done, self._worker.execute(plan, cost))
+
+    def submit_transfers(self, transfers: list[Transfer]) -> None:
+        self._forget_executed_steps()
+        for transfer in transfers:
+            num_blocks = self._worker.begin(transfer)
+            begins = self._clock.now()
+            for done, step in self._steps:
+                if step <= transfer.after_step:
+                    begins = done
+            fate = self._transfer_fate(transfer)
+            cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
+            self._foresee(begins + cost, _Copying(transfer, fate.failed))
+
+    def _foresee(self, instant: float, event: ExecutorEvent | _Copying) -> None:
+        heapq.heappush(self._events, (instant, next(self._order), event))
+
+    def _forget_executed_steps(self) -> None:
+        while self._steps and self._steps[0][0] <= self._clock.now():
+            self._worker.step_done(self._steps.popleft()[1])
 
     def poll(self) -> list[ExecutorEvent]:
         now = self._clock.now()
         due: list[ExecutorEvent] = []
         while self._events and self._events[0][0] <= now:
-            due.append(self._events.popleft()[1])
+            _, _, event = heapq.heappop(self._events)
+            if isinstance(event, _Copying):
+                event = self._worker.end(event.transfer, event.failed)
+            due.append(event)
         return due
 
     def pollables(self) -> list[object]:
@@ -94,17 +166,33 @@ class SimExecutor:
 
     def close(self) -> None:
         self._events.clear()
+        self._steps.clear()
 
 
 class SimWorker:
-    """The slots of a worker, without the arithmetic."""
+    """The slots and the memory of a worker, without the arithmetic."""
 
-    def __init__(self, config: SimConfig, *, check_kv: bool, num_stages: int = 1) -> None:
+    def __init__(
+        self,
+        config: SimConfig,
+        *,
+        check_kv: bool,
+        num_stages: int = 1,
+        disk: dict[bytes, Cells] | None = None,
+    ) -> None:
+        """`disk` holds objects that workers before it have written, and will hold what this one writes."""
         self._config = config
         self._num_stages = num_stages
+        self._check_kv = check_kv
         self._slots: dict[int, _Slot] = {}
-        self._cells: dict[tuple[int, int], tuple[int, ...]] | None = {} if check_kv else None
-        """(block id, offset) -> the tokens of the sequence up to and including that cell."""
+        self._device: dict[int, Cells] = {}
+        self._host: dict[int, Cells] = {}
+        self._disk = {} if disk is None else disk
+        self._writes: dict[int, set[int]] = {}
+        """Step under way -> blocks that it writes to."""
+        self._reading: Counter[tuple[str, int]] = Counter()
+        self._writing: set[tuple[str, int]] = set()
+        """Device blocks and host slots that transfers use."""
 
     def execute(self, plan: StepPlan, cost_s: float) -> StepResult:
         for slot_id in plan.freed_slots:
@@ -123,15 +211,15 @@ class SimWorker:
                 raise ValueError(
                     f"Slot {slot_id} is to compute a token that the first stage does not know."
                 )
-            if self._cells is not None:
-                self._write(slot, count, self._cells)
+            if self._check_kv:
+                self._write(plan.step, slot, count)
             slot.num_computed_tokens += count
         sampled, token_ids = [], []
         logprobs: dict[int, TokenLogprobs] = {}
         for slot_id in plan.slots:
             slot = self._slots[slot_id]
-            if self._cells is not None:
-                self._read(slot_id, slot, self._cells)
+            if self._check_kv:
+                self._read(slot_id, slot)
             if slot.num_computed_tokens == len(slot.token_ids):
                 token_id = slot.sample(self._config.vocab_size)
                 sampled.append(slot_id)
@@ -143,17 +231,28 @@ class SimWorker:
                     )
         return StepResult(plan.step, sampled, token_ids, logprobs, step_time_s=cost_s)
 
-    def _write(
-        self, slot: _Slot, count: int, cells: dict[tuple[int, int], tuple[int, ...]]
-    ) -> None:
-        for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
-            cells[self._cell(slot, position)] = tuple(slot.token_ids[: position + 1])
+    def step_done(self, step: int) -> None:
+        """The step has been executed; until then transfers keep away from what it writes to."""
+        self._writes.pop(step, None)
 
-    def _read(
-        self, slot_id: int, slot: _Slot, cells: dict[tuple[int, int], tuple[int, ...]]
-    ) -> None:
+    def _write(self, step: int, slot: _Slot, count: int) -> None:
+        written = self._writes.setdefault(step, set())
+        for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
+            block_id, offset = self._cell(slot, position)
+            place = ("device", block_id)
+            if place in self._writing or self._reading[place]:
+                raise ValueError(
+                    f"Step {step} writes to block {block_id}, which is under transfer."
+                )
+            written.add(block_id)
+            cells = self._device.setdefault(block_id, {})
+            cells[offset] = tuple(slot.token_ids[: position + 1])
+
+    def _read(self, slot_id: int, slot: _Slot) -> None:
         for position in range(slot.num_computed_tokens):
-            if cells.get(self._cell(slot, position)) != tuple(slot.token_ids[: position + 1]):
+            block_id, offset = self._cell(slot, position)
+            cells = self._device.get(block_id, {})
+            if cells.get(offset) != tuple(slot.token_ids[: position + 1]):
                 raise ValueError(
                     f"Slot {slot_id} would read another sequence's KV at position {position}."
                 )
@@ -161,6 +260,76 @@ class SimWorker:
     def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:
         block_index, offset = divmod(position, self._config.block_size)
         return slot.block_ids[block_index], offset
+
+    # ---- transfers
+
+    def begin(self, transfer: Transfer) -> int:
+        """Returns how many blocks are copied.
+
+        Raises:
+            ValueError: something else reads what is written, or writes what is read.
+        """
+        sources, targets = _places(transfer.source), _places(transfer.target)
+        for step, blocks in self._writes.items():
+            early = targets if step > transfer.after_step else []
+            if any(name == "device" and number in blocks for name, number in [*sources, *early]):
+                raise ValueError(f"{transfer} uses what step {step} writes to.")
+        if any(self._reading[place] for place in targets):
+            raise ValueError(f"{transfer} writes to what another transfer reads.")
+        if not self._writing.isdisjoint([*sources, *targets]):
+            raise ValueError(f"{transfer} uses what another transfer writes to.")
+        self._reading.update(sources)
+        self._writing.update(targets)
+        return len(_contents(transfer.source))
+
+    def end(self, transfer: Transfer, failed: tuple[int, ...] = ()) -> TransferEnd:
+        """Copies all but `failed`, of which the targets lose what they held."""
+        self._reading.subtract(_places(transfer.source))
+        self._writing.difference_update(_places(transfer.target))
+        source, target = self._memory(transfer.source), self._memory(transfer.target)
+        not_copied = []
+        both = zip(_contents(transfer.source), _contents(transfer.target), strict=True)
+        for index, (read, written) in enumerate(both):
+            cells = source.get(read)
+            if index in failed or (cells is None and isinstance(transfer.source, DiskObjects)):
+                not_copied.append(index)
+                target.pop(written, None)
+            elif cells is None and self._check_kv:
+                raise ValueError(f"{transfer} reads {read!r}, where nothing is.")
+            else:
+                target[written] = dict(cells or {})
+        error = "it was not to be" if not_copied else ""
+        return TransferEnd(transfer.transfer_id, transfer.generation, not_copied, error)
+
+    def _memory(self, place: TransferPlace) -> dict[Any, Cells]:
+        match place:
+            case DeviceBlocks():
+                return self._device
+            case HostSlots():
+                return self._host
+            case DiskObjects():
+                return self._disk
+
+
+def _contents(place: TransferPlace) -> Sequence[int | bytes]:
+    match place:
+        case DeviceBlocks():
+            return place.block_ids
+        case HostSlots():
+            return place.slots
+        case DiskObjects():
+            return place.keys
+
+
+def _places(place: TransferPlace) -> list[tuple[str, int]]:
+    """What is overwritten in place. Objects on disk are not: a new one replaces the old one at once."""
+    match place:
+        case DeviceBlocks():
+            return [("device", block_id) for block_id in place.block_ids]
+        case HostSlots():
+            return [("host", slot) for slot in place.slots]
+        case DiskObjects():
+            return []
 
 
 class _Slot:

@@ -1,10 +1,10 @@
-"""The pool of KV blocks of one device: who holds what, and what may be evicted first.
+"""The pool of KV blocks of one tier: who holds what, and what may be evicted first.
 
 Every block is in exactly one of three states:
 
     free        no reference, no key: holds nothing of value
     cached      no reference, a key: holds K and V that a later request may reuse
-    referenced  listed by at least one live request
+    referenced  listed by at least one live request or transfer
 
 Free and cached blocks are linked into one list, from which blocks are taken at the head. Free blocks are put
 back at the head and cached ones at the tail, so a cached block is evicted only when no free one is left, and
@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.events import KVEventRecorder, Medium
 
 
 class Block:
-    """One block of the KV cache; identified by its index into the device tensors."""
+    """One block of the KV cache; identified by its index into the device tensors, or into an arena of slots."""
 
-    __slots__ = ("block_id", "key", "next", "previous", "ref_count")
+    __slots__ = ("block_id", "key", "next", "previous", "ref_count", "written_by")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
+        self.written_by = -1
+        """The last step that may still have written to it after it was freed; -1 if none had."""
         self.previous: Block = self
         self.next: Block = self
 
@@ -40,7 +42,13 @@ class Block:
 class BlockPool:
     """Hands out blocks, counts references and remembers cached blocks by key."""
 
-    def __init__(self, num_blocks: int, events: KVEventRecorder | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        events: KVEventRecorder | None = None,
+        medium: Medium = Medium.DEVICE,
+    ) -> None:
+        """`events` is told which blocks of `medium` are removed; whoever publishes them knows their tokens."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
         self.num_blocks = num_blocks
@@ -49,6 +57,7 @@ class BlockPool:
         self.num_removed = 0
         """Blocks that can be found no longer; `num_cached` is the difference."""
         self._events = events
+        self._medium = medium
         self._ends = Block(-1)
         """Closes the list into a ring: its `next` is the head, its `previous` the tail."""
         self._blocks = [Block(i) for i in range(num_blocks)]
@@ -127,13 +136,21 @@ class BlockPool:
         self.num_stored += 1
         return True
 
+    def discard(self, key: bytes) -> None:
+        """Makes a block findable no longer: what it holds is not what it should be."""
+        block = self._by_key.get(key)
+        if block is not None:
+            self._forget(block)
+
     def clear_cache(self) -> None:
         """Forgets all keys: the device's memory has been lost. References stay."""
+        for block in self._blocks:
+            block.written_by = -1
         for block in self._by_key.values():
             block.key = None
         self.num_removed += len(self._by_key)
         if self._events is not None:
-            self._events.lose(self._by_key)
+            self._events.lose(self._by_key, self._medium)
         self._by_key.clear()
 
     def _forget(self, block: Block) -> None:
@@ -145,7 +162,7 @@ class BlockPool:
             del self._by_key[key]
             self.num_removed += 1
             if self._events is not None:
-                self._events.remove(key)
+                self._events.remove(key, self._medium)
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor

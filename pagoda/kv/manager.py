@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pagoda.kv.block_keys import block_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import Offer
 from pagoda.kv.events import KVEventRecorder
 
 
@@ -62,6 +63,14 @@ class KVManager:
             hits.append(block)
         return hits
 
+    def prefix_keys(self, table: BlockTable, token_ids: Sequence[int]) -> list[bytes]:
+        """The keys of all blocks that `find_prefix` might find."""
+        if not self._prefix_caching:
+            return []
+        num_blocks = (len(token_ids) - 1) // self.block_size
+        self._key(table, token_ids, num_blocks - 1)
+        return table.keys[1 : num_blocks + 1]
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -97,8 +106,28 @@ class KVManager:
                 parent = table.keys[index] if index else None
                 self._events.store(key, parent, token_ids[start : start + self.block_size])
 
-    def free(self, table: BlockTable) -> None:
-        """Returns all blocks; what was published stays cached until it is evicted."""
+    def offers(
+        self, table: BlockTable, token_ids: Sequence[int], first: int, end: int
+    ) -> list[Offer]:
+        """Published blocks of the table, as others may find them."""
+        offers = []
+        for index in range(first, end):
+            key = table.keys[index + 1]
+            block = self.pool.find(key)
+            if block is not None:  # it may be a copy of this table's
+                start = index * self.block_size
+                tokens = token_ids[start : start + self.block_size]
+                offers.append(Offer(block, key, table.keys[index] if index else None, tokens))
+        return offers
+
+    def free(self, table: BlockTable, *, num_computed_tokens: int = 0, last_step: int = -1) -> None:
+        """Returns all blocks; what was published stays cached until it is evicted.
+
+        Steps up to `last_step` may still write behind the first `num_computed_tokens` tokens.
+        """
+        if last_step >= 0:
+            for block in table.blocks[num_computed_tokens // self.block_size :]:
+                block.written_by = max(block.written_by, last_step)
         self.pool.release(table.blocks)
         table.blocks.clear()
         table.num_published = 0

@@ -1,0 +1,168 @@
+"""Requests that wait for KV from elsewhere than the device.
+
+Such a request is neither running nor waiting for a step: it costs nothing until there is news. Some wait for an
+answer where their KV is, and hold nothing. Others have blocks that are being filled; those count against the limit
+of sequences, and room is kept for them as for those that run. When a load ends, what came is cached like computed
+blocks and the request lets go of it: the common admission will find it.
+
+In between, requests come and go by ways that all pass through here, so that every announcement is followed by one
+farewell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pagoda.engine.request import Request
+from pagoda.kv.block_pool import Block
+from pagoda.kv.connector import Demand
+from pagoda.kv.manager import KVManager
+from pagoda.kv.stack import ConnectorStack
+
+
+class Arrival(NamedTuple):
+    """A request that waits for KV no longer."""
+
+    request: Request
+    failure: str | None
+    """Why it fails, in a sentence; None if it goes on."""
+
+
+class KVWaiting:
+    """The scheduler's way to a `ConnectorStack`, and the requests that wait for it."""
+
+    def __init__(self, kv: KVManager, tiers: ConnectorStack, max_unanswered: int) -> None:
+        self._kv = kv
+        self._tiers = tiers
+        self._max_unanswered = max_unanswered
+        self._unanswered: dict[str, Request] = {}
+        self._loading: dict[str, Request] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._unanswered) + len(self._loading)
+
+    @property
+    def loading(self) -> Iterable[Request]:
+        """Those that hold blocks."""
+        return self._loading.values()
+
+    @property
+    def unanswered(self) -> list[Request]:
+        """Those that hold none, in order of rank."""
+        return sorted(self._unanswered.values(), key=lambda request: request.rank)
+
+    # ---- as requests come and go
+
+    def announce(self, request: Request, num_hits: int) -> None:
+        """The request is queued, and finds so many blocks on the device."""
+        keys = self._kv.prefix_keys(request.table, request.token_ids)
+        request.demand = Demand(request.request_id, keys, request.token_ids)
+        request.load_tried = False
+        self._tiers.announce(request.demand, min(num_hits, len(keys)))
+
+    def forget(self, request: Request) -> None:
+        """The request is admitted or ends."""
+        if request.demand is not None:
+            request.demand = None
+            self._tiers.forget(request.request_id)
+
+    def passed(self, request: Request) -> None:
+        """The request has got past further blocks: they are published, by itself or by whoever computed them."""
+        table = request.table
+        if table.num_published > request.num_offered:
+            first, request.num_offered = request.num_offered, table.num_published
+            self._tiers.offer(self._kv.offers(table, request.token_ids, first, table.num_published))
+
+    # ---- waiting
+
+    def begin(self, request: Request, hits: list[Block]) -> bool:
+        """Whether the request, for which there is room, waits for KV now or goes on doing so.
+
+        It tries to load once for each time that it is queued: KV that is evicted again before it is admitted must
+        not keep it here for ever.
+        """
+        demand = request.demand
+        if demand is None or request.load_tried:
+            return False
+        count = self._tiers.lookup(demand, len(hits))
+        if count is None:
+            return self._wait_for_answer(request)
+        if count == 0:
+            return False
+        self._load(request, demand, hits, count)
+        return True
+
+    def _wait_for_answer(self, request: Request) -> bool:
+        if request.request_id not in self._unanswered:
+            if len(self._unanswered) >= self._max_unanswered:
+                return False
+            self._unanswered[request.request_id] = request
+        self._tiers.wait(request.request_id)
+        return True
+
+    def _load(self, request: Request, demand: Demand, hits: list[Block], count: int) -> None:
+        self._unanswered.pop(request.request_id, None)
+        self._loading[request.request_id] = request
+        request.load_tried = True
+        table = request.table
+        self._kv.adopt(table, hits)
+        if self._kv.grow(table, (len(hits) + count) * self._kv.block_size) is None:
+            raise RuntimeError("KV is loaded for a request that does not fit.")
+        self._tiers.load(demand, len(hits), table.blocks[len(hits) :])
+
+    def prefetch(self, request: Request, num_hits: int) -> None:
+        """There is no room for the request now: brings what it will need nearer."""
+        if request.demand is not None and not request.load_tried:
+            self._tiers.prefetch(request.demand, num_hits)
+
+    def leave(self, request: Request) -> bool:
+        """The request waits for KV no longer; returns whether it did."""
+        state = self._loading if request.request_id in self._loading else self._unanswered
+        if state.pop(request.request_id, None) is None:
+            return False
+        self._tiers.abandon(request.request_id)
+        self._kv.free(request.table)
+        return True
+
+    def take_arrivals(self) -> list[Arrival]:
+        """Requests that need not wait any more, with what came of their KV cached."""
+        arrivals = []
+        for request_id, num_loaded, failure in self._tiers.take_ended():
+            request = self._loading.pop(request_id, None)
+            if request is None:
+                request = self._unanswered.pop(request_id)
+            request.load_tried = True
+            table = request.table
+            num_tokens = (table.num_published + num_loaded) * self._kv.block_size
+            self._kv.publish(table, request.token_ids, num_tokens)
+            self._kv.free(table)
+            arrivals.append(Arrival(request, failure))
+        return arrivals
+
+    def has_news(self) -> bool:
+        """Whether it is time to look at the unanswered again."""
+        return self._tiers.poll()
+
+    def start_over(self, requests: Iterable[Request]) -> None:
+        """The workers are lost: requests that did not wait for KV may do so from now on."""
+        for request in requests:
+            request.num_offered = 0
+            request.load_tried = False
+            if request.demand is None:
+                self.announce(request, 0)
+
+    def lose_workers(self) -> list[Request]:
+        """All KV on its way is lost; returns who waited for it.
+
+        Those whose blocks were being filled do not try that again: it may be what ended the worker.
+        """
+        self._tiers.workers_lost()
+        requests = [*self._unanswered.values(), *self._loading.values()]
+        self._unanswered.clear()
+        self._loading.clear()
+        for request in requests:
+            self._kv.free(request.table)
+            request.num_offered = 0
+        return requests

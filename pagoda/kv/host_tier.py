@@ -1,0 +1,229 @@
+"""Blocks in host memory: which of them lies in which slot of the workers' arenas.
+
+Slots are managed as device blocks are, by a `BlockPool`: those in use by a transfer are referenced, the others
+are evicted in the order in which requests last passed through them. Workers take the arena with them when they are
+lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    HostSlots,
+    TierLoad,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
+from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.transfers import TransferLedger
+
+_PREFETCH_SHARE = 4
+"""At most this part of the slots is waiting for a slower tier to fill it."""
+
+
+class _Copy(NamedTuple):
+    """Slots that a transfer reads or writes."""
+
+    slots: list[Block]
+    offers: Sequence[Offer]
+    """What is stored in them; empty for a load."""
+
+
+class _Landing(NamedTuple):
+    """A slot into which a slower tier brings a block."""
+
+    slot: Block
+    parent: bytes | None
+    token_ids: Sequence[int]
+
+
+class HostTier:
+    """The engine's half of the arenas; every rank has the same slots."""
+
+    tier = "host"
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        ledger: TransferLedger,
+        events: KVEventRecorder | None = None,
+    ) -> None:
+        self._block_size = block_size
+        self._ledger = ledger
+        self._events = events
+        self._slots = BlockPool(num_slots, events, Medium.HOST)
+        self._copies: dict[int, _Copy] = {}
+        """By transfer."""
+        self._landing: dict[bytes, _Landing] = {}
+        """By key."""
+        self._storing: set[bytes] = set()
+        self._has_news = False
+        self._num_loaded = 0
+        self._num_failed = 0
+
+    # ---- what requests find
+
+    def announce(self, demand: Demand, start: int) -> None:
+        """What is here is known at any time."""
+
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        """None where the next block is on its way from a slower tier: it will soon be nearer than it is there."""
+        for index in range(start, len(demand.keys)):
+            key = demand.keys[index]
+            if self._slots.find(key) is None:
+                return None if key in self._landing else index - start
+        return len(demand.keys) - start
+
+    def prefetch(self, demand: Demand, start: int) -> None:
+        """There is nothing nearer to bring blocks to."""
+
+    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
+        found = [self._slots.find(key) for key in demand.keys[start : start + len(blocks)]]
+        slots = [slot for slot in found if slot is not None]
+        if len(slots) != len(blocks):
+            raise ValueError(f"{len(blocks)} blocks are wanted, {len(slots)} are here.")
+        source = HostSlots([slot.block_id for slot in slots])
+        target = DeviceBlocks([block.block_id for block in blocks])
+        self._slots.share(slots)
+        transfer = self._ledger.open(self, source, target, blocks, after_step=after_step)
+        self._copies[transfer] = _Copy(slots, ())
+        return transfer
+
+    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
+        self._num_loaded += len(keys) - len(failed)
+        self._num_failed += len(failed)
+        for index in failed:
+            self._slots.discard(keys[index])
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is remembered of requests."""
+
+    # ---- what is kept
+
+    def offer(self, offers: Sequence[Offer]) -> int:
+        room = self._ledger.store_room
+        known: list[Block] = []
+        wanted: dict[bytes, Offer] = {}
+        num_done = 0
+        for offer in offers:
+            slot = self._slots.find(offer.key)
+            if slot is not None:
+                known.append(slot)
+            elif not (
+                offer.key in wanted or offer.key in self._storing or offer.key in self._landing
+            ):
+                if len(wanted) == room:
+                    break
+                wanted[offer.key] = offer
+            num_done += 1
+        self._slots.share(
+            known
+        )  # what a request passes through is evicted last, ends of prefixes first
+        self._store(list(wanted.values())[: self._slots.num_available])
+        self._slots.release(known)
+        return num_done
+
+    def _store(self, offers: Sequence[Offer]) -> None:
+        if not offers:
+            return
+        slots = self._slots.take(len(offers))
+        blocks = [offer.block for offer in offers]
+        source = DeviceBlocks([block.block_id for block in blocks])
+        target = HostSlots([slot.block_id for slot in slots])
+        self._storing.update(offer.key for offer in offers)
+        self._copies[self._ledger.open(self, source, target, blocks)] = _Copy(slots, offers)
+
+    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
+        copy = self._copies.pop(transfer.transfer_id)
+        failed = set(end.failed)
+        for index, (slot, offer) in enumerate(zip(copy.slots, copy.offers, strict=False)):
+            self._storing.discard(offer.key)
+            if index in failed:
+                self._num_failed += 1
+            else:
+                self._publish(slot, offer.key, offer.parent, offer.token_ids)
+        self._slots.release(copy.slots)
+
+    def transfer_lost(self, transfer: Transfer) -> None:
+        """Its slots are free again; `workers_lost` forgets what they hold."""
+        copy = self._copies.pop(transfer.transfer_id)
+        self._slots.release(copy.slots)
+
+    def _publish(
+        self, slot: Block, key: bytes, parent: bytes | None, token_ids: Sequence[int]
+    ) -> None:
+        if self._slots.publish(slot, key) and self._events is not None:
+            self._events.store(key, parent, token_ids, Medium.HOST)
+
+    # ---- what a slower tier brings
+
+    def reserve(self, demand: Demand, index: int) -> int | None:
+        key = demand.keys[index]
+        is_known = self._slots.find(key) is not None or key in self._landing
+        most = max(1, self._slots.num_blocks // _PREFETCH_SHARE)
+        if is_known or key in self._storing or len(self._landing) >= most:
+            return None
+        if not self._slots.num_available:
+            return None
+        (slot,) = self._slots.take(1)
+        parent = demand.keys[index - 1] if index else None
+        start = index * self._block_size
+        token_ids = demand.token_ids[start : start + self._block_size]
+        self._landing[key] = _Landing(slot, parent, token_ids)
+        return slot.block_id
+
+    def settle(self, key: bytes, *, is_good: bool) -> None:
+        landing = self._landing.pop(key)
+        if is_good:
+            self._publish(landing.slot, key, landing.parent, landing.token_ids)
+        else:
+            self._num_failed += 1
+        self._slots.release([landing.slot])
+        self._has_news = True
+
+    # ---- the workers, and the engine's loop
+
+    def workers_ready(self, ready: WorkerReady) -> None:
+        """
+        Raises:
+            RuntimeError: the arenas are smaller than those of the workers before.
+        """
+        if ready.kv_host_slots < self._slots.num_blocks:
+            raise RuntimeError(
+                f"The arenas in host memory have {ready.kv_host_slots} slots, "
+                f"those before had {self._slots.num_blocks}."
+            )
+
+    def workers_lost(self) -> None:
+        self._slots.release([landing.slot for landing in self._landing.values()])
+        self._landing.clear()
+        self._storing.clear()
+        self._slots.clear_cache()
+
+    def poll(self) -> bool:
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def load_report(self) -> TierLoad:
+        return TierLoad(
+            name=self.tier,
+            num_blocks=self._slots.num_cached,
+            num_total_blocks=self._slots.num_blocks,
+            num_stored=self._slots.num_stored,
+            num_removed=self._slots.num_removed,
+            num_loaded=self._num_loaded,
+            num_failed=self._num_failed,
+        )
+
+    def close(self) -> None:
+        """The arenas are the workers'."""

@@ -1,0 +1,305 @@
+"""All connectors of an engine, as the scheduler sees them: one place for KV besides the device.
+
+A prefix is looked up in one connector after the other, as far as any of them goes on; what each has becomes one
+transfer of the request's load. The load has ended when all of them have, and what counts is how many leading
+blocks came. Two loads never bring the same block: a request whose next block is under way waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagoda.engine.messages import TierLoad, Transfer, TransferEnd, WorkerReady
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import Demand, KVConnector, Offer
+from pagoda.kv.transfers import TransferLedger
+
+PATIENCE_S = 10.0
+"""A request that has waited so long for an answer, or for its blocks, goes on without."""
+
+
+class LoadEnd(NamedTuple):
+    """What became of a request's wait."""
+
+    request_id: str
+    num_loaded: int
+    """Leading blocks that came."""
+    failure: str | None = None
+    """Why the request fails, in a sentence; None if it goes on by computing what did not come."""
+
+
+class _Segment(NamedTuple):
+    """A part of a prefix, and who has it."""
+
+    connector: KVConnector
+    start: int
+    end: int
+
+
+@dataclass
+class _Load:
+    request_id: str | None
+    """None when nobody waits for it any more."""
+    keys: Sequence[bytes]
+    num_open: int
+    """Transfers that have not ended."""
+    num_good: int
+    error: str | None = None
+
+
+class _Part(NamedTuple):
+    """One transfer of a load."""
+
+    load: _Load
+    connector: KVConnector
+    first: int
+    """Index into the load's keys."""
+    end: int
+
+
+class ConnectorStack:
+    """Asks connectors from the nearest to the farthest, and keeps the books of loads and stores."""
+
+    def __init__(
+        self,
+        connectors: Sequence[KVConnector],
+        pool: BlockPool,
+        ledger: TransferLedger,
+        clock: Clock,
+        *,
+        fail_on_load_failure: bool = False,
+    ) -> None:
+        self._connectors = connectors
+        self._pool = pool
+        self._ledger = ledger
+        self._clock = clock
+        self._fail_on_load_failure = fail_on_load_failure
+        self._parts: dict[int, _Part] = {}
+        """By transfer."""
+        self._loads: dict[str, _Load] = {}
+        """Those that a request waits for."""
+        self._loading: set[bytes] = set()
+        """The keys of these."""
+        self._deadlines: dict[str, float] = {}
+        """When a request that waits stops doing so, the earliest first."""
+        self._ended: list[LoadEnd] = []
+        self._backlog: list[deque[Offer]] = [deque() for _ in connectors]
+        """What each connector was offered when there was no room for stores."""
+        self._has_news = False
+        self._has_workers = False
+
+    # ---- requests that could use KV
+
+    def announce(self, demand: Demand, start: int) -> None:
+        """A request is queued that finds `keys[:start]` on the device. `forget` follows."""
+        for connector in self._connectors:
+            connector.announce(demand, start)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing will be asked for the request any more."""
+        for connector in self._connectors:
+            connector.forget(request_id)
+
+    def prefetch(self, demand: Demand, start: int) -> None:
+        """The request must wait: brings what it will need nearer."""
+        if self._has_workers:
+            for connector in self._connectors:
+                connector.prefetch(demand, start)
+
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        """How many blocks from `keys[start]` on can be loaded; None: ask again when `poll` says so."""
+        segments = self._segments(demand, start)
+        if segments is None:
+            return None
+        return segments[-1].end - start if segments else 0
+
+    def _segments(self, demand: Demand, start: int) -> list[_Segment] | None:
+        segments: list[_Segment] = []
+        while self._has_workers and start < len(demand.keys):
+            segment = self._next_segment(demand, start)
+            if segment is None or self._is_loading(demand.keys[segment.start : segment.end + 1]):
+                return None
+            if segment.end == start:
+                break
+            segments.append(segment)
+            start = segment.end
+        return segments
+
+    def _next_segment(self, demand: Demand, start: int) -> _Segment | None:
+        """What the first connector that has `keys[start]` has; empty if none has, None if that is not known."""
+        for connector in self._connectors:
+            count = connector.lookup(demand, start)
+            if count is None:
+                return None
+            if count:
+                return _Segment(connector, start, start + count)
+        return _Segment(self._connectors[-1], start, start)
+
+    def _is_loading(self, keys: Sequence[bytes]) -> bool:
+        return bool(self._loading) and not self._loading.isdisjoint(keys)
+
+    # ---- waiting
+
+    def wait(self, request_id: str) -> None:
+        """The request waits for an answer to `lookup`, with patience that began when it first did."""
+        self._deadlines.setdefault(request_id, self._clock.now() + PATIENCE_S)
+
+    def load(self, demand: Demand, start: int, blocks: Sequence[Block]) -> None:
+        """Fills `blocks` with `keys[start:]`, as many as `lookup` has just found. A `LoadEnd` follows.
+
+        Raises:
+            ValueError: there are more than that.
+        """
+        segments = self._segments(demand, start)
+        if not segments or segments[-1].end < start + len(blocks):
+            raise ValueError(f"{len(blocks)} blocks were found nowhere.")
+        keys = demand.keys[start : start + len(blocks)]
+        load = _Load(demand.request_id, keys, 0, len(blocks))
+        for segment in segments:
+            first, end = segment.start - start, min(segment.end - start, len(blocks))
+            if first < end:
+                part = blocks[first:end]
+                after_step = max(block.written_by for block in part)
+                transfer_id = segment.connector.load(demand, segment.start, part, after_step)
+                self._parts[transfer_id] = _Part(load, segment.connector, first, end)
+                load.num_open += 1
+        self._loads[demand.request_id] = load
+        self._loading.update(keys)
+        self.stop_waiting(demand.request_id)
+        self.wait(demand.request_id)
+
+    def abandon(self, request_id: str) -> None:
+        """The request waits no longer. Blocks under transfer stay referenced until it has ended."""
+        self.stop_waiting(request_id)
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            load.request_id = None
+            self._loading.difference_update(load.keys)
+            self._has_news = True
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Patience begins anew when the request waits again."""
+        self._deadlines.pop(request_id, None)
+
+    def take_ended(self) -> list[LoadEnd]:
+        """Requests that need not wait any more, since the last call."""
+        self._run_out_of_patience()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _run_out_of_patience(self) -> None:
+        now = self._clock.now()
+        while self._deadlines:
+            request_id, deadline = next(iter(self._deadlines.items()))
+            if deadline > now:
+                return
+            load = self._loads.get(request_id)
+            self.abandon(request_id)
+            if load is None:
+                self._ended.append(LoadEnd(request_id, 0))
+                continue
+            missing = (part.first for part in self._parts.values() if part.load is load)
+            num_loaded = min(load.num_good, *missing)
+            load.error = load.error or f"it took longer than {PATIENCE_S:g} s"
+            self._end_load(request_id, num_loaded, load.error)
+
+    def _end_load(self, request_id: str, num_loaded: int, error: str | None) -> None:
+        failure = None
+        if error is not None and self._fail_on_load_failure:
+            failure = f"KV that was found for this request could not be loaded: {error}."
+        self._ended.append(LoadEnd(request_id, num_loaded, failure))
+
+    # ---- blocks to keep
+
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """A request has passed through these blocks of a prefix."""
+        if not self._has_workers:
+            return
+        for connector, backlog in zip(self._connectors, self._backlog, strict=True):
+            num_done = 0 if backlog else connector.offer(offers)
+            room = self._pool.num_blocks - len(backlog)
+            backlog.extend(offers[num_done : num_done + room])
+
+    def _offer_again(self) -> None:
+        for connector, backlog in zip(self._connectors, self._backlog, strict=True):
+            while backlog and (room := self._ledger.store_room) > 0:
+                oldest = [backlog.popleft() for _ in range(min(room, len(backlog)))]
+                offers = [o for o in oldest if self._pool.find(o.key) is o.block]
+                not_done = offers[connector.offer(offers) :]
+                if not_done:
+                    backlog.extendleft(reversed(not_done))
+                    break
+
+    # ---- transfers
+
+    def take_transfers(self) -> list[Transfer]:
+        """What was begun since the last call."""
+        return self._ledger.take()
+
+    def transfer_ended(self, end: TransferEnd) -> None:
+        """Takes what the executor says; ends that do not count are ignored."""
+        if not self._ledger.close(end):
+            return
+        part = self._parts.pop(end.transfer_id, None)
+        if part is not None:
+            self._end_part(part, end)
+        self._offer_again()
+
+    def _end_part(self, part: _Part, end: TransferEnd) -> None:
+        load, connector, first, last = part
+        connector.loaded(load.keys[first:last], end.failed)
+        if end.failed:
+            good = first + min(end.failed)
+            if good < load.num_good:
+                load.num_good, load.error = good, end.error
+        load.num_open -= 1
+        if load.num_open == 0 and load.request_id is not None:
+            request_id = load.request_id
+            self.abandon(request_id)
+            self._end_load(request_id, load.num_good, load.error)
+
+    # ---- the workers, and the engine's loop
+
+    def workers_ready(self, ready: WorkerReady) -> None:
+        for connector in self._connectors:
+            connector.workers_ready(ready)
+        self._has_workers = True
+
+    def workers_lost(self) -> None:
+        """All loads and stores are gone; nobody waits any more, and nobody is told so."""
+        self._has_workers = False
+        self._ledger.drop_all()
+        for connector in self._connectors:
+            connector.workers_lost()
+        self._parts.clear()
+        self._loads.clear()
+        self._loading.clear()
+        self._deadlines.clear()
+        self._ended.clear()
+        for backlog in self._backlog:
+            backlog.clear()
+
+    def poll(self) -> bool:
+        """Takes news; True if a `lookup` that said None may know now."""
+        for connector in self._connectors:
+            self._has_news |= connector.poll()
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def pollables(self) -> list[object]:
+        return [source for connector in self._connectors for source in connector.pollables()]
+
+    def next_event_at(self) -> float | None:
+        """When patience ends next."""
+        return next(iter(self._deadlines.values()), None)
+
+    def load_report(self) -> tuple[TierLoad, ...]:
+        return tuple(connector.load_report() for connector in self._connectors)
+
+    def close(self) -> None:
+        for connector in self._connectors:
+            connector.close()
