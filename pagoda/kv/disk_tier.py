@@ -1,0 +1,430 @@
+"""Blocks on disk: which are there, which are worth to be written, and which must go to make room.
+
+The workers read and write the objects; a housekeeper looks into directories and removes. What is known here is an
+index, which may lag behind the disk: an object that has gone meanwhile fails to load, one that has come is found
+by a probe. So it does not matter who else uses the directories. Nothing is written before all that is there has
+been counted, since only then the quota can be kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    KVDirectory,
+    TierLoad,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
+from pagoda.errors import ConfigError
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import Block
+from pagoda.kv.connector import Demand, LandingPlace, Offer
+from pagoda.kv.disk_index import DiskIndex
+from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.housekeeper import (
+    OWN,
+    DirectoryFound,
+    FanOutListed,
+    Housekeeper,
+    News,
+    ObjectsFound,
+    ProbeAnswer,
+    Removed,
+    ScanEnded,
+)
+from pagoda.kv.store_pause import StorePause
+from pagoda.kv.touches import TouchCounter
+from pagoda.kv.transfers import TransferLedger
+
+logger = logging.getLogger(__name__)
+
+_HIGH_PERCENT = 95
+_LOW_PERCENT = 85
+_MAX_REMOVING = 512
+"""Objects that the housekeeper is asked to remove at a time."""
+_WARNING_INTERVAL_S = 10.0
+"""Of failed loads: a directory that was removed fails one after the other."""
+
+
+class DiskTier:
+    """The engine's half of the directories of objects; every rank has the same keys in its own."""
+
+    tier = "disk"
+
+    def __init__(
+        self,
+        ledger: TransferLedger,
+        clock: Clock,
+        open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
+        *,
+        quota_bytes: int,
+        min_touches: int,
+        epoch_s: float,
+        landing: LandingPlace | None = None,
+        events: KVEventRecorder | None = None,
+    ) -> None:
+        """`epoch_s` is what the clock's time lacks to seconds since 1970; `landing`, where prefetched blocks go."""
+        self._ledger = ledger
+        self._clock = clock
+        self._open_housekeeper = open_housekeeper
+        self._quota_bytes = quota_bytes
+        self._epoch_s = epoch_s
+        self._landing = landing
+        self._events = events
+        self._touches = TouchCounter(min_touches)
+        self._pause = StorePause(clock)
+        self._directories: tuple[KVDirectory, ...] = ()
+        self._block_bytes = 0
+        """Of one block, on all ranks together."""
+        self._housekeeper: Housekeeper | None = None
+        self._index = DiskIndex()
+        self._is_indexed = False
+        self._stores: dict[int, Sequence[Offer]] = {}
+        """By transfer."""
+        self._storing: set[bytes] = set()
+        self._fetches: dict[int, Sequence[bytes]] = {}
+        """By transfer, into `landing`."""
+        self._removing: set[tuple[int, bytes]] = set()
+        """Directory and key; still on disk, and found by scans."""
+        self._removing_bytes = 0
+        self._target_bytes: int | None = None
+        """How far evictions go on; None if there are none."""
+        self._probes: dict[int, str] = {}
+        """Probe to request."""
+        self._probing: dict[str, int] = {}
+        self._next_probe = 0
+        self._next_warning_at = 0.0
+        self._num_stored = 0
+        self._num_removed = 0
+        self._num_loaded = 0
+        self._num_failed = 0
+
+    # ---- what requests find
+
+    def announce(self, demand: Demand, start: int) -> None:
+        unknown = [key for key in demand.keys[start:] if not self._has(key)]
+        if self._housekeeper is None or not unknown:
+            return
+        self._probes[self._next_probe] = demand.request_id
+        self._probing[demand.request_id] = self._next_probe
+        self._housekeeper.probe(self._next_probe, unknown)
+        self._next_probe += 1
+
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        for index in range(start, len(demand.keys)):
+            if not self._has(demand.keys[index]):
+                return None if demand.request_id in self._probing else index - start
+        return len(demand.keys) - start
+
+    def _has(self, key: bytes) -> bool:
+        return self._housekeeper is not None and self._index.find(OWN, key)
+
+    def prefetch(self, demand: Demand, start: int) -> None:
+        if self._landing is None:
+            return
+        keys: list[bytes] = []
+        slots: list[int] = []
+        for index in range(start, len(demand.keys)):
+            key = demand.keys[index]
+            if not self._has(key):
+                break
+            slot = self._landing.reserve(demand, index)
+            if slot is not None:
+                keys.append(key)
+                slots.append(slot)
+        if keys:
+            self._use(keys)
+            transfer_id = self._ledger.open(self, DiskObjects(keys), HostSlots(slots))
+            self._fetches[transfer_id] = keys
+
+    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
+        keys = list(demand.keys[start : start + len(blocks)])
+        self._use(keys)
+        target = DeviceBlocks([block.block_id for block in blocks])
+        return self._ledger.open(self, DiskObjects(keys), target, blocks, after_step=after_step)
+
+    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
+        self._num_loaded += len(keys) - len(failed)
+        self._num_failed += len(failed)
+        self._discard([keys[index] for index in failed])
+
+    def forget(self, request_id: str) -> None:
+        probe_id = self._probing.pop(request_id, None)
+        if probe_id is not None:
+            del self._probes[probe_id]
+
+    # ---- what is kept
+
+    def offer(self, offers: Sequence[Offer]) -> int:
+        may_store = self._may_store()
+        room = self._ledger.store_room
+        known: list[bytes] = []
+        wanted: dict[bytes, Offer] = {}
+        num_done = 0
+        for offer in offers:
+            if self._has(offer.key):
+                known.append(offer.key)
+            elif self._touches.touch(offer.key) and may_store and self._is_absent(offer.key):
+                if len(wanted) == room and offer.key not in wanted:
+                    break
+                wanted[offer.key] = offer
+            num_done += 1
+        self._use(known)
+        self._store(list(wanted.values()))
+        return num_done
+
+    def _may_store(self) -> bool:
+        return self._housekeeper is not None and self._is_indexed and not self._pause.is_on
+
+    def _is_absent(self, key: bytes) -> bool:
+        """Whether it is neither being written nor being removed."""
+        return key not in self._storing and (OWN, key) not in self._removing
+
+    def _store(self, offers: Sequence[Offer]) -> None:
+        if not offers:
+            return
+        self._make_room(len(offers) * self._block_bytes)
+        taken = self._used_bytes() + self._removing_bytes
+        offers = offers[: max(0, self._quota_bytes - taken) // self._block_bytes]
+        if not offers:
+            return
+        keys = [offer.key for offer in offers]
+        blocks = [offer.block for offer in offers]
+        source = DeviceBlocks([block.block_id for block in blocks])
+        transfer_id = self._ledger.open(self, source, DiskObjects(keys), blocks)
+        self._stores[transfer_id] = offers
+        self._storing.update(keys)
+
+    def _used_bytes(self) -> int:
+        """What is there, and what is being written."""
+        return self._index.num_bytes + len(self._storing) * self._block_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        high, low = (self._quota_bytes * part // 100 for part in (_HIGH_PERCENT, _LOW_PERCENT))
+        # Where a block is a large part of the quota, there is nothing between the marks and the quota.
+        high, low = (max(mark, self._quota_bytes - self._block_bytes) for mark in (high, low))
+        if self._used_bytes() + num_bytes > high:
+            self._target_bytes = max(0, low - num_bytes)
+            self._evict()
+
+    def _evict(self) -> None:
+        """Removes what was used longest ago, a part at a time; goes on when that is gone."""
+        keys: dict[int, list[bytes]] = {}
+        while self._target_bytes is not None and len(self._removing) < _MAX_REMOVING:
+            oldest = self._index.oldest()
+            if oldest is None or self._used_bytes() <= self._target_bytes:
+                self._target_bytes = None
+                break
+            directory, key = oldest
+            keys.setdefault(directory, []).append(key)
+            self._forget_object(directory, key)
+            self._removing.add((directory, key))
+            self._removing_bytes += self._index.object_bytes(directory)
+        for directory, some in keys.items():
+            self._ask_to_remove(directory, some)
+
+    def _discard(self, keys: Sequence[bytes]) -> None:
+        """Objects that are not good; also where they are not known: another rank's may be."""
+        fresh = [key for key in keys if (OWN, key) not in self._removing]
+        for key in fresh:
+            self._forget_object(OWN, key)
+            self._removing.add((OWN, key))
+            self._removing_bytes += self._block_bytes
+        if fresh:
+            self._ask_to_remove(OWN, fresh)
+
+    def _ask_to_remove(self, directory: int, keys: Sequence[bytes]) -> None:
+        if self._housekeeper is not None:
+            self._housekeeper.remove(directory, keys)
+
+    def _forget_object(self, directory: int, key: bytes) -> None:
+        if self._index.remove(directory, key) and directory == OWN:
+            self._num_removed += 1
+            if self._events is not None:
+                self._events.remove(key, Medium.DISK)
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """They go last, the end of a prefix before its beginning."""
+        now = self._now()
+        for key in reversed(keys):
+            self._index.touch(OWN, key, now)
+
+    def _now(self) -> int:
+        return int(self._epoch_s + self._clock.now())
+
+    # ---- transfers
+
+    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
+        offers = self._stores.pop(transfer.transfer_id, None)
+        if offers is not None:
+            self._store_ended(offers, end)
+            return
+        if end.failed:
+            self._warn_of_loads(end)
+        fetched = self._fetches.pop(transfer.transfer_id, None)
+        if fetched is not None and self._landing is not None:
+            failed = set(end.failed)
+            for index, key in enumerate(fetched):
+                self._landing.settle(key, is_good=index not in failed)
+            self.loaded(fetched, end.failed)
+
+    def transfer_lost(self, transfer: Transfer) -> None:
+        """What was written of a store is found by a later scan."""
+        self._fetches.pop(transfer.transfer_id, None)
+        for offer in self._stores.pop(transfer.transfer_id, ()):
+            self._storing.discard(offer.key)
+
+    def _store_ended(self, offers: Sequence[Offer], end: TransferEnd) -> None:
+        self._storing.difference_update(offer.key for offer in offers)
+        failed = set(end.failed)
+        good = [offer for index, offer in enumerate(offers) if index not in failed]
+        now = self._now()
+        for offer in reversed(good):
+            self._index.add(OWN, offer.key, now)
+        self._num_stored += len(good)
+        self._num_failed += len(failed)
+        if self._events is not None:
+            for offer in good:
+                self._events.store(offer.key, offer.parent, offer.token_ids, Medium.DISK)
+        if failed:
+            self._stores_failed(end.error)
+            if len(self._directories) > 1:  # some ranks may have written theirs
+                self._discard([offers[index].key for index in end.failed])
+        elif self._pause.succeeded():
+            logger.info("KV blocks are written to %s again.", self._path)
+        if good and self._housekeeper is not None:
+            self._housekeeper.rescan()
+
+    def _stores_failed(self, error: str) -> None:
+        pause_s = self._pause.failed()
+        if pause_s is not None:
+            logger.warning(
+                "KV blocks cannot be written to %s (%s); the next try is in %g s.",
+                self._path,
+                error,
+                pause_s,
+            )
+
+    def _warn_of_loads(self, end: TransferEnd) -> None:
+        if self._clock.now() < self._next_warning_at:
+            return
+        self._next_warning_at = self._clock.now() + _WARNING_INTERVAL_S
+        logger.warning(
+            "%d KV blocks could not be read from %s, the first because %s; they are computed again.",
+            len(end.failed),
+            self._path,
+            end.error,
+        )
+
+    @property
+    def _path(self) -> str:
+        return self._directories[0].path
+
+    # ---- the workers, and the engine's loop
+
+    def workers_ready(self, ready: WorkerReady) -> None:
+        """Raises ConfigError if the quota is too small for even one block."""
+        if self._housekeeper is not None and ready.kv_directories == self._directories:
+            self._housekeeper.rescan()  # some stores may have ended unseen
+            return
+        self.close()
+        self._directories = ready.kv_directories
+        self._block_bytes = sum(directory.object_bytes for directory in self._directories)
+        if self._block_bytes > self._quota_bytes:
+            raise ConfigError(
+                f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
+                f"takes {self._block_bytes} bytes on disk."
+            )
+        self._index = DiskIndex()
+        self._index.add_directory(OWN, self._block_bytes)
+        self._is_indexed = False
+        self._removing.clear()
+        self._removing_bytes = 0
+        self._target_bytes = None
+        self._probes.clear()
+        self._probing.clear()
+        self._housekeeper = self._open_housekeeper(self._directories)
+
+    def workers_lost(self) -> None:
+        """What is on disk outlives the workers."""
+
+    def poll(self) -> bool:
+        if self._housekeeper is None:
+            return False
+        num_probing = len(self._probing)
+        for news in self._housekeeper.poll():
+            self._take(news)
+        self._evict()
+        return len(self._probing) < num_probing
+
+    def _take(self, news: News) -> None:
+        match news:
+            case ProbeAnswer():
+                self._take_answer(news)
+            case ObjectsFound():
+                for key, used_at in news.used_at.items():
+                    self._found(news.directory, key, used_at)
+            case FanOutListed():
+                self._forget_gone(news)
+            case Removed():
+                self._removing.difference_update((news.directory, key) for key in news.keys)
+                each = self._index.object_bytes(news.directory)
+                self._removing_bytes -= len(news.keys) * each
+            case DirectoryFound():
+                self._index.add_directory(news.directory, news.object_bytes)
+            case ScanEnded():
+                self._scan_ended(news)
+
+    def _take_answer(self, answer: ProbeAnswer) -> None:
+        now = self._now()
+        for key in answer.found:
+            self._found(OWN, key, now)
+        request_id = self._probes.pop(answer.probe_id, None)
+        if request_id is not None:
+            del self._probing[request_id]
+
+    def _found(self, directory: int, key: bytes, used_at: int) -> None:
+        if (directory, key) not in self._removing:
+            self._index.add(directory, key, used_at)
+
+    def _forget_gone(self, listed: FanOutListed) -> None:
+        gone = self._index.missing(listed.directory, listed.fan_out, listed.keys, listed.listed_at)
+        for key in gone:
+            self._forget_object(listed.directory, key)
+
+    def _scan_ended(self, scan: ScanEnded) -> None:
+        if not self._is_indexed:
+            self._is_indexed = True
+            logger.info(
+                "%d KV blocks in %s indexed in %.1f s.",
+                self._index.count(OWN),
+                self._path,
+                scan.seconds,
+            )
+        self._make_room(0)
+
+    def pollables(self) -> list[object]:
+        return [] if self._housekeeper is None else [self._housekeeper.fileno()]
+
+    def load_report(self) -> TierLoad:
+        return TierLoad(
+            name=self.tier,
+            num_blocks=self._index.count(OWN) if self._housekeeper is not None else 0,
+            num_total_blocks=self._quota_bytes // max(1, self._block_bytes),
+            num_stored=self._num_stored,
+            num_removed=self._num_removed,
+            num_loaded=self._num_loaded,
+            num_failed=self._num_failed,
+            is_indexed=self._is_indexed,
+        )
+
+    def close(self) -> None:
+        if self._housekeeper is not None:
+            self._housekeeper.close()
+            self._housekeeper = None

@@ -1,0 +1,173 @@
+"""Reads and writes the objects of one directory, whole, past the page cache where the file system allows.
+
+Threads may share an `ObjectFiles`, not a buffer. Nothing here holds the interpreter while the disk or the checksum
+is at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+import time
+from pathlib import Path
+
+from pagoda.kv.objects import (
+    ALIGNMENT,
+    Manifest,
+    ObjectError,
+    check,
+    make_directory,
+    object_name,
+    payload,
+    seal,
+    temporary_name,
+)
+
+_USED_AGAIN_AFTER_S = 60.0
+"""How far the time of an object's last use may lag: not every read needs to write an inode."""
+
+
+class ObjectFiles:
+    """The objects of one directory, all of one size.
+
+    Raises:
+        OSError: nothing can be written in the directory.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.object_bytes = manifest.object_bytes
+        self.payload_bytes = manifest.payload_bytes
+        self._manifest = manifest
+        self._direct = os.O_DIRECT if _takes_direct_io(directory) else 0
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether objects bypass the page cache."""
+        return self._direct != 0
+
+    def new_buffer(self) -> memoryview:
+        """Room for one object, aligned for direct I/O."""
+        return memoryview(mmap.mmap(-1, self.object_bytes))
+
+    def payload(self, buffer: memoryview) -> memoryview:
+        """The payload of the object in `buffer`; 64 bytes behind its start."""
+        return payload(buffer, self.payload_bytes)
+
+    def read(self, key: bytes, buffer: memoryview) -> None:
+        """Fills `buffer` with the object of `key`, and notes that it was used.
+
+        Raises:
+            ObjectError: it is not there, or not whole; `buffer` then holds nothing of value.
+        """
+        try:
+            self._read(self.directory / object_name(key), buffer)
+        except FileNotFoundError as error:
+            raise ObjectError("it is not there any more") from error
+        except OSError as error:
+            raise ObjectError(_clause(error)) from error
+        check(buffer, key, self.payload_bytes)
+
+    def _read(self, path: Path, buffer: memoryview) -> None:
+        # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct
+        descriptor = os.open(path, flags)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ObjectError("it is not a file")
+            if found.st_size != self.object_bytes:
+                raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
+            self._fill(descriptor, buffer)
+            if abs(time.time() - found.st_mtime) > _USED_AGAIN_AFTER_S:
+                with contextlib.suppress(OSError):  # such as a read-only file system
+                    os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _fill(self, descriptor: int, buffer: memoryview) -> None:
+        done = 0
+        while done < self.object_bytes:
+            count = os.preadv(descriptor, [buffer[done : self.object_bytes]], done)
+            done += _whole_units(count)
+
+    def write(self, key: bytes, buffer: memoryview) -> None:
+        """Makes an object of `key` of the payload in `buffer`; replaces one that is there.
+
+        Raises:
+            ObjectError: it was not written; nothing is left of it.
+        """
+        seal(buffer, key, self.payload_bytes)
+        path = self.directory / object_name(key)
+        try:
+            try:
+                self._write(path, buffer)
+            except (
+                FileNotFoundError
+            ):  # the first object of its fan-out directory, or somebody removed them all
+                make_directory(self.directory, self._manifest)
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._write(path, buffer)
+        except OSError as error:
+            raise ObjectError(_clause(error)) from error
+
+    def _write(self, path: Path, buffer: memoryview) -> None:
+        temporary = path.with_name(temporary_name())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
+        descriptor = os.open(temporary, flags, 0o600)
+        try:
+            try:
+                self._drain(descriptor, buffer)
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _drain(self, descriptor: int, buffer: memoryview) -> None:
+        done = 0
+        while done < self.object_bytes:
+            count = os.pwritev(descriptor, [buffer[done : self.object_bytes]], done)
+            done += _whole_units(count)
+
+
+def _whole_units(count: int) -> int:
+    """How far a partial read or write got: direct I/O goes on at a multiple of its unit only.
+
+    Raises:
+        ObjectError: it got nowhere.
+    """
+    whole = count - count % ALIGNMENT
+    if not whole:
+        raise ObjectError("the file system took only a part of it")
+    return whole
+
+
+def _clause(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    """Tries it: some file systems refuse the flag, some the first write, and some need larger units."""
+    probe = directory / temporary_name()
+    unit = mmap.mmap(-1, ALIGNMENT)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(probe, flags | os.O_DIRECT, 0o600)
+        try:
+            return (
+                os.pwritev(descriptor, [unit], 0) == ALIGNMENT
+                and os.preadv(descriptor, [unit], 0) == ALIGNMENT
+            )
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    finally:
+        unit.close()
+        with contextlib.suppress(OSError):
+            probe.unlink()

@@ -1,0 +1,233 @@
+"""The format of KV on disk: one object, a file, for each block, in one directory for each model and rank.
+
+    DIR/<digest of the manifest>/manifest.json          what all objects in here have in common
+    DIR/<digest of the manifest>/<2 hex>/<62 hex>       an object; the digits are its key's
+
+An object is a header of 64 bytes, the payload (all layers of the block on one rank), and padding up to the next
+4 KiB:
+
+    offset  bytes
+         0      8  magic
+         8      4  format version
+        12      8  payload length
+        20     32  key
+        52      8  zero
+        60      4  CRC-32C of the 60 bytes before and the payload
+
+Integers are little-endian. An object appears under its name all at once, by a rename; nothing is synced, since an
+object that a loss of power left in pieces fails its check and is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import struct
+from pathlib import Path
+
+import msgspec
+from crc32c import crc32c
+
+from pagoda.errors import ConfigError
+
+FORMAT_VERSION = 1
+KEY_VERSION = "pagoda-kv-1"
+"""How keys are made (`pagoda.kv.block_keys`)."""
+ALIGNMENT = 4096
+"""Of the length of an object, and of buffers: what direct I/O asks for."""
+HEADER_BYTES = 64
+KEY_BYTES = 32
+MANIFEST_NAME = "manifest.json"
+TEMPORARY_PREFIX = ".tmp-"
+"""Files that are being written, or that a killed writer left."""
+
+_MAGIC = b"PAGODAKV"
+_HEADER = struct.Struct("<8sIQ32s8x")
+_CHECKSUM = struct.Struct("<I")
+_RELEASE_THE_GIL = 1
+_DIGEST_DIGITS = 64
+_FAN_OUT_DIGITS = 2
+_HEX_DIGITS = frozenset("0123456789abcdef")
+
+
+class ObjectError(Exception):
+    """An object cannot be read or written. The text is a clause that says why."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All that two objects under one key must agree on to be the same bytes."""
+
+    format_version: int = FORMAT_VERSION
+    key_version: str = KEY_VERSION
+    model: str
+    """For people; two names of one model share a directory."""
+    model_digest: str
+    """Of the configuration and the weights, in hex."""
+    dtype: str
+    kv_dtype: str
+    quantization: str
+    arithmetic: str
+    """As in `WorkerReady.arithmetic`."""
+    layout: str
+    """How the payload lies: its dimensions, in order."""
+    block_size: int
+    payload_bytes: int
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+    stage: int = 0
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all fields but the name for people, in hex."""
+        fields = msgspec.to_builtins(self)
+        del fields["model"]
+        return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()
+
+    @property
+    def object_bytes(self) -> int:
+        return object_bytes(self.payload_bytes)
+
+
+def object_bytes(payload_bytes: int) -> int:
+    """The length of an object, header and padding included."""
+    return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def object_name(key: bytes) -> str:
+    """Where the object of `key` lies, relative to its directory."""
+    digits = key.hex()
+    return f"{digits[:_FAN_OUT_DIGITS]}/{digits[_FAN_OUT_DIGITS:]}"
+
+
+def parse_name(fan_out: str, name: str) -> bytes | None:
+    """The key of the object `name` in the directory `fan_out`; None if that is no name of an object."""
+    digits = fan_out + name
+    if len(fan_out) != _FAN_OUT_DIGITS or len(digits) != 2 * KEY_BYTES or not _is_hex(digits):
+        return None
+    return bytes.fromhex(digits)
+
+
+def is_digest(name: str) -> bool:
+    """Whether a directory of this name may be that of a manifest."""
+    return len(name) == _DIGEST_DIGITS and _is_hex(name)
+
+
+def _is_hex(digits: str) -> bool:
+    return _HEX_DIGITS.issuperset(digits)
+
+
+def payload(buffer: memoryview, payload_bytes: int) -> memoryview:
+    """The part of an object that is its payload; 64 bytes behind the start of `buffer`."""
+    return buffer[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+
+
+def seal(buffer: memoryview, key: bytes, payload_bytes: int) -> None:
+    """Writes the header in front of the payload that is in `buffer`."""
+    _HEADER.pack_into(buffer, 0, _MAGIC, FORMAT_VERSION, payload_bytes, key)
+    _CHECKSUM.pack_into(buffer, _HEADER.size, _checksum(buffer, payload_bytes))
+
+
+def check(buffer: memoryview, key: bytes, payload_bytes: int) -> None:
+    """Makes sure that `buffer` holds the object of `key`, whole.
+
+    Raises:
+        ObjectError: it does not; says what is wrong with it.
+    """
+    magic, version, length, named = _HEADER.unpack_from(buffer)
+    (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)
+    if magic != _MAGIC:
+        raise ObjectError("it is no KV object")
+    if version != FORMAT_VERSION:
+        raise ObjectError(f"its format is version {version}, not {FORMAT_VERSION}")
+    if length != payload_bytes:
+        raise ObjectError(f"its header says {length} bytes of payload, not {payload_bytes}")
+    if named != key:
+        raise ObjectError(f"it is the object of another key, {named.hex()[:16]}")
+    if checksum != _checksum(buffer, payload_bytes):
+        raise ObjectError("its checksum is wrong")
+
+
+def _checksum(buffer: memoryview, payload_bytes: int) -> int:
+    """Of header and payload. Other threads run meanwhile: a payload may be megabytes."""
+    head = crc32c(buffer[: _HEADER.size])
+    return crc32c(payload(buffer, payload_bytes), head, gil_release_mode=_RELEASE_THE_GIL)
+
+
+def open_directory(root: Path, manifest: Manifest) -> Path:
+    """The directory of the objects of `manifest` under `root`; made, with its manifest, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be used; one sentence that says why.
+    """
+    directory = root / manifest.digest
+    try:
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"{root} is to hold KV blocks, but is not a directory.")
+        if (root / MANIFEST_NAME).exists():
+            above = root.absolute().parent
+            raise ConfigError(
+                f"{root} is the directory of one model's KV blocks; name the one above it, {above}."
+            )
+        make_directory(directory, manifest)
+        found = read_manifest(directory)
+        _try_to_write(directory)
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise ConfigError(f"KV blocks cannot be kept in {root}: {problem}.") from error
+    if found is None or found.digest != manifest.digest:
+        problem = (
+            "cannot be read" if found is None else f"is that of other blocks, of {found.model}"
+        )
+        raise ConfigError(
+            f"{directory / MANIFEST_NAME} {problem}; "
+            f"`pagoda kv clear {root}` removes it, or name another directory."
+        )
+    return directory
+
+
+def make_directory(directory: Path, manifest: Manifest) -> None:
+    """Makes a directory of objects, unless it is there. Objects tell what prompts were, so others keep out.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    path = directory / MANIFEST_NAME
+    if path.exists():
+        return
+    temporary = directory / temporary_name()
+    try:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """What `directory` says its objects are; None if that cannot be understood.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
+    except msgspec.DecodeError:
+        return None
+
+
+def temporary_name() -> str:
+    """A name that no other thread, process or host uses."""
+    return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+
+
+def _try_to_write(directory: Path) -> None:
+    """Asks the file system rather than its permission bits, which do not know read-only mounts."""
+    probe = directory / temporary_name()
+    os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    probe.unlink()
