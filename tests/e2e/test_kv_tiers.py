@@ -273,11 +273,12 @@ def test_a_full_disk_stops_writing_only(
             passes = [asyncio.run(ask_all(server.base_url, QUESTIONS)) for _ in range(2)]
             full = asyncio.run(figures(server.base_url))
             (small / "ballast").unlink()
-            passes.append(asyncio.run(ask_all(server.base_url, QUESTIONS)))
-            free = asyncio.run(figures(server.base_url))
-    assert [messages(replies) for replies in passes] == [expected.messages] * 3
+            stored = full["disk", "stored"]
+            while stored == full["disk", "stored"]:  # it is tried again after a pause only
+                passes.append(asyncio.run(ask_all(server.base_url, QUESTIONS)))
+                stored = asyncio.run(figures(server.base_url))["disk", "stored"]
+    assert all(messages(replies) == expected.messages for replies in passes)
     assert full["disk", "failed"] > 0
-    assert free["disk", "stored"] > full["disk", "stored"]
     assert "WARNING" in capfd.readouterr().err
 
 
