@@ -162,11 +162,11 @@ class EngineOptions:
         if not self.enable_prefix_caching:
             flag = "--kv-disk-path" if has_disk else "--kv-host-bytes"
             raise ConfigError(f"{flag} needs the prefix cache; leave --enable-prefix-caching on.")
-        path = self.kv_disk_path
+        path, disk_bytes = self.kv_disk_path, self._bytes("kv_disk_bytes") or 0
         return KVTiersConfig(
             host_bytes=self._bytes("kv_host_bytes") or 0,
-            disk_path=None if path is None else check_kv_directory(path, model),
-            disk_bytes=self._bytes("kv_disk_bytes") or 0,
+            disk_path=None if path is None else check_kv_directory(path, disk_bytes, model),
+            disk_bytes=disk_bytes,
             disk_min_touches=self.kv_disk_min_touches,
             fail_on_load_failure=self.kv_load_failure == "fail",
         )

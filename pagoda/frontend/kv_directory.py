@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from pagoda.errors import ConfigError
+from pagoda.kv.disk_quota import check_quota
 
 
-def check_kv_directory(path: str, model: str) -> str:
+def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:
     """The absolute path of `path`, which need not exist yet; `model` is that of a `WorkerConfig`.
 
     Raises:
@@ -27,6 +28,7 @@ def check_kv_directory(path: str, model: str) -> str:
         raise ConfigError(
             f"--kv-disk-path {path!r} cannot be used: this user may not read and write {existing}."
         )
+    check_quota(Path(directory), quota_bytes)
     return directory
 
 

@@ -1,0 +1,73 @@
+"""Requests whose answers tell when the first token came and how much of the prompt was cached."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import aiohttp
+
+
+class Answer(NamedTuple):
+    """Of one request."""
+
+    text: str
+    ttft_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+async def ask(session: aiohttp.ClientSession, path: str, body: Mapping[str, object]) -> Answer:
+    """Streams one answer.
+
+    Raises:
+        RuntimeError: the server refused the request, or broke off.
+    """
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    sent = time.perf_counter()
+    first: float | None = None
+    text: list[str] = []
+    async with session.post(path, json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(await response.text())
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(str(event["error"]))
+            for choice in event["choices"]:
+                piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                if piece:
+                    first = first or time.perf_counter()
+                    text.append(piece)
+            if event.get("usage"):
+                usage = event["usage"]
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                ttft = (first or time.perf_counter()) - sent
+                return Answer("".join(text), ttft, usage["prompt_tokens"], cached)
+    raise RuntimeError("The answer ended without its usage.")
+
+
+def open_session(base_url: str) -> aiohttp.ClientSession:
+    """A client without time-outs: prompts take as long as they take."""
+    return aiohttp.ClientSession(
+        base_url,
+        timeout=aiohttp.ClientTimeout(total=None),
+        connector=aiohttp.TCPConnector(limit=0),
+    )
+
+
+async def tier_figures(session: aiohttp.ClientSession) -> Counter[tuple[str, str]]:
+    """What `/metrics` says of tiers, by tier and figure such as `blocks` or `loaded`; replicas added up."""
+    async with session.get("/metrics") as response:
+        text = await response.text()
+    sums: Counter[tuple[str, str]] = Counter()
+    pattern = r'^pagoda_kv_tier_(\w+)\{replica="\d+",tier="(\w+)"\} (\d+)$'
+    for figure, tier, value in re.findall(pattern, text, re.MULTILINE):
+        sums[tier, figure.removeprefix("blocks_").removesuffix("_total")] += int(value)
+    return sums

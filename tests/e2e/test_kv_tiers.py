@@ -1,0 +1,361 @@
+"""A device of 64 blocks, as many in host memory, the rest on disk: answers are those of a device that holds all.
+
+Whatever happens to workers, engines, servers and to what is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from streams import bodies, children, stream_all, until_more
+from tiers import (
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    MODEL_FLAGS,
+    ask_all,
+    figures,
+    flags,
+    keys_of,
+    messages,
+    num_right,
+    objects,
+    some_questions,
+    until_written,
+)
+
+from pagoda.cli.server_process import server_process
+
+QUESTIONS = some_questions()
+FEW = some_questions(long=3, short=0)
+NUM_STREAMS = 12
+
+
+class Expected(NamedTuple):
+    """What a device that holds everything answers."""
+
+    messages: list[dict[str, object]]
+    few: list[dict[str, object]]
+    streams: list[tuple[str, str]]
+    keys: list[list[bytes]]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    async def ask(url: str) -> Expected:
+        replies = await ask_all(url, QUESTIONS)
+        assert num_right(QUESTIONS, replies) >= 0.95 * len(QUESTIONS)
+        return Expected(
+            messages(replies),
+            messages(await ask_all(url, FEW)),
+            await stream_all(url, bodies(NUM_STREAMS)),
+            await keys_of(url, QUESTIONS),
+        )
+
+    with server_process(MODEL_FLAGS) as server:
+        return asyncio.run(ask(server.base_url))
+
+
+class Kept(NamedTuple):
+    """A directory into which all questions have been written, as a server left it."""
+
+    directory: Path
+    passes: list[list[dict[str, object]]]
+    """The answers of that server, each time in the order of the questions."""
+    loaded: dict[str, int]
+    """Blocks that it loaded from each tier."""
+
+
+@pytest.fixture(scope="module")
+def kept(expected: Expected, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """Everything is asked three times, now forwards, now backwards, so that blocks of all tiers are met again."""
+    directory = tmp_path_factory.mktemp("tiers") / "kv"
+
+    async def ask(url: str) -> Kept:
+        passes = []
+        for turn in (1, -1, 1):
+            replies = await ask_all(url, QUESTIONS[::turn])
+            passes.append(messages(replies)[::turn])
+        await until_written(directory, expected.keys)
+        loaded = {tier: (await figures(url))[tier, "loaded"] for tier in ("host", "disk")}
+        return Kept(directory, passes, loaded)
+
+    with server_process(flags(directory)) as server:
+        return asyncio.run(ask(server.base_url))
+
+
+@pytest.fixture
+def copy(kept: Kept, tmp_path: Path) -> Path:
+    """A directory with all blocks, to be damaged."""
+    return Path(shutil.copytree(kept.directory, tmp_path / "kv"))
+
+
+def test_sixteen_at_a_time_through_all_tiers_are_answered_as_on_one_large_device(
+    kept: Kept, expected: Expected
+) -> None:
+    assert len({key for keys in expected.keys for key in keys}) > 5 * DEVICE_BLOCKS
+    assert kept.passes == [expected.messages] * 3
+    assert kept.loaded["host"] > 0
+    assert kept.loaded["disk"] > 0
+
+
+def test_a_new_server_finds_what_the_last_one_knew(copy: Path, expected: Expected) -> None:
+    with server_process(flags(copy, num_kv_blocks=1024)) as server:
+        replies = asyncio.run(ask_all(server.base_url, QUESTIONS, 4))
+        loaded = asyncio.run(figures(server.base_url))["disk", "loaded"]
+    assert messages(replies) == expected.messages
+    num_full = BLOCK_SIZE * sum(map(len, expected.keys))
+    assert sum(reply.num_cached_tokens for reply in replies) >= 0.99 * num_full
+    assert loaded >= 0.99 * len({key for keys in expected.keys for key in keys})
+
+
+async def test_worker_and_engine_may_die(copy: Path, expected: Expected) -> None:
+    async def kill(received: Callable[[], int]) -> None:
+        for module in ("pagoda.worker.main", "pagoda.engine.main", "pagoda.worker.main"):
+            await until_more(received, 4 * NUM_STREAMS)
+            [victim] = children(server.pid, module)
+            os.kill(victim, signal.SIGKILL)
+        await until_more(received, 1)
+
+    with server_process(flags(copy)) as server:
+        disturbed = await stream_all(server.base_url, bodies(NUM_STREAMS), kill)
+        again = messages(await ask_all(server.base_url, QUESTIONS))
+        loaded = await figures(server.base_url)
+    assert disturbed == expected.streams
+    assert again == expected.messages
+    assert loaded["disk", "loaded"] > 0
+
+
+def flip_payload(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def flip_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[1] ^= 1
+    path.write_bytes(data)
+
+
+def other_version(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[8] ^= 0xFF
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def of_another_key(path: Path) -> None:
+    """A whole object, sound in itself, under the name of another block."""
+    other = next(p for p in path.parent.parent.glob("??/*") if p.is_file() and p != path)
+    path.write_bytes(other.read_bytes())
+
+
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = [
+    flip_payload,
+    flip_header,
+    other_version,
+    cut,
+    empty,
+    grow,
+    of_another_key,
+    make_directory,
+    dangle,
+    make_pipe,
+]
+
+
+def add_strangers(directory: Path) -> None:
+    """What does not belong there, beside the manifest and between the objects."""
+    [rank] = [path for path in directory.iterdir() if path.is_dir()]
+    fan = next(path for path in rank.iterdir() if path.is_dir())
+    (directory / "notes.txt").write_text("mine")
+    (directory / ("0" * 64)).mkdir()
+    (rank / "core").write_bytes(b"\0" * 5000)
+    (rank / "zz").mkdir()
+    (fan / "README").write_text("mine")
+    (fan / ("g" * 62)).write_text("no key")
+    (fan / ".tmp-1-1").write_bytes(b"half")
+    (fan / ("0" * 62)).write_bytes(b"a stranger with a good name")
+
+
+@pytest.mark.parametrize("first", range(2))
+def test_damaged_objects_are_misses(
+    first: int, copy: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Roots of prefixes are damaged in one run and anything else in the other: both are met."""
+    roots = {keys[0] for keys in expected.keys if keys}
+    for index, (key, [path]) in enumerate(sorted(objects(copy).items())):
+        if (key in roots) == (first == 0) and index % 3:
+            DAMAGES[index % len(DAMAGES)](path)
+    add_strangers(copy)
+    with server_process(flags(copy)) as server:
+        passes = [asyncio.run(ask_all(server.base_url, QUESTIONS)) for _ in range(2)]
+        counts = asyncio.run(figures(server.base_url))
+    assert [messages(replies) for replies in passes] == [expected.messages] * 2
+    assert counts["disk", "failed"] > 0
+    assert counts["disk", "loaded"] > 0
+    assert "WARNING" in capfd.readouterr().err
+    assert (copy / "notes.txt").read_text() == "mine"
+
+
+def test_a_directory_that_vanishes_is_a_miss(
+    copy: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with server_process(flags(copy, host_blocks=0)) as server:
+        before = asyncio.run(ask_all(server.base_url, QUESTIONS[::2]))
+        shutil.rmtree(copy)
+        after = asyncio.run(ask_all(server.base_url, QUESTIONS))
+        again = asyncio.run(ask_all(server.base_url, QUESTIONS))
+    assert messages(before) == expected.messages[::2]
+    assert messages(after) == messages(again) == expected.messages
+    assert "WARNING" in capfd.readouterr().err
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, size: str) -> Iterator[Path]:
+    """A small file system of its own; only root can make one."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    try:
+        done = subprocess.run(mount, capture_output=True)
+    except OSError:
+        pytest.skip("there is no mount here")
+    if done.returncode != 0:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_a_full_disk_stops_writing_only(
+    tmp_path: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(tmp_path / "small", "8m") as small:
+        (small / "ballast").write_bytes(bytes(6 * 2**20))
+        with server_process(flags(small / "kv", kv_disk_bytes="7MiB")) as server:
+            passes = [asyncio.run(ask_all(server.base_url, QUESTIONS)) for _ in range(2)]
+            full = asyncio.run(figures(server.base_url))
+            (small / "ballast").unlink()
+            stored = full["disk", "stored"]
+            while stored == full["disk", "stored"]:  # it is tried again after a pause only
+                passes.append(asyncio.run(ask_all(server.base_url, QUESTIONS)))
+                stored = asyncio.run(figures(server.base_url))["disk", "stored"]
+    assert all(messages(replies) == expected.messages for replies in passes)
+    assert full["disk", "failed"] > 0
+    assert "WARNING" in capfd.readouterr().err
+
+
+def test_a_file_system_that_becomes_read_only_is_read_still(
+    kept: Kept, tmp_path: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(tmp_path / "locked", "256m") as locked:
+        some = shutil.copytree(kept.directory, locked / "kv")
+        for path in sorted(some.glob("*/??"))[::2]:
+            shutil.rmtree(path)
+        with server_process(flags(some, host_blocks=0)) as server:
+            asyncio.run(ask_all(server.base_url, FEW))
+            subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
+            replies = asyncio.run(ask_all(server.base_url, QUESTIONS))
+            counts = asyncio.run(figures(server.base_url))
+    assert messages(replies) == expected.messages
+    assert counts["disk", "loaded"] > 0
+    assert counts["disk", "failed"] > 0
+    assert "WARNING" in capfd.readouterr().err
+
+
+def test_two_servers_share_a_directory(tmp_path: Path, expected: Expected) -> None:
+    """The second one starts while there is nothing, and finds what the first one writes."""
+    directory = tmp_path / "kv"
+
+    async def ask_both(one: str, two: str) -> None:
+        assert messages(await ask_all(one, QUESTIONS)) == expected.messages
+        first = {key for question in FEW for key in expected.keys[QUESTIONS.index(question)]}
+        await until_written(directory, [list(first)])
+        assert messages(await ask_all(two, FEW)) == expected.few
+        assert (await figures(two))["disk", "loaded"] > 0
+        both = await asyncio.gather(ask_all(one, QUESTIONS[::-1]), ask_all(two, QUESTIONS))
+        assert [messages(both[0])[::-1], messages(both[1])] == [expected.messages] * 2
+
+    with (
+        server_process(flags(directory, host_blocks=0)) as one,
+        server_process(flags(directory, host_blocks=0)) as two,
+    ):
+        asyncio.run(ask_both(one.base_url, two.base_url))
+
+
+async def test_a_server_may_be_killed_while_it_writes(tmp_path: Path, expected: Expected) -> None:
+    directory = tmp_path / "kv"
+    with server_process(flags(directory)) as server:
+        asking = asyncio.create_task(ask_all(server.base_url, QUESTIONS))
+        while len(objects(directory)) < 20:
+            await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(Exception, match=r"disconnected|reset|connect"):
+            await asking
+    with server_process(flags(directory)) as server:
+        replies = await ask_all(server.base_url, QUESTIONS)
+        again = await ask_all(server.base_url, QUESTIONS)
+        counts = await figures(server.base_url)
+        await until_written(directory, expected.keys)
+    assert messages(replies) == messages(again) == expected.messages
+    assert counts["disk", "loaded"] > 0
+
+
+@pytest.mark.parametrize("topology", ["--tp 2", "--pp 2", "--dp 2"])
+def test_tiers_of_several_workers(topology: str, tmp_path: Path, expected: Expected) -> None:
+    tiers = flags(tmp_path / "kv", kv_host_bytes="16MiB")
+    with server_process([*tiers, *topology.split()]) as server:
+        passes = [asyncio.run(ask_all(server.base_url, QUESTIONS[::turn])) for turn in (1, -1, 1)]
+        counts = asyncio.run(figures(server.base_url))
+    turns = [expected.messages, expected.messages[::-1], expected.messages]
+    assert [messages(replies) for replies in passes] == turns
+    assert counts["host", "loaded"] > 0
+    assert counts["disk", "loaded"] > 0
+
+
+def test_int8_keys_and_values_come_back_as_they_went(tmp_path: Path) -> None:
+    int8 = ["--kv-cache-dtype", "int8"]
+    with server_process([*MODEL_FLAGS, *int8]) as server:
+        large = messages(asyncio.run(ask_all(server.base_url, FEW)))
+    with server_process([*flags(tmp_path / "kv", host_blocks=16), *int8]) as server:
+        passes = [asyncio.run(ask_all(server.base_url, FEW)) for _ in range(3)]
+        loaded = asyncio.run(figures(server.base_url))
+    assert [messages(replies) for replies in passes] == [large] * 3
+    assert loaded["disk", "loaded"] > 0
