@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.engine.messages import (
     EngineReady,
     GenerateRequest,
@@ -19,6 +20,7 @@ from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import KVEvent, KVEventRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
@@ -32,14 +34,25 @@ MAX_IDLE_LOSSES = 8
 steps need no such limit: the scheduler gives up the request that causes them."""
 _STEP_TIME_WEIGHT = 0.1
 
+TiersBuilder = Callable[
+    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None], ConnectorStack | None
+]
+
 _log = logging.getLogger(__name__)
 
 
 class EngineCore:
     """Drives an executor from a scheduler; `step` does whatever can be done now and never waits."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Clock,
+        build_tiers: TiersBuilder = build_tiers,
+    ) -> None:
         self._config = config
+        self._build_tiers = build_tiers
         self._executor = executor
         self._clock = clock
         self._scheduler: Scheduler | None = None
@@ -184,7 +197,7 @@ class EngineCore:
             events=self._kv_events,
         )
         if config.kv_tiers is not None:
-            self._tiers = build_tiers(
+            self._tiers = self._build_tiers(
                 config.kv_tiers, worker, kv.pool, self._clock, self._kv_events
             )
         return Scheduler(limits, kv, self._tiers)

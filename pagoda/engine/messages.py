@@ -500,6 +500,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 131072
     vocab_size: int = 512
     kv_host_slots: int = 0
+    kv_directories: tuple[KVDirectory, ...] = ()
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):

@@ -75,7 +75,9 @@ class SimExecutor:
         check_kv: bool = False,
         num_stages: int = 1,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
+        disk: dict[bytes, Cells] | None = None,
     ) -> None:
+        """With `check_kv`, broken block tables are found; `disk` holds objects that are there already."""
         self._config = config
         self._clock = clock
         self._check_kv = check_kv
@@ -87,7 +89,7 @@ class SimExecutor:
         """Steps under way, and when they will have been executed."""
         self._busy_until = [0.0] * num_stages
         """By stage."""
-        self._disk: dict[bytes, Cells] = {}
+        self._disk = {} if disk is None else disk
         self._worker = self._new_worker()
         self.max_in_flight = max_in_flight(num_stages)
 
@@ -116,6 +118,7 @@ class SimExecutor:
             summary="simulated worker",
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
+            kv_directories=config.kv_directories,
         )
         self._foresee(self._clock.now(), ready)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import WorkerReady
+from pagoda.engine.messages import KVDirectory, WorkerReady
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
+from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.host_tier import HostTier
+from pagoda.kv.housekeeper import Housekeeper
+from pagoda.kv.housekeeping import HousekeepingThread
 from pagoda.kv.stack import ConnectorStack
 from pagoda.kv.transfers import TransferLedger
 
@@ -20,11 +26,43 @@ def build_tiers(
     clock: Clock,
     events: KVEventRecorder | None = None,
 ) -> ConnectorStack | None:
-    """The tiers below `pool`, nearest first; None if there is room in none of them."""
+    """The tiers below `pool`, nearest first; None if the workers have none."""
+
+    def open_housekeeper(directories: Sequence[KVDirectory]) -> Housekeeper:
+        return HousekeepingThread(directories, clock)
+
+    epoch_s = time.time() - clock.now()
+    return stack_tiers(config, ready, pool, clock, events, open_housekeeper, epoch_s)
+
+
+def stack_tiers(
+    config: KVTiersConfig,
+    ready: WorkerReady,
+    pool: BlockPool,
+    clock: Clock,
+    events: KVEventRecorder | None,
+    open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
+    epoch_s: float,
+) -> ConnectorStack | None:
+    """`build_tiers`, with who looks at the disk, and with what the clock's time lacks to seconds since 1970."""
     ledger = TransferLedger(pool)
     connectors: list[KVConnector] = []
+    host = None
     if ready.kv_host_slots:
-        connectors.append(HostTier(ready.kv_host_slots, ready.block_size, ledger, events))
+        host = HostTier(ready.kv_host_slots, ready.block_size, ledger, events)
+        connectors.append(host)
+    if ready.kv_directories:
+        disk = DiskTier(
+            ledger,
+            clock,
+            open_housekeeper,
+            quota_bytes=config.disk_bytes,
+            min_touches=config.disk_min_touches,
+            epoch_s=epoch_s,
+            landing=host,
+            events=events,
+        )
+        connectors.append(disk)
     if not connectors:
         return None
     return ConnectorStack(

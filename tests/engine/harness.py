@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 from kv_subscriber import CacheView
+from sim_disk import SimDisk
 
-from pagoda.engine.config import EngineConfig, KVEventsConfig
+from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
+    KVDirectory,
     SamplingParams,
     SimConfig,
     TokenChunk,
+    Transfer,
     WorkerConfig,
+    WorkerReady,
 )
+from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
-from pagoda.executor.sim import SimExecutor, sim_token
-from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.events import KVEventBatch
+from pagoda.executor.sim import SimExecutor, TransferFate, sim_token
+from pagoda.ipc.clock import Clock, VirtualClock
+from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.events import KVEventBatch, KVEventRecorder
+from pagoda.kv.host_tier import HostTier
+from pagoda.kv.stack import ConnectorStack
+from pagoda.kv.tiers import stack_tiers
 from pagoda.parallel.config import ParallelConfig
 
 VOCAB_SIZE = 50
@@ -66,8 +76,14 @@ class Harness:
         prefix_caching: bool = True,
         num_stages: int = 1,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
+        kv_host_slots: int = 0,
+        kv_tiers: KVTiersConfig | None = None,
+        disk: SimDisk | None = None,
+        transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
     ) -> None:
         self.clock = VirtualClock()
+        self.disk = disk
+        directories = () if disk is None else (KVDirectory("/nowhere", 1),)
         sim = SimConfig(
             base_s=0.01,
             per_token_s=0.001,
@@ -75,9 +91,17 @@ class Harness:
             block_size=block_size,
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
+            per_transferred_block_s=0.002,
+            kv_host_slots=kv_host_slots,
+            kv_directories=directories,
         )
         executor: Executor = SimExecutor(
-            sim, clock=self.clock, check_kv=True, num_stages=num_stages
+            sim,
+            clock=self.clock,
+            check_kv=True,
+            num_stages=num_stages,
+            transfer_fate=transfer_fate,
+            disk=None if disk is None else disk.objects,
         )
         if wrap is not None:
             executor = wrap(executor, self.clock)  # type: ignore[arg-type]
@@ -91,12 +115,31 @@ class Harness:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=prefix_caching,
             kv_events=KVEventsConfig("127.0.0.1", 5557),
+            kv_tiers=kv_tiers,
         )
-        self.core = EngineCore(config, executor, self.clock)
+        self.core = EngineCore(config, executor, self.clock, self._build_tiers)
         self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, TokenChunk] = {}
         self.step()
+
+    def _build_tiers(
+        self,
+        config: KVTiersConfig,
+        ready: WorkerReady,
+        pool: BlockPool,
+        clock: Clock,
+        events: KVEventRecorder | None,
+    ) -> ConnectorStack | None:
+        disk = self.disk or SimDisk()
+        return stack_tiers(
+            config, ready, pool, clock, events, lambda _: disk.open(clock), epoch_s=1e9
+        )
+
+    @property
+    def tiers(self) -> ConnectorStack:
+        assert self.core._tiers is not None
+        return self.core._tiers
 
     @property
     def scheduler(self):  # type: ignore[no-untyped-def]
@@ -124,6 +167,10 @@ class Harness:
             assert self.cached.keys == self.scheduler.kv.pool._by_key.keys()
             report = self.core.load()
             assert report.num_blocks_stored - report.num_blocks_removed == len(self.cached.keys)
+            for tier in report.tiers:
+                if tier.name == "host":
+                    assert tier.num_blocks == len(self.cached.host_keys)
+                    assert tier.num_stored - tier.num_removed == tier.num_blocks
 
     def _record(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
@@ -134,7 +181,10 @@ class Harness:
 
     def tick(self) -> bool:
         """Moves time to the next event and handles it; False when nothing will happen any more."""
-        wakeup = self.core.next_wakeup()
+        instants = [self.core.next_wakeup()]
+        if self.disk is not None:
+            instants.append(self.disk.next_event_at())
+        wakeup = min((instant for instant in instants if instant is not None), default=None)
         if wakeup is None:
             return False
         self.clock.advance_to(wakeup)
@@ -153,9 +203,51 @@ class Harness:
         scheduler.kv.pool.check()
         assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
         assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
+        assert scheduler.num_awaiting_kv == 0
+        if self.core._tiers is not None:
+            check_books(scheduler)
+            assert_nothing_under_way(self.core._tiers)
         assert not scheduler._requests
         assert not scheduler._suspects
         assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+
+
+def check_books(scheduler: Scheduler) -> None:
+    """A block's references are those of requests and of open transfers; nobody is in two places or in none."""
+    kv_waiting = scheduler._kv_waiting
+    assert kv_waiting is not None
+    tiers = kv_waiting._tiers
+    held = Counter(
+        block.block_id for request in scheduler._requests.values() for block in request.table.blocks
+    )
+    held.update(block.block_id for entry in tiers._ledger._open.values() for block in entry.blocks)
+    pool = scheduler.kv.pool
+    pool.check()
+    assert {block.block_id: block.ref_count for block in pool._blocks if block.ref_count} == held
+    for tier in tiers._connectors:
+        if isinstance(tier, HostTier):
+            slots = Counter(slot.block_id for copy in tier._copies.values() for slot in copy.slots)
+            slots.update(landing.slot.block_id for landing in tier._landing.values())
+            tier._slots.check()
+            assert {s.block_id: s.ref_count for s in tier._slots._blocks if s.ref_count} == slots
+    loading, unanswered = kv_waiting._loading, kv_waiting._unanswered
+    assert len(scheduler._running) + len(loading) <= scheduler.limits.max_num_seqs
+    assert len(unanswered) <= scheduler.limits.max_num_seqs
+    assert sorted([*loading, *unanswered]) == sorted(tiers._deadlines)
+    assert loading.keys() == tiers._loads.keys()
+    places = [*scheduler._running, *scheduler._waiting, *loading.values(), *unanswered.values()]
+    assert sorted(r.request_id for r in places) == sorted(scheduler._requests)
+    assert tiers._ledger.store_room >= 0
+
+
+def assert_nothing_under_way(tiers: ConnectorStack) -> None:
+    assert tiers._ledger.num_open == 0
+    assert tiers._ledger.take() == []
+    assert not tiers._parts
+    assert not tiers._loads
+    assert not tiers._loading
+    assert not tiers._deadlines
+    assert not any(tiers._backlog)
 
 
 def assert_complete(

@@ -40,10 +40,16 @@ class BatchOnTheWire(msgspec.Struct, array_like=True):
 
 
 class CacheView:
-    """What a subscriber that applies every event takes to be cached. Nothing may be stored or removed twice."""
+    """What a subscriber that applies every event takes to be cached. Nothing may be stored or removed twice.
+
+    Only of what is on disk, all that was there before is not told, and may be removed.
+    """
 
     def __init__(self) -> None:
         self.keys: set[bytes | int] = set()
+        """On the device."""
+        self.host_keys: set[bytes | int] = set()
+        self.disk_keys: set[bytes | int] = set()
         self.ranks: set[int | None] = set()
 
     def apply(self, payload: bytes) -> list[EventOnTheWire]:
@@ -53,18 +59,22 @@ class CacheView:
             match event:
                 case StoredOnTheWire():
                     assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-                    assert event.medium == "GPU"
-                    assert self.keys.isdisjoint(event.block_hashes)
-                    self.keys.update(event.block_hashes)
+                    keys = self._keys_in(event.medium)
+                    assert keys.isdisjoint(event.block_hashes)
+                    keys.update(event.block_hashes)
                 case RemovedOnTheWire():
-                    assert event.medium == "GPU"
-                    assert self.keys.issuperset(event.block_hashes)
-                    self.keys.difference_update(event.block_hashes)
+                    keys = self._keys_in(event.medium)
+                    assert event.medium == "DISK" or keys.issuperset(event.block_hashes)
+                    keys.difference_update(event.block_hashes)
                 case ClearedOnTheWire():
-                    self.keys.clear()
+                    for keys in (self.keys, self.host_keys, self.disk_keys):
+                        keys.clear()
             if not isinstance(event, ClearedOnTheWire):
                 assert len(set(event.block_hashes)) == len(event.block_hashes) > 0
         return batch.events
+
+    def _keys_in(self, medium: str | None) -> set[bytes | int]:
+        return {"GPU": self.keys, "CPU": self.host_keys, "DISK": self.disk_keys}[medium or ""]
 
 
 class Subscriber:
