@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _HIGH_PERCENT = 95
 _LOW_PERCENT = 85
+"""Of the quota: when it is filled to the high mark, blocks are removed down to the low one."""
 _MAX_REMOVING = 512
 """Objects that the housekeeper is asked to remove at a time."""
 _WARNING_INTERVAL_S = 10.0
@@ -69,11 +70,13 @@ class DiskTier:
         landing: LandingPlace | None = None,
         events: KVEventRecorder | None = None,
     ) -> None:
-        """`epoch_s` is what the clock's time lacks to seconds since 1970; `landing`, where prefetched blocks go."""
+        """`epoch_s` is what the clock's time lacks to seconds since 1970; prefetched blocks go to `landing`."""
         self._ledger = ledger
         self._clock = clock
         self._open_housekeeper = open_housekeeper
         self._quota_bytes = quota_bytes
+        self._high_bytes = quota_bytes * _HIGH_PERCENT // 100
+        self._low_bytes = quota_bytes * _LOW_PERCENT // 100
         self._epoch_s = epoch_s
         self._landing = landing
         self._events = events
@@ -93,8 +96,8 @@ class DiskTier:
         self._removing: set[tuple[int, bytes]] = set()
         """Directory and key; still on disk, and found by scans."""
         self._removing_bytes = 0
-        self._target_bytes: int | None = None
-        """How far evictions go on; None if there are none."""
+        self._is_evicting = False
+        """Since the high mark was passed, and until the low one is reached."""
         self._probes: dict[int, str] = {}
         """Probe to request."""
         self._probing: dict[str, int] = {}
@@ -187,8 +190,9 @@ class DiskTier:
         return key not in self._storing and (OWN, key) not in self._removing
 
     def _store(self, offers: Sequence[Offer]) -> None:
-        if not offers:
-            return
+        """Of more than fit between the marks, the first: what fits is not to take the place of everything else."""
+        most = max(1, (self._high_bytes - self._low_bytes) // self._block_bytes) if offers else 0
+        offers = offers[:most]
         self._make_room(len(offers) * self._block_bytes)
         taken = self._used_bytes() + self._removing_bytes
         offers = offers[: max(0, self._quota_bytes - taken) // self._block_bytes]
@@ -206,20 +210,17 @@ class DiskTier:
         return self._index.num_bytes + len(self._storing) * self._block_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        high, low = (self._quota_bytes * part // 100 for part in (_HIGH_PERCENT, _LOW_PERCENT))
-        # Where a block is a large part of the quota, there is nothing between the marks and the quota.
-        high, low = (max(mark, self._quota_bytes - self._block_bytes) for mark in (high, low))
-        if self._used_bytes() + num_bytes > high:
-            self._target_bytes = max(0, low - num_bytes)
+        if self._used_bytes() + num_bytes > self._high_bytes:
+            self._is_evicting = True
             self._evict()
 
     def _evict(self) -> None:
         """Removes what was used longest ago, a part at a time; goes on when that is gone."""
         keys: dict[int, list[bytes]] = {}
-        while self._target_bytes is not None and len(self._removing) < _MAX_REMOVING:
+        while self._is_evicting and len(self._removing) < _MAX_REMOVING:
             oldest = self._index.oldest()
-            if oldest is None or self._used_bytes() <= self._target_bytes:
-                self._target_bytes = None
+            if oldest is None or self._used_bytes() <= self._low_bytes:
+                self._is_evicting = False
                 break
             directory, key = oldest
             keys.setdefault(directory, []).append(key)
@@ -344,9 +345,10 @@ class DiskTier:
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
+        self._storing.clear()
         self._removing.clear()
         self._removing_bytes = 0
-        self._target_bytes = None
+        self._is_evicting = False
         self._probes.clear()
         self._probing.clear()
         self._housekeeper = self._open_housekeeper(self._directories)
