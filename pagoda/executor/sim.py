@@ -87,6 +87,8 @@ class SimExecutor:
         self._order = count_from()
         self._steps: deque[tuple[float, int]] = deque()
         """Steps under way, and when they will have been executed."""
+        self._executed_step = -1
+        """The last step that this worker has executed."""
         self._busy_until = [0.0] * num_stages
         """By stage."""
         self._disk = {} if disk is None else disk
@@ -102,6 +104,7 @@ class SimExecutor:
     def start(self, num_blocks: int | None = None) -> None:
         config = self._config
         self._worker = self._new_worker()
+        self._executed_step = -1
         self._busy_until = [self._clock.now()] * len(self._busy_until)
         self.close()
         ready = WorkerReady(
@@ -136,20 +139,31 @@ class SimExecutor:
         self._forget_executed_steps()
         for transfer in transfers:
             num_blocks = self._worker.begin(transfer)
-            begins = self._clock.now()
-            for done, step in self._steps:
-                if step <= transfer.after_step:
-                    begins = done
+            begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
             cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
             self._foresee(begins + cost, _Copying(transfer, fate.failed))
+
+    def _executed_at(self, step: int) -> float:
+        """When the worker will have executed all steps up to this one.
+
+        Raises:
+            ValueError: it was not given a step so high.
+        """
+        if step <= self._executed_step:
+            return self._clock.now()
+        for done, under_way in self._steps:
+            if under_way >= step:
+                return done
+        raise ValueError(f"A transfer would wait for step {step} for ever.")
 
     def _foresee(self, instant: float, event: ExecutorEvent | _Copying) -> None:
         heapq.heappush(self._events, (instant, next(self._order), event))
 
     def _forget_executed_steps(self) -> None:
         while self._steps and self._steps[0][0] <= self._clock.now():
-            self._worker.step_done(self._steps.popleft()[1])
+            _, self._executed_step = self._steps.popleft()
+            self._worker.step_done(self._executed_step)
 
     def poll(self) -> list[ExecutorEvent]:
         now = self._clock.now()

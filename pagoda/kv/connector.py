@@ -83,7 +83,7 @@ class KVConnector(Protocol):
     def offer(self, offers: Sequence[Offer]) -> int:
         """Blocks that may be kept here, in the order of a prefix. Whether they are is up to the connector.
 
-        Returns how many leading ones it is done with. It stops where it would store more blocks than
+        Returns how many leading ones it is done with. It stops only where it would store more blocks than
         `TransferLedger.store_room`; the others are offered again, while they can be found.
         """
         ...

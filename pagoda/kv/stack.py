@@ -223,16 +223,14 @@ class ConnectorStack:
             num_done = 0 if backlog else connector.offer(offers)
             room = self._pool.num_blocks - len(backlog)
             backlog.extend(offers[num_done : num_done + room])
+        self._offer_again()
 
     def _offer_again(self) -> None:
         for connector, backlog in zip(self._connectors, self._backlog, strict=True):
             while backlog and (room := self._ledger.store_room) > 0:
                 oldest = [backlog.popleft() for _ in range(min(room, len(backlog)))]
                 offers = [o for o in oldest if self._pool.find(o.key) is o.block]
-                not_done = offers[connector.offer(offers) :]
-                if not_done:
-                    backlog.extendleft(reversed(not_done))
-                    break
+                connector.offer(offers)  # is done with all of them, since there is room for as many
 
     # ---- transfers
 

@@ -1,0 +1,89 @@
+"""What whole lives of an engine are made of: requests of all kinds, and a worker that is lost now and then."""
+
+from __future__ import annotations
+
+import random
+
+from harness import VOCAB_SIZE
+
+from pagoda.engine.messages import GenerateRequest, SamplingParams, StepPlan, Transfer
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.sim import SimExecutor
+from pagoda.ipc.clock import VirtualClock
+
+POISON = VOCAB_SIZE + 1
+
+
+class MortalExecutor:
+    """A simulated executor whose worker is lost at random instants, with every step under way.
+
+    And it is lost, every time, in a step that computes a `POISON` token.
+    """
+
+    def __init__(
+        self, inner: SimExecutor, clock: VirtualClock, rng: random.Random, rate: float
+    ) -> None:
+        self.max_in_flight = inner.max_in_flight
+        self._inner = inner
+        self._clock = clock
+        self._rng = rng
+        self._rate = rate
+        self._death_at: float | None = None
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self._death_at = (
+            self._clock.now() + self._rng.expovariate(self._rate) if self._rate else None
+        )
+        self._inner.start(num_blocks)
+
+    def submit_transfers(self, transfers: list[Transfer]) -> None:
+        self._inner.submit_transfers(transfers)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._inner.submit(plan)
+        for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
+            slot = self._inner._worker._slots[slot_id]
+            end = slot.num_computed_tokens
+            if POISON in slot.token_ids[end - count : end]:
+                self._death_at = self._clock.now()
+
+    def poll(self) -> list[ExecutorEvent]:
+        events = self._inner.poll()
+        if self._death_at is not None and self._clock.now() >= self._death_at:
+            self._death_at = None
+            self._inner.close()
+            events.append(WorkerLost("the simulated worker was lost"))
+        return events
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def next_event_at(self) -> float | None:
+        upcoming = self._inner.next_event_at()
+        if upcoming is None:
+            return None  # an idle worker may live on
+        return min(upcoming, self._death_at) if self._death_at is not None else upcoming
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def random_request(rng: random.Random, index: int, max_model_len: int) -> GenerateRequest:
+    poison = [POISON] if rng.random() < 0.03 else []
+    shared = [rng.randrange(2)] * rng.choice([0, 4, 8, 12])
+    prompt = shared + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
+    prompt[len(shared) : len(shared)] = poison
+    min_tokens = rng.choice([0, 0, 3])
+    return GenerateRequest(
+        request_id=f"r{index}",
+        prompt_token_ids=prompt[: max_model_len - 1],
+        sampling=SamplingParams(
+            seed=rng.randrange(2**63),
+            max_tokens=rng.randint(max(1, min_tokens), 30),
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1]))),
+        ),
+        eos_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 1, 2]))),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        cache_salt=rng.choice([None, None, "salt"]),
+    )
