@@ -190,9 +190,11 @@ class DiskTier:
         return key not in self._storing and (OWN, key) not in self._removing
 
     def _store(self, offers: Sequence[Offer]) -> None:
-        """Of more than fit between the marks, the first: what fits is not to take the place of everything else."""
-        most = max(1, (self._high_bytes - self._low_bytes) // self._block_bytes) if offers else 0
-        offers = offers[:most]
+        if not offers:
+            return
+        # No more than evictions make room for: one long prompt is not to take the place of everything else.
+        room = self._high_bytes - min(self._used_bytes(), self._low_bytes)
+        offers = offers[: max(1, room // self._block_bytes)]
         self._make_room(len(offers) * self._block_bytes)
         taken = self._used_bytes() + self._removing_bytes
         offers = offers[: max(0, self._quota_bytes - taken) // self._block_bytes]
