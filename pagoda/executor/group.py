@@ -142,7 +142,7 @@ class GroupExecutor:
                         return [*events, self._lose(event)]
                     events += [event] if event is not None else []
                 case TransferEnd():
-                    end = group.transfers.end(rank, message)
+                    end = group.transfers.end(rank, message, self._clock.now())
                     events += [end] if end is not None else []
                 case StepResult():
                     group.num_in_flight -= 1
@@ -161,7 +161,7 @@ class GroupExecutor:
             late = WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
             events.append(self._lose(late))
         elif group.transfers.deadline is not None and now >= group.transfers.deadline:
-            late = WorkerLost(f"a KV transfer took longer than {self._step_timeout_s:g} s")
+            late = WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
             events.append(self._lose(late))
         return events
 
