@@ -112,7 +112,9 @@ def test_the_arena_holds_a_block_at_least(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
     block = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, heads, head size, tokens, bytes
     _load(tmp_path, max_model_len=64, kv_host_bytes=block)
-    with pytest.raises(ConfigError, match=r"^--kv-host-bytes .* one block of 16.0 KiB; raise it\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^--kv-host-bytes .* one block of 16.0 KiB; raise it\.$"
+    ):
         _load(tmp_path, max_model_len=64, kv_host_bytes=block - 1)
 
 
