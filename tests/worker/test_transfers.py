@@ -226,9 +226,11 @@ def test_a_block_is_written_only_when_no_step_does_any_more(rig: Rig, place: Tra
     rig.run(blocks(0), place)
     rig.transfers.step_done(6)
     slow = rig.begin(place, blocks(5), after_step=7)
-    other = rig.begin(place, blocks(6), after_step=6) if isinstance(place, DiskObjects) else None
-    if other is not None:  # another thread does not wait
-        assert rig.wait().transfer_id == other
+    if isinstance(place, DiskObjects):  # what another thread does meanwhile
+        other = rig.begin(place, blocks(6), after_step=6)
+    else:
+        other = rig.begin(blocks(2), objects(9))
+    assert rig.wait().transfer_id == other
     assert rig.transfers.poll() == []
     assert rig.memory.blocks[5] == b"F" * BLOCK_BYTES
     rig.transfers.step_done(7)
