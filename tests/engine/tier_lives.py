@@ -158,7 +158,7 @@ class Life:
             self._watch(request_id)
             for _ in range(rng.choice([0, 0, 1, 3, 10, 30])):
                 harness.tick()
-                check_books(harness.scheduler)
+            check_books(harness.scheduler)
             self._abort()
             if self._disk is not None and self._disk.objects and rng.random() < 0.05:
                 self.met["object removed by others"] += 1
