@@ -1,4 +1,4 @@
-"""Transfers of a replica: every rank copies its part, and a transfer has ended when all have."""
+"""KV transfers under way on all ranks of a replica, each of which copies its part and says when it has ended."""
 
 from __future__ import annotations
 
@@ -7,46 +7,53 @@ from collections.abc import Sequence
 from pagoda.engine.messages import Transfer, TransferEnd
 
 
-class _Open:
-    """A transfer under way."""
-
-    def __init__(self, generation: int, num_ranks: int, deadline: float) -> None:
-        self.generation = generation
-        self.waiting_for = set(range(num_ranks))
-        self.deadline = deadline
-        self.failed: set[int] = set()
-        self.error = ""
-
-
 class GroupTransfers:
-    """What the ranks of one start still have to do. Ends that it does not wait for change nothing."""
+    """The ranks' ends of a transfer, put together: it has ended when it has on every rank.
+
+    Ends of a transfer that is not under way, and further ends from the same rank, change nothing.
+    """
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._open: dict[int, _Open] = {}
-        """By id, the oldest first."""
-
-    def begin(self, transfers: Sequence[Transfer], now: float) -> None:
-        deadline = now + self._timeout_s
-        for transfer in transfers:
-            self._open[transfer.transfer_id] = _Open(transfer.generation, self._num_ranks, deadline)
-
-    def end(self, rank: int, end: TransferEnd) -> TransferEnd | None:
-        """One rank has ended its part; returns what is to be said of all, once the last one has."""
-        entry = self._open.get(end.transfer_id)
-        if entry is None or rank not in entry.waiting_for or end.generation != entry.generation:
-            return None
-        entry.waiting_for.remove(rank)
-        entry.failed.update(end.failed)
-        entry.error = entry.error or end.error
-        if entry.waiting_for:
-            return None
-        del self._open[end.transfer_id]
-        return TransferEnd(end.transfer_id, end.generation, sorted(entry.failed), entry.error)
+        self._under_way: dict[tuple[int, int], _UnderWay] = {}
+        """By id and generation, in the order in which they began."""
 
     @property
     def deadline(self) -> float | None:
-        """When the oldest takes too long; None if there is none."""
-        oldest = next(iter(self._open.values()), None)
-        return None if oldest is None else oldest.deadline
+        """When the first of them has taken too long; None when there is none."""
+        return next((transfer.deadline for transfer in self._under_way.values()), None)
+
+    def begin(self, transfers: Sequence[Transfer], now: float) -> None:
+        for transfer in transfers:
+            key = (transfer.transfer_id, transfer.generation)
+            self._under_way[key] = _UnderWay(now + self._timeout_s)
+
+    def end(self, rank: int, end: TransferEnd) -> TransferEnd | None:
+        """Takes what one rank says; what is to be said of all, once the last of them has ended."""
+        key = (end.transfer_id, end.generation)
+        transfer = self._under_way.get(key)
+        if transfer is None:
+            return None
+        transfer.ends.setdefault(rank, end)
+        if len(transfer.ends) < self._num_ranks:
+            return None
+        del self._under_way[key]
+        return _join([transfer.ends[rank] for rank in range(self._num_ranks)])
+
+
+class _UnderWay:
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.ends: dict[int, TransferEnd] = {}
+        """By rank."""
+
+
+def _join(ends: Sequence[TransferEnd]) -> TransferEnd:
+    """The end of one transfer from those of all ranks."""
+    failures = [end for end in ends if end.failed]
+    if not failures:
+        return ends[0]
+    first = min(failures, key=lambda end: min(end.failed))
+    failed = sorted(set().union(*(end.failed for end in failures)))
+    return TransferEnd(first.transfer_id, first.generation, failed, first.error)

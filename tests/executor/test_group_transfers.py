@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.engine.messages import DeviceBlocks, HostSlots, Transfer, TransferEnd
+from pagoda.executor.group_transfers import GroupTransfers
+
+NUM_BLOCKS = 4
+
+failures = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)
+
+
+def transfer(transfer_id: int, generation: int = 0) -> Transfer:
+    blocks = list(range(NUM_BLOCKS))
+    return Transfer(transfer_id, generation, DeviceBlocks(blocks), HostSlots(blocks))
+
+
+def test_the_first_to_begin_sets_the_deadline() -> None:
+    transfers = GroupTransfers(1, timeout_s=10.0)
+    assert transfers.deadline is None
+    transfers.begin([transfer(0)], now=1.0)
+    transfers.begin([transfer(1), transfer(2)], now=2.0)
+    assert transfers.deadline == 11.0
+    transfers.end(0, TransferEnd(1, 0))
+    assert transfers.deadline == 11.0
+    transfers.end(0, TransferEnd(0, 0))
+    assert transfers.deadline == 12.0
+    transfers.end(0, TransferEnd(2, 0))
+    assert transfers.deadline is None
+
+
+def test_the_error_is_that_of_the_first_block_that_failed() -> None:
+    transfers = GroupTransfers(3, timeout_s=10.0)
+    transfers.begin([transfer(0)], now=0.0)
+    assert transfers.end(2, TransferEnd(0, 0, [3, 1], "rank 2 is full")) is None
+    assert transfers.end(0, TransferEnd(0, 0, [2, 3], "rank 0 is full")) is None
+    end = transfers.end(1, TransferEnd(0, 0, [1], "rank 1 is full"))
+    assert end == TransferEnd(0, 0, [1, 2, 3], "rank 1 is full")
+
+
+def test_what_a_rank_says_again_does_not_count() -> None:
+    transfers = GroupTransfers(2, timeout_s=10.0)
+    transfers.begin([transfer(0)], now=0.0)
+    assert transfers.end(0, TransferEnd(0, 0)) is None
+    assert transfers.end(0, TransferEnd(0, 0, [1], "again")) is None
+    assert transfers.end(1, TransferEnd(0, 0)) == TransferEnd(0, 0)
+    assert transfers.end(1, TransferEnd(0, 0)) is None
+
+
+def test_another_generation_is_another_transfer() -> None:
+    transfers = GroupTransfers(1, timeout_s=10.0)
+    transfers.begin([transfer(0, generation=2)], now=0.0)
+    assert transfers.end(0, TransferEnd(0, 1)) is None
+    assert transfers.end(0, TransferEnd(0, 2)) == TransferEnd(0, 2)
+
+
+@given(st.data())
+def test_each_transfer_ends_once_in_whatever_order_ranks_say_so(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 4))
+    num_transfers = data.draw(st.integers(1, 4))
+    says = {
+        (rank, number): data.draw(failures)
+        for rank in range(num_ranks)
+        for number in range(num_transfers)
+    }
+    again = data.draw(st.lists(st.sampled_from(sorted(says))))
+    order = data.draw(st.permutations([*says, *again]))
+    transfers = GroupTransfers(num_ranks, timeout_s=10.0)
+    transfers.begin([transfer(number) for number in range(num_transfers)], now=0.0)
+    heard: set[tuple[int, int]] = set()
+    ended: set[int] = set()
+    for rank, number in order:
+        heard.add((rank, number))
+        failed = says[rank, number]
+        end = transfers.end(rank, TransferEnd(number, 0, failed, "broken" if failed else ""))
+        is_last = all((other, number) in heard for other in range(num_ranks))
+        assert (end is not None) == (is_last and number not in ended)
+        if end is not None:
+            ended.add(number)
+            union = {block for other in range(num_ranks) for block in says[other, number]}
+            assert end == TransferEnd(number, 0, sorted(union), "broken" if union else "")
+    assert len(ended) == num_transfers
+    assert transfers.deadline is None
