@@ -37,6 +37,11 @@ _BENCHMARKS = {
     "offline": "Measure the throughput of the engine without HTTP.",
     "accuracy": "Ask held-out questions and count the right answers.",
 }
+_KV = {
+    "ls": "List the models whose KV blocks are in a directory, and what they take.",
+    "verify": "Read every KV block in a directory, and name those that are damaged.",
+    "clear": "Remove the KV blocks in a directory.",
+}
 
 
 def build_app() -> App:
@@ -54,6 +59,10 @@ def build_app() -> App:
     )
     for name, summary in _COMMANDS.items():
         app.command(f"pagoda.cli.{name}:{name}", name=name, help=summary)
+    kv = App(name="kv", help="Directories of KV blocks, as serve --kv-disk-path keeps them.")
+    for name, summary in _KV.items():
+        kv.command(f"pagoda.cli.kv:{name}", name=name, help=summary)
+    app.command(kv)
     bench = App(name="bench", help="Benchmarks.")
     for name, summary in _BENCHMARKS.items():
         bench.command(f"pagoda.cli.bench.{name}:{name}", name=name, help=summary)

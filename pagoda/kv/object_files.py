@@ -62,32 +62,35 @@ class ObjectFiles:
         Raises:
             ObjectError: it is not there, or not whole; `buffer` then holds nothing of value.
         """
+        self._read(key, buffer, is_used=True)
+
+    def inspect(self, key: bytes, buffer: memoryview) -> None:
+        """Does the same, but is no use of the object."""
+        self._read(key, buffer, is_used=False)
+
+    def _read(self, key: bytes, buffer: memoryview, *, is_used: bool) -> None:
+        # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct
         try:
-            self._read(self.directory / object_name(key), buffer)
+            descriptor = os.open(self.directory / object_name(key), flags)
+            try:
+                self._fill(descriptor, buffer)
+                check(buffer, key, self.payload_bytes)
+                if is_used:
+                    _note_use(descriptor)
+            finally:
+                os.close(descriptor)
         except FileNotFoundError as error:
             raise ObjectError("it is not there any more") from error
         except OSError as error:
             raise ObjectError(_clause(error)) from error
-        check(buffer, key, self.payload_bytes)
-
-    def _read(self, path: Path, buffer: memoryview) -> None:
-        # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct
-        descriptor = os.open(path, flags)
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise ObjectError("it is not a file")
-            if found.st_size != self.object_bytes:
-                raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
-            self._fill(descriptor, buffer)
-            if abs(time.time() - found.st_mtime) > _USED_AGAIN_AFTER_S:
-                with contextlib.suppress(OSError):  # such as a read-only file system
-                    os.utime(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _fill(self, descriptor: int, buffer: memoryview) -> None:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ObjectError("it is not a file")
+        if found.st_size != self.object_bytes:
+            raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
         done = 0
         while done < self.object_bytes:
             count = os.preadv(descriptor, [buffer[done : self.object_bytes]], done)
@@ -133,6 +136,12 @@ class ObjectFiles:
         while done < self.object_bytes:
             count = os.pwritev(descriptor, [buffer[done : self.object_bytes]], done)
             done += _whole_units(count)
+
+
+def _note_use(descriptor: int) -> None:
+    if abs(time.time() - os.fstat(descriptor).st_mtime) > _USED_AGAIN_AFTER_S:
+        with contextlib.suppress(OSError):  # such as a read-only file system
+            os.utime(descriptor)
 
 
 def _whole_units(count: int) -> int:

@@ -192,6 +192,26 @@ def test_a_read_notes_the_use_but_not_every_time(files: ObjectFiles) -> None:
     assert path.stat().st_mtime == pytest.approx(noted - 30)
 
 
+def test_to_inspect_an_object_is_no_use_of_it(files: ObjectFiles) -> None:
+    write(files)
+    os.utime(path_of(files), (5000, 5000))
+    files.inspect(KEY, files.new_buffer())
+    assert path_of(files).stat().st_mtime == 5000
+    os.truncate(path_of(files), 4096)
+    with pytest.raises(ObjectError, match="4096 bytes"):
+        files.inspect(KEY, files.new_buffer())
+
+
+def test_a_bad_object_is_not_used(files: ObjectFiles) -> None:
+    write(files, OTHER)
+    path_of(files).parent.mkdir()
+    path_of(files, OTHER).rename(path_of(files))
+    os.utime(path_of(files), (5000, 5000))
+    with pytest.raises(ObjectError):
+        read(files)
+    assert path_of(files).stat().st_mtime == 5000
+
+
 def test_a_directory_that_was_removed_is_made_again(files: ObjectFiles) -> None:
     write(files)
     subprocess.run(["rm", "-r", str(files.directory.parent)], check=True)

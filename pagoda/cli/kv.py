@@ -1,0 +1,333 @@
+"""`pagoda kv`: looks into a directory of KV blocks, checks it, empties it; also while servers use it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.progress import Progress
+
+from pagoda.cli import output
+from pagoda.cli.options import GeneralOptions
+from pagoda.cli.sizes import format_bytes
+from pagoda.errors import ConfigError
+from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.object_listing import FAN_OUTS, Found, list_files, object_directories
+from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, read_manifest
+
+_GENERAL = GeneralOptions()
+_SHOWN_DIGITS = 8
+"""Of the name of a model's directory."""
+_NUM_PARTS = len(FAN_OUTS) + 1
+_EXIT_FAILED = 1
+
+Root = Annotated[Path, Parameter(name="DIR")]
+Flag = Annotated[bool, Parameter(negative=())]
+
+
+@dataclass
+class _Directory:
+    """The directory of one model's blocks, and what is in it."""
+
+    path: str
+    manifest: Manifest | None
+    """None if it cannot be understood."""
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_left_over: int = 0
+    """Files that a killed writer left."""
+    used_at: float | None = None
+    """When a block was last used; None if there is none."""
+
+    @property
+    def model(self) -> str:
+        return "unknown" if self.manifest is None else self.manifest.model
+
+    @property
+    def num_files(self) -> int:
+        return self.num_blocks + self.num_left_over
+
+    @property
+    def digest(self) -> str:
+        return os.path.basename(self.path)
+
+
+def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
+    """List the models whose KV blocks are in a directory, and what they take.
+
+    Args:
+        root: What a server was given as --kv-disk-path.
+    """
+    general.apply()
+    directories = _look_into(root)
+    console = output.stdout()
+    head = ("model", "directory", "weights", "KV", "rank", "block", "blocks", "size", "last used")
+    console.print(output.table(str(root), head, [_row(it) for it in directories]))
+    console.print(_total(directories) + ".")
+    return 0
+
+
+def verify(root: Root, /, *, remove: Flag = False, general: GeneralOptions = _GENERAL) -> int:
+    """Read every KV block in a directory, and name those that are damaged.
+
+    The exit code is 1 if there is any. Servers never use a damaged block: they remove it and compute it again.
+
+    Args:
+        root: What a server was given as --kv-disk-path.
+        remove: Remove what is damaged.
+    """
+    general.apply()
+    directories = _look_into(root)
+    console = output.stdout()
+    num_checked = num_damaged = 0
+    with _failures_in_a_sentence(), output.progress() as progress:
+        total = sum(it.num_blocks for it in directories if it.manifest is not None)
+        for found, problem in _check(directories, progress, total):
+            num_checked += 1
+            if problem is not None:
+                num_damaged += 1
+                console.print(f"{found.path}: {problem}", soft_wrap=True)
+                if remove:
+                    Path(found.path).unlink(missing_ok=True)
+    unknown = [it.path for it in directories if it.manifest is None]
+    for path in unknown:
+        console.print(f"{path}: its manifest cannot be understood; not checked", soft_wrap=True)
+    removed = " and removed" if remove and num_damaged else ""
+    console.print(
+        f"{_count_of(num_checked, 'block')} checked, {num_damaged or 'none'} damaged{removed}."
+    )
+    return _EXIT_FAILED if num_damaged or unknown else 0
+
+
+def clear(
+    root: Root,
+    /,
+    *,
+    model: str | None = None,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative=())] = False,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Remove the KV blocks in a directory. Servers that use it go on, and compute again what they need.
+
+    Args:
+        root: What a server was given as --kv-disk-path.
+        model: Remove the blocks of one model only: its name, or how the name of its directory begins.
+        yes: Do not ask.
+    """
+    general.apply()
+    directories = [it for it in _look_into(root) if _is_meant(it, model)]
+    if not directories:
+        raise ConfigError(
+            f"{root} holds no KV blocks of a model {model}; `pagoda kv ls` shows them."
+        )
+    if not yes and not _agreed(f"Remove {_total(directories)} from {root}?"):
+        output.stderr().print("Nothing was removed.")
+        return _EXIT_FAILED
+    num_removed = 0
+    with _failures_in_a_sentence(), output.progress() as progress:
+        task = progress.add_task("Removing", total=sum(it.num_files for it in directories))
+        for directory in directories:
+            for found in _removable(directory.path):
+                Path(found.path).unlink(missing_ok=True)
+                num_removed += found.key is not None
+                progress.advance(task)
+            _remove_empty(directory.path)
+    output.stdout().print(f"{_count_of(num_removed, 'block')} removed.")
+    for directory in directories:
+        if os.path.isdir(directory.path):
+            sentence = (
+                f"{directory.path} is still there: a server, or somebody else, keeps files in it."
+            )
+            output.stderr().print(sentence, soft_wrap=True)
+    return 0
+
+
+# ---- what is there
+
+
+def _look_into(root: Path) -> list[_Directory]:
+    """All directories of blocks under `root`, with what is in them.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    if is_digest(root.name) and (root / MANIFEST_NAME).exists():
+        above = root.absolute().parent
+        raise ConfigError(f"{root} is the directory of one model; name the one above it, {above}.")
+    if not root.is_dir():
+        raise ConfigError(f"{root} is no directory.")
+    with _failures_in_a_sentence(), output.progress() as progress:
+        directories = [
+            _Directory(path, read_manifest(Path(path))) for path in object_directories(str(root))
+        ]
+        if not directories:
+            raise ConfigError(
+                f"{root} holds no KV blocks: no directory in it has a {MANIFEST_NAME}."
+            )
+        task = progress.add_task("Counting", total=len(directories) * _NUM_PARTS)
+        for directory in directories:
+            for files in _parts(directory.path):
+                for found in files:
+                    _count(directory, found)
+                progress.advance(task)
+    return directories
+
+
+def _parts(path: str) -> Iterator[Sequence[Found]]:
+    """The files of a directory of blocks: those in itself, then those of each fan-out directory."""
+    for name in ("", *FAN_OUTS):
+        try:
+            yield list(list_files(os.path.join(path, name) if name else path))
+        except FileNotFoundError:
+            yield ()
+
+
+def _count(directory: _Directory, found: Found) -> None:
+    if found.key is not None:
+        directory.num_blocks += 1
+        directory.num_bytes += found.num_bytes
+        directory.used_at = max(directory.used_at or 0.0, found.used_at)
+    elif _is_left_over(found):
+        directory.num_left_over += 1
+
+
+def _is_left_over(found: Found) -> bool:
+    return found.is_temporary and found.is_stale(time.time())
+
+
+def _row(directory: _Directory) -> tuple[str, ...]:
+    manifest = directory.manifest
+    described = ("-",) * 4 if manifest is None else _describe(manifest)
+    return (
+        directory.model,
+        directory.digest[:_SHOWN_DIGITS],
+        *described,
+        f"{directory.num_blocks:,}",
+        format_bytes(directory.num_bytes),
+        _shortly(directory.used_at),
+    )
+
+
+def _shortly(used_at: float | None) -> str:
+    """The time if that is today, else the day."""
+    if used_at is None:
+        return "never"
+    moment = datetime.fromtimestamp(used_at)
+    is_today = moment.date() == datetime.now().date()
+    return f"{moment:%H:%M}" if is_today else f"{moment:%Y-%m-%d}"
+
+
+def _describe(manifest: Manifest) -> tuple[str, str, str, str]:
+    """Weights, KV, rank and block size."""
+    weights = manifest.dtype if manifest.quantization == "none" else manifest.quantization
+    ranks = []
+    if manifest.tensor_parallel_size > 1:
+        ranks.append(f"tp {manifest.tensor_parallel_rank}/{manifest.tensor_parallel_size}")
+    if manifest.pipeline_parallel_size > 1:
+        ranks.append(f"pp {manifest.stage}/{manifest.pipeline_parallel_size}")
+    return weights, manifest.kv_dtype, ", ".join(ranks) or "-", str(manifest.block_size)
+
+
+def _total(directories: Sequence[_Directory]) -> str:
+    num_blocks = sum(it.num_blocks for it in directories)
+    num_bytes = sum(it.num_bytes for it in directories)
+    num_left_over = sum(it.num_left_over for it in directories)
+    total = f"{_count_of(num_blocks, 'block')} ({format_bytes(num_bytes)})"
+    if num_left_over:
+        total += f" and {_count_of(num_left_over, 'file')} of killed writers"
+    return total
+
+
+def _count_of(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# ---- checking
+
+
+def _check(
+    directories: Sequence[_Directory], progress: Progress, total: int
+) -> Iterator[tuple[Found, str | None]]:
+    """Each block, and what is wrong with it. One that has been removed meanwhile is none."""
+    task = progress.add_task("Checking", total=total)
+    for directory in directories:
+        if directory.manifest is None:
+            continue
+        files = ObjectFiles(Path(directory.path), directory.manifest)
+        buffer = files.new_buffer()
+        for part in _parts(directory.path):
+            for found in part:
+                if found.key is None:
+                    continue
+                try:
+                    files.inspect(found.key, buffer)
+                    yield found, None
+                except ObjectError as error:
+                    if os.path.lexists(found.path):
+                        yield found, str(error)
+                progress.advance(task)
+
+
+# ---- removing
+
+
+def _is_meant(directory: _Directory, model: str | None) -> bool:
+    if model is None:
+        return True
+    return directory.model == model or (bool(model) and directory.digest.startswith(model))
+
+
+def _agreed(question: str) -> bool:
+    """Asks a person.
+
+    Raises:
+        ConfigError: there is nobody.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "Nobody is there to be asked whether to remove blocks; --yes does not ask."
+        )
+    try:
+        answer = output.stderr().input(f"{question} [y/N] ", markup=False)
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _removable(path: str) -> Iterator[Found]:
+    for part in _parts(path):
+        for found in part:
+            if found.key is not None or _is_left_over(found):
+                yield found
+
+
+def _remove_empty(path: str) -> None:
+    """Removes what is empty now: fan-out directories, and with the last of them the model's own."""
+    for fan_out in FAN_OUTS:
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(path, fan_out))
+    if os.listdir(path) != [MANIFEST_NAME]:
+        return
+    manifest = Path(path, MANIFEST_NAME)
+    content = manifest.read_bytes()
+    manifest.unlink()
+    try:
+        os.rmdir(path)
+    except OSError:  # a server has just written a block
+        manifest.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _failures_in_a_sentence() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror or error}.") from error
