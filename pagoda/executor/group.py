@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from itertools import chain
 
 import msgspec
 import zmq
@@ -13,6 +14,10 @@ from pagoda.engine.messages import (
     CurveKeys,
     StepPlan,
     StepResult,
+    Transfer,
+    TransferEnd,
+    TransferLink,
+    Transfers,
     WorkerConfig,
     WorkerFailed,
     WorkerHello,
@@ -21,11 +26,15 @@ from pagoda.engine.messages import (
     WorkerReady,
 )
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
+from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig
+
+_LINK_PREFIX = b"kv-"
+"""Of the identity of a worker's second connection, which is for transfers; its rank follows."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +72,7 @@ class GroupExecutor:
         self._address = address
         self._step_timeout_s = step_timeout_s
         self._clock = clock
-        self._encode_plan = Codec[StepPlan](StepPlan).encode
+        self._encode = msgspec.msgpack.Encoder().encode
         self._num_starts = 0
         self._group: _Group | None = None
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
@@ -81,7 +90,13 @@ class GroupExecutor:
             msgspec.structs.replace(self._config, place=place, curve=keys)
             for place in parallel.places(self._config.place.dp)
         ]
-        self._group = _Group(configs, address, keys, self._launcher.launch)
+        self._group = _Group(
+            configs,
+            address,
+            keys,
+            self._launcher.launch,
+            GroupTransfers(len(configs), self._step_timeout_s),
+        )
         if len(configs) > 1:
             self._group.ask_at = self._clock.now() + _PATIENCE_S
 
@@ -94,10 +109,18 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
         now = self._clock.now()
-        group.send_to_all(self._encode_plan(plan), now)
+        group.send_to_all(self._encode(plan), now)
         group.num_in_flight += 1
         if group.num_in_flight == 1:
             group.deadline = now + self._step_timeout_s
+
+    def submit_transfers(self, transfers: list[Transfer]) -> None:
+        group = self._group
+        if group is None:
+            raise RuntimeError("Transfers were submitted without a worker.")
+        now = self._clock.now()
+        group.transfers.begin(transfers, now)
+        group.send_to_all(self._encode(Transfers(transfers)), now, _LINK_PREFIX)
 
     def poll(self) -> list[ExecutorEvent]:
         group = self._group
@@ -113,11 +136,14 @@ class GroupExecutor:
                     return [*events, self._lose(first or group.failure(rank, message))]
                 case WorkerHello():
                     group.greet(rank, message, self._clock.now())
-                case WorkerReady():
+                case WorkerReady() | TransferLink():
                     event = group.take_ready(rank, message)
                     if isinstance(event, WorkerLost):
                         return [*events, self._lose(event)]
                     events += [event] if event is not None else []
+                case TransferEnd():
+                    end = group.transfers.end(rank, message)
+                    events += [end] if end is not None else []
                 case StepResult():
                     group.num_in_flight -= 1
                     group.deadline = (
@@ -134,6 +160,9 @@ class GroupExecutor:
         elif group.deadline is not None and now >= group.deadline:
             late = WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
             events.append(self._lose(late))
+        elif group.transfers.deadline is not None and now >= group.transfers.deadline:
+            late = WorkerLost(f"a KV transfer took longer than {self._step_timeout_s:g} s")
+            events.append(self._lose(late))
         return events
 
     def _lose(self, loss: WorkerLost) -> WorkerLost:
@@ -147,7 +176,8 @@ class GroupExecutor:
         if self._group is None:
             return None
         give_up_at = None if self._group.unreachable is None else self._group.give_up_at
-        instants = (self._group.deadline, self._group.ask_at, give_up_at)
+        group = self._group
+        instants = (group.deadline, group.transfers.deadline, group.ask_at, give_up_at)
         return min((at for at in instants if at is not None), default=None)
 
     def close(self) -> None:
@@ -165,8 +195,10 @@ class _Group:
         address: str,
         keys: CurveKeys | None,
         launch: Callable[[list[WorkerConfig], str], WorkerSet],
+        transfers: GroupTransfers,
     ) -> None:
         self._configs = configs
+        self.transfers = transfers
         parallel, dp = configs[0].parallel, configs[0].place.dp
         self._sampling_rank = parallel.rank_in_replica(parallel.sampling_place(dp))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -184,6 +216,8 @@ class _Group:
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
         """Both by rank in the replica."""
+        self._links: set[int] = set()
+        """Ranks whose second connection is there."""
         self.ask_at: float | None = None
         """When to look who has not said hello."""
         self.unreachable: WorkerLost | None = None
@@ -196,10 +230,11 @@ class _Group:
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
 
-    def send_to_all(self, payload: bytes, now: float) -> None:
+    def send_to_all(self, payload: bytes, now: float, prefix: bytes = b"") -> None:
+        """To the first connections of all workers, or those whose identities begin with `prefix`."""
         for rank, config in enumerate(self._configs):
             try:
-                self.socket.send_multipart([_identity(rank), payload])
+                self.socket.send_multipart([prefix + _identity(rank), payload])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -212,7 +247,8 @@ class _Group:
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
-                messages.append((int(identity), self._decode(payload)))
+                rank = int(identity.removeprefix(_LINK_PREFIX))
+                messages.append((rank, self._decode(payload)))
         return messages
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
@@ -225,17 +261,30 @@ class _Group:
         peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
         self.send_to_all(msgspec.msgpack.encode(peers), now)
 
-    def take_ready(self, rank: int, message: WorkerReady) -> WorkerReady | WorkerLost | None:
-        """What is to be said of all workers, once the last of them is ready."""
-        self._readies[rank] = message
-        if len(self._readies) < len(self._configs):
+    def take_ready(
+        self, rank: int, message: WorkerReady | TransferLink
+    ) -> WorkerReady | WorkerLost | None:
+        """What is to be said of all workers, once the last of them is ready with all its connections."""
+        if isinstance(message, WorkerReady):
+            self._readies[rank] = message
+        else:
+            self._links.add(rank)
+        num_ranks = len(self._configs)
+        num_links = num_ranks if self._configs[0].has_kv_tiers else 0
+        if len(self._readies) < num_ranks or len(self._links) < num_links:
             return None
         problem = self._disagreement()
         if problem is not None:
             return WorkerLost(problem, is_user_error=True)
         ready = self._readies[self._sampling_rank]
         ranks = _describe_ranks(self._configs[0].parallel)
-        return msgspec.structs.replace(ready, summary=f"{ranks}{ready.summary}")
+        readies = [self._readies[rank] for rank in range(num_ranks)]
+        return msgspec.structs.replace(
+            ready,
+            summary=f"{ranks}{ready.summary}",
+            kv_host_slots=min(other.kv_host_slots for other in readies),
+            kv_directories=tuple(chain.from_iterable(other.kv_directories for other in readies)),
+        )
 
     def _disagreement(self) -> str | None:
         readies = self._readies.values()

@@ -170,6 +170,15 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
         yield CheckpointWeights(_find_tensors(directory), opened)
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model directory, in order of their names.
+
+    Raises:
+        ConfigError: there are none, or one is missing.
+    """
+    return sorted(set(_find_tensors(directory).values()))
+
+
 def _find_tensors(directory: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     index = directory / INDEX_FILE

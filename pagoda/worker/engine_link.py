@@ -26,12 +26,7 @@ class EngineLink:
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, config: WorkerConfig
     ) -> None:
         rank = config.parallel.rank_in_replica(config.place)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, _FAREWELL_MS)
-        self._socket.setsockopt_string(zmq.IDENTITY, str(rank))
-        if config.curve is not None:
-            encrypt_client(self._socket, config.curve)
-        self._socket.connect(address)
+        self._socket = connect(context, address, config, str(rank))
         self._encode = Codec[WorkerMessage](WorkerMessage).encode
         self._decode_plan = Codec[StepPlan](StepPlan).decode
 
@@ -49,3 +44,16 @@ class EngineLink:
     def receive_plan(self) -> StepPlan:
         plan: StepPlan = self._decode_plan(self._socket.recv())
         return plan
+
+
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, config: WorkerConfig, identity: str
+) -> zmq.Socket[bytes]:
+    """A socket to the engine, which tells those of all workers apart by their identities."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, _FAREWELL_MS)
+    socket.setsockopt_string(zmq.IDENTITY, identity)
+    if config.curve is not None:
+        encrypt_client(socket, config.curve)
+    socket.connect(address)
+    return socket

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from pagoda.backend.base import KVCache
 from pagoda.engine.messages import Capabilities, WorkerConfig, WorkerReady
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes
@@ -115,9 +117,16 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     )
 
 
+class LoadedWorker(NamedTuple):
+    runner: Runner | StageRunner
+    ready: WorkerReady
+    caches: Sequence[KVCache]
+    """Of the rank's layers."""
+
+
 def load_runner(
     plan: WorkerPlan, num_blocks: int | None = None, group: Collectives | None = None
-) -> tuple[Runner | StageRunner, WorkerReady]:
+) -> LoadedWorker:
     """Loads weights and allocates a KV cache of `num_blocks`, by default as large as there is room for.
 
     `group` holds the tensor-parallel ranks of the stage; None where this rank is alone.
@@ -153,9 +162,10 @@ def load_runner(
     )
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:
-        return StageRunner(model, batch), ready
+        return LoadedWorker(StageRunner(model, batch), ready, caches)
     alone = shard.is_first and group.size == 1
-    return Runner(model, batch, _head(shard, group, alone=alone), alone=alone), ready
+    runner = Runner(model, batch, _head(shard, group, alone=alone), alone=alone)
+    return LoadedWorker(runner, ready, caches)
 
 
 def _head(shard: Shard, group: Collectives, *, alone: bool) -> Head:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -25,9 +25,11 @@ from pagoda.worker.pinning import settle
 from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
+    from pagoda.worker.loading import LoadedWorker, WorkerPlan
     from pagoda.worker.meeting import Meeting
     from pagoda.worker.runner import Runner, StageRunner
     from pagoda.worker.stages import StageInput, StageOutput
+    from pagoda.worker.transfer_link import TransferThread
 
 _log = logging.getLogger("pagoda.worker")
 
@@ -43,6 +45,8 @@ class _Worker:
     target: StageOutput | None = None
     answers: bool = True
     """Whether this is the rank whose results go to the engine."""
+    transfers: TransferThread | None = None
+    """None without KV tiers."""
 
 
 def main() -> NoReturn:
@@ -62,6 +66,8 @@ def main() -> NoReturn:
             _run(worker, engine)
         except Exception:
             _log.exception("a step broke this worker")
+        if worker.transfers is not None:
+            worker.transfers.close()
     context.destroy()  # waits until the engine has fetched the last message
     # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
     os._exit(1)
@@ -72,6 +78,8 @@ def _run(worker: _Worker, engine: EngineLink) -> NoReturn:
         plan = engine.receive_plan()
         before = None if worker.source is None else worker.source.receive(plan)
         output = worker.runner.step(plan, before)
+        if worker.transfers is not None:
+            worker.transfers.half.step_done(plan.step)
         if isinstance(output, StepResult):
             if worker.answers:
                 engine.send(output)
@@ -90,7 +98,7 @@ def _start(
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config = settle(config)
         if config.parallel.replica_size == 1:
-            return _start_alone(config)
+            return _start_alone(config, context, address)
         return _start_with_peers(config, engine, context, address)
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
@@ -102,11 +110,15 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_alone(config: WorkerConfig) -> _Worker:
+def _start_alone(
+    config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> _Worker:
     from pagoda.worker.loading import load_runner, plan_worker
 
-    runner, ready = load_runner(plan_worker(config))
-    return _Worker(runner, ready)
+    plan = plan_worker(config)
+    loaded = load_runner(plan)
+    worker = _Worker(loaded.runner, loaded.ready)
+    return _with_tiers(worker, plan, loaded, context, address)
 
 
 def _start_with_peers(
@@ -124,16 +136,35 @@ def _start_with_peers(
     )
     peers = engine.meet_peers(meeting.hello(plan.num_blocks))
     group = meeting.form_group(peers)
-    runner, ready = load_runner(plan, peers.num_blocks, group)
+    loaded = load_runner(plan, peers.num_blocks, group)
     parallel, place = config.parallel, config.place
-    return _Worker(
-        runner,
-        ready,
+    worker = _Worker(
+        loaded.runner,
+        loaded.ready,
         meeting,
         source=meeting.source,
         target=meeting.target(peers),
         answers=place == parallel.sampling_place(place.dp),
     )
+    return _with_tiers(worker, plan, loaded, context, address)
+
+
+def _with_tiers(
+    worker: _Worker,
+    plan: WorkerPlan,
+    loaded: LoadedWorker,
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+) -> _Worker:
+    """The worker with the KV tiers that it is to have."""
+    if not plan.config.has_kv_tiers:
+        return worker
+    from pagoda.worker.kv_tiers import open_tiers
+    from pagoda.worker.transfer_link import TransferThread
+
+    tiers = open_tiers(plan, loaded)
+    transfers = TransferThread(context, address, plan.config, tiers.transfers)
+    return replace(worker, ready=tiers.described(worker.ready), transfers=transfers)
 
 
 if __name__ == "__main__":

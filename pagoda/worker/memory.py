@@ -14,7 +14,7 @@ def left_for_kv_cache(
     max_model_len: int,
     available_bytes: int,
 ) -> int:
-    """Bytes of `available_bytes` that weights and the input batch leave.
+    """Bytes of `available_bytes` that weights, the input batch and the arena for other blocks leave.
 
     Raises:
         ConfigError: there is not enough for them.
@@ -31,7 +31,13 @@ def left_for_kv_cache(
             f"{format_bytes(batch_bytes)} besides {format_bytes(weight_bytes)} of weights, but only "
             f"{available} of memory are free; lower --max-num-seqs or --max-model-len."
         )
-    return available_bytes - weight_bytes - batch_bytes
+    left = available_bytes - weight_bytes - batch_bytes
+    if config.kv_host_bytes > left:
+        raise ConfigError(
+            f"--kv-host-bytes gives this worker {format_bytes(config.kv_host_bytes)}, but the weights leave only "
+            f"{format_bytes(left)} of memory free; lower it."
+        )
+    return left - config.kv_host_bytes
 
 
 def choose_num_blocks(

@@ -289,7 +289,7 @@ def test_a_file_system_that_becomes_read_only_is_read_still(
         some = shutil.copytree(kept.directory, locked / "kv")
         for path in sorted(some.glob("*/??"))[::2]:
             shutil.rmtree(path)
-        with server_process(flags(some, host_blocks=0)) as server:
+        with server_process(flags(some, host_blocks=0, kv_disk_bytes="200MiB")) as server:
             asyncio.run(ask_all(server.base_url, FEW))
             subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
             replies = asyncio.run(ask_all(server.base_url, QUESTIONS))

@@ -13,10 +13,15 @@ import zmq
 
 from pagoda.engine.messages import (
     CurveKeys,
+    DeviceBlocks,
+    HostSlots,
+    KVDirectory,
     SamplingParams,
     SlotStart,
     StepPlan,
     StepResult,
+    Transfer,
+    TransferEnd,
     WorkerConfig,
     WorkerFailed,
     WorkerReady,
@@ -48,10 +53,17 @@ def make_executor(
     made: list[GroupExecutor] = []
 
     def make(
-        model: str, parallel: ParallelConfig | None = None, step_timeout_s: float = 30.0
+        model: str,
+        parallel: ParallelConfig | None = None,
+        step_timeout_s: float = 30.0,
+        kv_host_bytes: int = 0,
     ) -> GroupExecutor:
         executor = GroupExecutor(
-            WorkerConfig(model=model, parallel=parallel or ParallelConfig()),
+            WorkerConfig(
+                model=model,
+                parallel=parallel or ParallelConfig(),
+                kv_host_bytes=kv_host_bytes,
+            ),
             LocalLauncher("worker_double"),
             address=address,
             step_timeout_s=step_timeout_s,
@@ -244,6 +256,71 @@ def test_a_rank_that_cannot_start_ends_the_start(
     assert next_event(executor) == loss
     assert_gone(started)
     assert executor.pollables() == []
+
+
+# ---- transfers
+
+PAIR = ParallelConfig(tensor_parallel_size=2)
+
+
+def transfer(number: int) -> Transfer:
+    return Transfer(number, 4, DeviceBlocks([0, 1]), HostSlots([1, 0]))
+
+
+def test_what_all_ranks_have_room_for_is_known_when_they_are_ready(
+    make_executor: MakeExecutor,
+) -> None:
+    executor = make_executor("obeys", SQUARE, kv_host_bytes=1)
+    ready = next_event(executor)
+    assert isinstance(ready, WorkerReady)
+    assert ready.kv_host_slots == 6
+    assert ready.kv_directories == tuple(
+        KVDirectory(f"/rank/{rank}", 4096 * (1 + rank)) for rank in range(4)
+    )
+
+
+def test_workers_are_not_ready_before_their_second_connection(make_executor: MakeExecutor) -> None:
+    executor = make_executor("has-no-link@1", PAIR, kv_host_bytes=1)
+    assert executor._group is not None
+    while len(executor._group._readies) < 2 or not executor._group._links:
+        zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], 20_000)
+        assert executor.poll() == []
+
+
+def test_a_transfer_ends_when_all_ranks_have_ended_it(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", PAIR, kv_host_bytes=1)
+    next_event(executor)
+    executor.submit_transfers([transfer(7)])
+    assert executor.next_event_at() is not None
+    assert next_event(executor) == TransferEnd(7, 4)
+    assert executor.next_event_at() is None
+
+
+def test_a_block_that_one_rank_did_not_copy_has_failed(make_executor: MakeExecutor) -> None:
+    executor = make_executor("copies-badly@1", PAIR, kv_host_bytes=1)
+    next_event(executor)
+    executor.submit_transfers([transfer(7)])
+    assert next_event(executor) == TransferEnd(7, 4, [1], "its disk is broken")
+
+
+def test_ends_that_nobody_waits_for_change_nothing(make_executor: MakeExecutor) -> None:
+    executor = make_executor("copies-twice", PAIR, kv_host_bytes=1)
+    next_event(executor)
+    for number in (7, 8, 9):
+        executor.submit_transfers([transfer(number)])
+        assert next_event(executor) == TransferEnd(number, 4)
+    assert executor.next_event_at() is None
+
+
+def test_a_transfer_that_does_not_end_is_the_end_of_the_workers(
+    make_executor: MakeExecutor,
+) -> None:
+    executor = make_executor("never-copies@1", PAIR, step_timeout_s=0.2, kv_host_bytes=1)
+    next_event(executor)
+    started = list(pids(executor).values())
+    executor.submit_transfers([transfer(7)])
+    assert next_event(executor) == WorkerLost("a KV transfer took longer than 0.2 s")
+    assert_gone(started)
 
 
 # ---- who is heard

@@ -9,15 +9,60 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq
 
-from pagoda.engine.messages import SimConfig, WorkerConfig, WorkerFailed, WorkerHello, WorkerReady
+from pagoda.engine.messages import (
+    KVDirectory,
+    SimConfig,
+    Transfer,
+    TransferEnd,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReady,
+)
 from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.worker.engine_link import EngineLink
+from pagoda.worker.transfer_link import TransferThread
+
+
+class Copies:
+    """A worker's half of the tiers that copies nothing, and says so at once."""
+
+    def __init__(self, behaviour: str, on_end: Callable[[], None]) -> None:
+        self._behaviour = behaviour
+        self._on_end = on_end
+        self._ends: list[TransferEnd] = []
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            end = TransferEnd(transfer.transfer_id, transfer.generation)
+            match self._behaviour:
+                case "never-copies":
+                    continue
+                case "copies-badly":
+                    end = TransferEnd(end.transfer_id, end.generation, [1], "its disk is broken")
+                case "copies-twice":
+                    self._ends += [TransferEnd(end.transfer_id, end.generation - 1), end]
+                    self._ends.append(TransferEnd(end.transfer_id + 1000, end.generation))
+            self._ends.append(end)
+        self._on_end()
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def poll(self) -> list[TransferEnd]:
+        ends, self._ends = self._ends, []
+        return ends
+
+    def close(self) -> None:
+        pass
 
 
 def main() -> None:
@@ -28,7 +73,8 @@ def main() -> None:
     behaviour, _, of_rank = config.model.partition("@")
     if of_rank not in ("", str(rank)):
         behaviour = "obeys"
-    engine = EngineLink(zmq.Context(), sys.argv[1], config)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    engine = EngineLink(context, sys.argv[1], config)
     if behaviour == "fails":
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
@@ -51,6 +97,13 @@ def main() -> None:
     ready = _ready(sim)
     if behaviour == "rounds":
         ready = msgspec.structs.replace(ready, arithmetic="other bits")
+    if config.has_kv_tiers:
+        place_on_disk = KVDirectory(f"/rank/{rank}", 4096 * (1 + rank))
+        ready = msgspec.structs.replace(
+            ready, kv_host_slots=9 - rank, kv_directories=(place_on_disk,)
+        )
+        if behaviour != "has-no-link":
+            TransferThread(context, sys.argv[1], config, partial(Copies, behaviour))
     engine.send(ready)
     worker = SimWorker(sim, check_kv=True, num_stages=parallel.pipeline_parallel_size)
     while True:

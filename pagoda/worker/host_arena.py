@@ -1,0 +1,40 @@
+"""Host memory for blocks that have no room on the device, taken once and divided into slots."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+_ALIGNMENT = 64
+"""Of slots: a line of the processor's cache."""
+
+
+class HostArena:
+    """`num_slots` places of `block_bytes` each. Memory is taken when a slot is first used."""
+
+    def __init__(self, num_bytes: int, block_bytes: int) -> None:
+        """
+        Raises:
+            ValueError: there is no room for one block.
+        """
+        self._block_bytes = block_bytes
+        self._stride = slot_bytes(block_bytes)
+        self.num_slots = num_bytes // self._stride
+        if self.num_slots < 1:
+            raise ValueError(f"{num_bytes} bytes do not hold a block of {block_bytes}.")
+        memory = mmap.mmap(-1, self.num_slots * self._stride)
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(memory)
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of a slot."""
+        if not 0 <= index < self.num_slots:
+            raise ValueError(f"There are {self.num_slots} slots, but no slot {index}.")
+        start = index * self._stride
+        return self._memory[start : start + self._block_bytes]
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """What a block takes in an arena."""
+    return -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
