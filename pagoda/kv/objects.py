@@ -105,18 +105,18 @@ def object_name(key: bytes) -> str:
 def parse_name(fan_out: str, name: str) -> bytes | None:
     """The key of the object `name` in the directory `fan_out`; None if that is no name of an object."""
     digits = fan_out + name
-    if len(fan_out) != _FAN_OUT_DIGITS or len(digits) != 2 * KEY_BYTES or not _is_hex(digits):
+    if len(fan_out) != _FAN_OUT_DIGITS or len(digits) != 2 * KEY_BYTES:
         return None
-    return bytes.fromhex(digits)
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        return None
+    return key if key.hex() == digits else None  # there are other ways to write a number
 
 
 def is_digest(name: str) -> bool:
     """Whether a directory of this name may be that of a manifest."""
-    return len(name) == _DIGEST_DIGITS and _is_hex(name)
-
-
-def _is_hex(digits: str) -> bool:
-    return _HEX_DIGITS.issuperset(digits)
+    return len(name) == _DIGEST_DIGITS and _HEX_DIGITS.issuperset(name)
 
 
 def payload(buffer: memoryview, payload_bytes: int) -> memoryview:
