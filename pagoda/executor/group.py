@@ -140,7 +140,7 @@ class GroupExecutor:
                         return [*events, self._lose(event)]
                     events += [event] if event is not None else []
                 case TransferEnd():
-                    end = group.transfers.end(rank, message)
+                    end = group.transfers.end(rank, message, self._clock.now())
                     events += [end] if end is not None else []
                 case StepResult():
                     group.num_in_flight -= 1
@@ -156,13 +156,13 @@ class GroupExecutor:
         elif group.unreachable is not None and now >= group.give_up_at:
             events.append(self._lose(group.unreachable))
         elif _is_over(group.deadline, now):
-            events.append(self._lose(self._late("a step")))
+            events.append(
+                self._lose(WorkerLost(f"a step took longer than {self._step_timeout_s:g} s"))
+            )
         elif _is_over(group.transfers.deadline, now):
-            events.append(self._lose(self._late("a KV transfer")))
+            stuck = WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
+            events.append(self._lose(stuck))
         return events
-
-    def _late(self, what: str) -> WorkerLost:
-        return WorkerLost(f"{what} took longer than {self._step_timeout_s:g} s")
 
     def _lose(self, loss: WorkerLost) -> WorkerLost:
         self.close()

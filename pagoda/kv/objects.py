@@ -78,6 +78,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
     stage: int = 0
+    expert_parallel: bool = False
+    """Sums over experts are rounded in another order then."""
 
     @property
     def digest(self) -> str:

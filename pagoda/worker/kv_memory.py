@@ -74,4 +74,15 @@ class KVMemory:
                 f"Block {block_id} of {self._num_blocks} does not go with {outside.nbytes} bytes, "
                 f"a block has {self._block_bytes}."
             )
-        return ctypes.addressof(ctypes.c_char.from_buffer(outside))
+        return _address_of(outside)
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copies all of `source`, which is as long as `target`, and lets other threads run meanwhile."""
+    if source.nbytes != target.nbytes:
+        raise ValueError(f"{source.nbytes} bytes do not go into {target.nbytes}.")
+    ctypes.memmove(_address_of(target), _address_of(source), source.nbytes)
+
+
+def _address_of(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

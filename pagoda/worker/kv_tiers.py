@@ -9,14 +9,12 @@ from pathlib import Path
 import msgspec
 
 from pagoda.engine.messages import KVDirectory, WorkerReady
-from pagoda.errors import ConfigError
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import open_directory
-from pagoda.worker.host_arena import HostArena, slot_bytes
+from pagoda.worker.host_arena import HostArena
 from pagoda.worker.kv_manifest import make_manifest
 from pagoda.worker.kv_memory import KVMemory
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
-from pagoda.worker.memory import format_bytes
 from pagoda.worker.transfers import Transfers
 
 
@@ -48,18 +46,12 @@ def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
     """The tiers that the configuration asks for.
 
     Raises:
-        ConfigError: the arena does not hold a block, or the directory cannot be used.
+        ConfigError: the directory cannot be used.
     """
     config = plan.config
     memory = KVMemory(loaded.caches)
     arena: HostArena | None = None
     if config.kv_host_bytes:
-        wanted = slot_bytes(memory.block_bytes)
-        if config.kv_host_bytes < wanted:
-            raise ConfigError(
-                f"--kv-host-bytes gives each worker {format_bytes(config.kv_host_bytes)}, which does not hold one "
-                f"block of {format_bytes(wanted)}; raise it."
-            )
         arena = HostArena(config.kv_host_bytes, memory.block_bytes)
     files: ObjectFiles | None = None
     if config.kv_disk_path is not None:

@@ -41,7 +41,7 @@ from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.heads import FollowingHead, Head, LeadingHead, OwnHead
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
-from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
+from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 
@@ -92,6 +92,7 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     max_model_len = _max_model_len(config.max_model_len, shape, capabilities)
     _check_max_num_seqs(config.max_num_seqs, capabilities)
     bytes_per_token = _kv_bytes_per_token(shard, _torch_dtype(kv_dtype_name))
+    check_arena(config, block_size * bytes_per_token)
     on_host = config.host_memory_bytes or available_memory_bytes()
     return WorkerPlan(
         config=config,

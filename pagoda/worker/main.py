@@ -21,7 +21,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.telemetry.logging import configure_logging
 from pagoda.worker.engine_link import EngineLink
-from pagoda.worker.pinning import settle
+from pagoda.worker.pinning import free_threads, settle
 from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
@@ -96,10 +96,15 @@ def _start(
     try:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        config = settle(config)
+        config, cores = settle(config)
         if config.parallel.replica_size == 1:
-            return _start_alone(config, context, address)
-        return _start_with_peers(config, engine, context, address)
+            worker, plan, loaded = _start_alone(config)
+        else:
+            worker, plan, loaded = _start_with_peers(config, engine, context, address)
+        if config.has_kv_tiers:
+            with free_threads(cores):
+                worker = _with_tiers(worker, plan, loaded, context, address)
+        return worker
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
     except Exception as error:
@@ -110,15 +115,12 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_alone(
-    config: WorkerConfig, context: zmq.Context[zmq.Socket[bytes]], address: str
-) -> _Worker:
+def _start_alone(config: WorkerConfig) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     from pagoda.worker.loading import load_runner, plan_worker
 
     plan = plan_worker(config)
     loaded = load_runner(plan)
-    worker = _Worker(loaded.runner, loaded.ready)
-    return _with_tiers(worker, plan, loaded, context, address)
+    return _Worker(loaded.runner, loaded.ready), plan, loaded
 
 
 def _start_with_peers(
@@ -126,7 +128,7 @@ def _start_with_peers(
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
-) -> _Worker:
+) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     from pagoda.worker.loading import load_runner, plan_worker
     from pagoda.worker.meeting import Meeting
 
@@ -146,7 +148,7 @@ def _start_with_peers(
         target=meeting.target(peers),
         answers=place == parallel.sampling_place(place.dp),
     )
-    return _with_tiers(worker, plan, loaded, context, address)
+    return worker, plan, loaded
 
 
 def _with_tiers(
@@ -157,8 +159,6 @@ def _with_tiers(
     address: str,
 ) -> _Worker:
     """The worker with the KV tiers that it is to have."""
-    if not plan.config.has_kv_tiers:
-        return worker
     from pagoda.worker.kv_tiers import open_tiers
     from pagoda.worker.transfer_link import TransferThread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.worker.host_arena import slot_bytes
 
 
 def left_for_kv_cache(
@@ -38,6 +39,19 @@ def left_for_kv_cache(
             f"{format_bytes(left)} of memory free; lower it."
         )
     return left - config.kv_host_bytes
+
+
+def check_arena(config: WorkerConfig, bytes_per_block: int) -> None:
+    """
+    Raises:
+        ConfigError: the arena in host memory is to be there, but would not hold one block.
+    """
+    wanted = slot_bytes(bytes_per_block)
+    if 0 < config.kv_host_bytes < wanted:
+        raise ConfigError(
+            f"--kv-host-bytes gives each worker {format_bytes(config.kv_host_bytes)}, which does not hold one "
+            f"block of {format_bytes(wanted)}; raise it."
+        )
 
 
 def choose_num_blocks(

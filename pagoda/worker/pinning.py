@@ -6,8 +6,9 @@ comes before torch, which brings the library along.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,10 @@ from pagoda.parallel.config import num_cpu_devices
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def settle(config: WorkerConfig) -> WorkerConfig:
-    """Binds this process, and its threads with `pin_threads`, to its cores; returns the number of threads with it.
+def settle(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
+    """Binds this process, and its threads with `pin_threads`, to its cores.
+
+    Returns the configuration with the number of threads, and the cores.
 
     One of several workers keeps to its part of the cores where devices were named or threads are pinned.
     """
@@ -33,7 +36,19 @@ def settle(config: WorkerConfig) -> WorkerConfig:
         os.sched_setaffinity(0, cores)
     if config.pin_threads:
         _pin_threads(places(cores))
-    return msgspec.structs.replace(config, num_threads=num_threads)
+    return msgspec.structs.replace(config, num_threads=num_threads), cores
+
+
+@contextlib.contextmanager
+def free_threads(cores: set[int]) -> Iterator[None]:
+    """Threads that are started within may use all of `cores`, also when this one, whose binding they inherit, is
+    bound to one of them: it computes there, and the others of its team would wait for it."""
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def _device_number(config: WorkerConfig) -> int:

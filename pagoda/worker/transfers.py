@@ -1,7 +1,7 @@
 """The worker's half of the KV tiers: copies blocks between device, host memory and disk, beside the steps.
 
-Every block is copied by one thread: those between device and host memory by one, reads from disk by several, and
-writes to disk by another, which lets reads go first. No thread holds the interpreter while it copies, computes a
+Every block is copied by one thread: those between device and host memory by one, reads from disk by some, and
+writes to disk by others, which let reads go first. No thread holds the interpreter while it copies, computes a
 checksum or waits for the disk. A transfer has ended when the last of its blocks was copied or given up.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,11 +28,15 @@ from pagoda.kv.connector import BlockMemory
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import ObjectError
 from pagoda.worker.host_arena import HostArena
+from pagoda.worker.kv_memory import copy_bytes
 
 NUM_READERS = 2
-"""One copies and checks while the other's read is with the disk."""
-_WRITE_PATIENCE_S = 1.0
-"""How long a write lets reads go first: the block that it holds is wanted back some time."""
+NUM_WRITERS = 2
+"""Of each, one copies and checks while the other's object is with the disk."""
+_WRITE_PATIENCE_S = 10.0
+"""How old a transfer is that lets reads go first no more: the blocks that it holds are wanted back some time."""
+_WARNING_INTERVAL_S = 10.0
+"""Of errors that nobody foresaw: what breaks one block may break thousands."""
 _FAREWELL_S = 5.0
 _FIRST, _LATER, _LAST = range(3)
 """Urgency: a request waits for it, one will, the thread is to end."""
@@ -46,6 +51,7 @@ class _Job:
         self.transfer = transfer
         self.num_left = num_blocks
         self.failures: dict[int, str] = {}
+        self.begun_at = time.monotonic()
 
     def end(self) -> TransferEnd:
         failed = sorted(self.failures)
@@ -120,13 +126,14 @@ class Transfers:
         self._executed_step = -1
         self._num_reads = 0
         """Blocks that are to be read from disk for a request that waits."""
+        self._next_warning_at = 0.0
         self._is_closing = False
         self._lanes: dict[str, _Lane] = {}
         if arena is not None:
             self._lanes["copy"] = _Lane("kv-copy", 1, self._copy)
         if files is not None:
             self._lanes["read"] = _Lane("kv-read", NUM_READERS, self._read)
-            self._lanes["write"] = _Lane("kv-write", 1, self._write)
+            self._lanes["write"] = _Lane("kv-write", NUM_WRITERS, self._write)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
@@ -153,8 +160,10 @@ class Transfers:
             ValueError: this worker has no such places; engine and worker disagree.
         """
         match transfer.source, transfer.target:
-            case (DeviceBlocks(), HostSlots()) | (HostSlots(), DeviceBlocks()):
+            case (HostSlots(), DeviceBlocks()):
                 lane, urgency = "copy", _FIRST
+            case (DeviceBlocks(), HostSlots()):
+                lane, urgency = "copy", _LATER
             case (DiskObjects(), DeviceBlocks()):
                 lane, urgency = "read", _FIRST
             case (DiskObjects(), HostSlots()):
@@ -226,13 +235,13 @@ class Transfers:
                 self._await_step(transfer.after_step)
                 self._memory.write(block_ids[index], payload)
             case HostSlots(slots):
-                self._slot(slots[index])[:] = payload
+                copy_bytes(payload, self._slot(slots[index]))
 
     def _write(self, lane: _Lane) -> None:
         files = self._require_files()
         buffer = files.new_buffer()
         while (task := lane.take()) is not None:
-            self._let_reads_go_first()
+            self._let_reads_go_first(task[0])
             self._finish(*task, self._attempt(self._write_block, *task, files, buffer))
 
     def _write_block(self, job: _Job, index: int, files: ObjectFiles, buffer: memoryview) -> None:
@@ -241,11 +250,10 @@ class Transfers:
                 self._memory.read(block_ids[index], files.payload(buffer))
                 files.write(keys[index], buffer)
 
-    def _let_reads_go_first(self) -> None:
+    def _let_reads_go_first(self, job: _Job) -> None:
+        patience_s = job.begun_at + _WRITE_PATIENCE_S - time.monotonic()
         with self._state:
-            self._state.wait_for(
-                lambda: self._num_reads == 0 or self._is_closing, _WRITE_PATIENCE_S
-            )
+            self._state.wait_for(lambda: self._num_reads == 0 or self._is_closing, patience_s)
 
     def _await_step(self, step: int) -> None:
         """Until no step that is under way may write to the blocks any more."""
@@ -261,7 +269,13 @@ class Transfers:
         except ObjectError as error:
             return str(error)
         except Exception as error:
-            _log.exception("a block could not be copied")
+            with self._state:
+                now = time.monotonic()
+                is_told = now >= self._next_warning_at
+                if is_told:
+                    self._next_warning_at = now + _WARNING_INTERVAL_S
+            if is_told:
+                _log.exception("a block could not be copied")
             return f"{type(error).__name__}: {error}"
         return ""
 

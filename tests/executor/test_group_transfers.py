@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.messages import DeviceBlocks, HostSlots, Transfer, TransferEnd
+from pagoda.engine.messages import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 from pagoda.executor.group_transfers import GroupTransfers
 
 NUM_BLOCKS = 4
@@ -16,43 +16,55 @@ def transfer(transfer_id: int, generation: int = 0) -> Transfer:
     return Transfer(transfer_id, generation, DeviceBlocks(blocks), HostSlots(blocks))
 
 
-def test_the_first_to_begin_sets_the_deadline() -> None:
-    transfers = GroupTransfers(1, timeout_s=10.0)
+def test_a_rank_that_moves_does_not_hang() -> None:
+    transfers = GroupTransfers(2, timeout_s=10.0)
     assert transfers.deadline is None
     transfers.begin([transfer(0)], now=1.0)
     transfers.begin([transfer(1), transfer(2)], now=2.0)
     assert transfers.deadline == 11.0
-    transfers.end(0, TransferEnd(1, 0))
+    transfers.end(0, TransferEnd(0, 0), 4.0)
     assert transfers.deadline == 11.0
-    transfers.end(0, TransferEnd(0, 0))
-    assert transfers.deadline == 12.0
-    transfers.end(0, TransferEnd(2, 0))
+    transfers.end(1, TransferEnd(0, 0), 5.0)
+    assert transfers.deadline == 14.0
+    transfers.end(0, TransferEnd(1, 0), 6.0)
+    transfers.end(0, TransferEnd(2, 0), 7.0)
+    assert transfers.deadline == 15.0
+    transfers.end(1, TransferEnd(2, 0), 8.0)
+    transfers.end(1, TransferEnd(1, 0), 9.0)
     assert transfers.deadline is None
+
+
+def test_memory_that_moves_does_not_hide_a_disk_that_hangs() -> None:
+    transfers = GroupTransfers(1, timeout_s=10.0)
+    to_disk = Transfer(0, 0, DeviceBlocks([0]), DiskObjects([b"key"]))
+    transfers.begin([to_disk, transfer(1)], now=0.0)
+    transfers.end(0, TransferEnd(1, 0), 9.0)
+    assert transfers.deadline == 10.0
 
 
 def test_the_error_is_that_of_the_first_block_that_failed() -> None:
     transfers = GroupTransfers(3, timeout_s=10.0)
     transfers.begin([transfer(0)], now=0.0)
-    assert transfers.end(2, TransferEnd(0, 0, [3, 1], "rank 2 is full")) is None
-    assert transfers.end(0, TransferEnd(0, 0, [2, 3], "rank 0 is full")) is None
-    end = transfers.end(1, TransferEnd(0, 0, [1], "rank 1 is full"))
+    assert transfers.end(2, TransferEnd(0, 0, [3, 1], "rank 2 is full"), 0.0) is None
+    assert transfers.end(0, TransferEnd(0, 0, [2, 3], "rank 0 is full"), 0.0) is None
+    end = transfers.end(1, TransferEnd(0, 0, [1], "rank 1 is full"), 0.0)
     assert end == TransferEnd(0, 0, [1, 2, 3], "rank 1 is full")
 
 
 def test_what_a_rank_says_again_does_not_count() -> None:
     transfers = GroupTransfers(2, timeout_s=10.0)
     transfers.begin([transfer(0)], now=0.0)
-    assert transfers.end(0, TransferEnd(0, 0)) is None
-    assert transfers.end(0, TransferEnd(0, 0, [1], "again")) is None
-    assert transfers.end(1, TransferEnd(0, 0)) == TransferEnd(0, 0)
-    assert transfers.end(1, TransferEnd(0, 0)) is None
+    assert transfers.end(0, TransferEnd(0, 0), 0.0) is None
+    assert transfers.end(0, TransferEnd(0, 0, [1], "again"), 0.0) is None
+    assert transfers.end(1, TransferEnd(0, 0), 0.0) == TransferEnd(0, 0)
+    assert transfers.end(1, TransferEnd(0, 0), 0.0) is None
 
 
 def test_another_generation_is_another_transfer() -> None:
     transfers = GroupTransfers(1, timeout_s=10.0)
     transfers.begin([transfer(0, generation=2)], now=0.0)
-    assert transfers.end(0, TransferEnd(0, 1)) is None
-    assert transfers.end(0, TransferEnd(0, 2)) == TransferEnd(0, 2)
+    assert transfers.end(0, TransferEnd(0, 1), 0.0) is None
+    assert transfers.end(0, TransferEnd(0, 2), 0.0) == TransferEnd(0, 2)
 
 
 @given(st.data())
@@ -73,7 +85,7 @@ def test_each_transfer_ends_once_in_whatever_order_ranks_say_so(data: st.DataObj
     for rank, number in order:
         heard.add((rank, number))
         failed = says[rank, number]
-        end = transfers.end(rank, TransferEnd(number, 0, failed, "broken" if failed else ""))
+        end = transfers.end(rank, TransferEnd(number, 0, failed, "broken" if failed else ""), 0.0)
         is_last = all((other, number) in heard for other in range(num_ranks))
         assert (end is not None) == (is_last and number not in ended)
         if end is not None:

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save_model
+from gguf_models import Kind, save_gguf
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, save_model
 
 from pagoda.engine.messages import WorkerConfig
 from pagoda.kv.objects import Manifest
+from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv_manifest import make_manifest
 from pagoda.worker.kv_memory import KVMemory
-from pagoda.worker.loading import load_runner, plan_worker
+from pagoda.worker.loading import plan_worker
 
 
 def _manifest(model: Path | str, **options: Any) -> Manifest:
@@ -21,8 +25,13 @@ def _manifest(model: Path | str, **options: Any) -> Manifest:
         model=str(model), **{"num_blocks": 64, "max_num_seqs": 4, "num_threads": 1} | options
     )
     plan = plan_worker(config)
-    loaded = load_runner(plan)
-    return make_manifest(plan, KVMemory(loaded.caches), loaded.ready.arithmetic)
+    backend, _ = choose_backend(config.backend)
+    shape = plan.block_size, plan.shard.num_kv_heads, plan.shard.config.head_dim
+    caches = [
+        backend.allocate_kv_cache(plan.num_blocks, *shape, plan.dtype, plan.kv_dtype)
+        for _ in plan.shard.layers
+    ]
+    return make_manifest(plan, KVMemory(caches), backend.arithmetic)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +74,45 @@ def test_other_weights_in_the_same_place_have_another_digest(model: Path, tmp_pa
     content[-1] ^= 1
     path.write_bytes(content)
     assert _manifest(copy).digest != before
+
+
+def _shape(tp: int, pp: int, *, experts: bool = False) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=experts
+    )
+
+
+def test_every_rank_of_every_topology_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    save_model("mixtral", tmp_path)
+    shapes = [_shape(1, 1), _shape(2, 1), _shape(2, 1, experts=True), _shape(1, 2), _shape(2, 2)]
+    places = [(shape, place) for shape in shapes for place in shape.places(0)]
+    digests = {_manifest(tmp_path, parallel=shape, place=place).digest for shape, place in places}
+    assert len(digests) == len(places) == 11
+    assert _manifest(tmp_path, place=RankPlace(dp=3)).digest in digests  # replicas share one
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_norm.weight"])
+def test_a_small_tensor_that_differs_tells(model: Path, tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert _manifest(copy).digest == _manifest(model).digest
+    tensors[name] = tensors[name].clone()
+    tensors[name][3] += 1
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert _manifest(copy).digest != _manifest(model).digest
+
+
+def test_gguf_files_are_told_by_what_they_hold(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("one.gguf", "copy.gguf", "other.gguf")]
+    save_gguf(make_model("qwen3"), paths[0], lambda _: Kind.Q8_0)
+    shutil.copy(paths[0], paths[1])
+    content = bytearray(paths[0].read_bytes())
+    content[-1] ^= 1
+    paths[2].write_bytes(content)
+    digests = [_manifest(path).digest for path in paths]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_dummy_weights_are_told_by_shape_and_seed(model: Path) -> None:

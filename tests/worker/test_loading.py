@@ -78,9 +78,9 @@ def test_too_large_a_cache_names_numbers_and_flags(
     )
 
 
-def _left(weight_bytes: int, batch_bytes: int) -> int:
+def _left(weight_bytes: int, batch_bytes: int, kv_host_bytes: int = 0) -> int:
     return left_for_kv_cache(
-        _replace(model="big"),
+        _replace(model="big", kv_host_bytes=kv_host_bytes),
         weight_bytes=weight_bytes,
         batch_bytes=batch_bytes,
         max_model_len=100,
@@ -98,6 +98,24 @@ def test_weights_and_tokens_must_fit_before_anything_is_loaded() -> None:
         ConfigError, match=r"tokens of 4 requests of 100 take 25 bytes .*--max-num-"
     ):
         _left(1000, 25)
+
+
+def test_the_arena_in_host_memory_takes_its_part() -> None:
+    assert _left(1000, 4, kv_host_bytes=20) == 0
+    with pytest.raises(
+        ConfigError, match=r"^--kv-host-bytes gives this worker 21 bytes, .* leave only 20 bytes of"
+    ):
+        _left(1000, 4, kv_host_bytes=21)
+
+
+def test_the_arena_holds_a_block_at_least(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path)
+    block = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, heads, head size, tokens, bytes
+    _load(tmp_path, max_model_len=64, kv_host_bytes=block)
+    with pytest.raises(
+        ConfigError, match=r"^--kv-host-bytes .* one block of 16.0 KiB; raise it\.$"
+    ):
+        _load(tmp_path, max_model_len=64, kv_host_bytes=block - 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
