@@ -26,6 +26,7 @@ import os
 import secrets
 import struct
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from crc32c import crc32c
@@ -72,8 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """As in `WorkerReady.arithmetic`."""
     layout: str
     """How the payload lies: its dimensions, in order."""
-    block_size: int
-    payload_bytes: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    payload_bytes: Annotated[int, msgspec.Meta(ge=1)]
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
@@ -219,7 +220,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     try:
         return msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
