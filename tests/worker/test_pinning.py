@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pagoda.worker.pinning import bind_threads, part_of_cores, places
+from pagoda.worker.pinning import bind_threads, free_threads, part_of_cores, places
 
 
 def _siblings(topology: Path, pairs: list[tuple[int, int]]) -> None:
@@ -45,3 +47,16 @@ def test_parts_are_equal_and_keep_siblings_together(tmp_path: Path) -> None:
 def test_cores_that_cannot_be_shared_out_evenly(tmp_path: Path) -> None:
     assert [part_of_cores({1, 3, 5}, index, 2, tmp_path) for index in range(2)] == [{1}, {3}]
     assert [part_of_cores({4, 9}, index, 4, tmp_path) for index in range(4)] == [{4}, {9}] * 2
+
+
+def test_threads_beside_the_bound_ones_are_free() -> None:
+    allowed = os.sched_getaffinity(0)
+    own = {min(allowed)}
+    os.sched_setaffinity(0, own)
+    try:
+        with free_threads(allowed), ThreadPoolExecutor(1) as pool:
+            cores = pool.submit(os.sched_getaffinity, 0).result()
+        assert cores == allowed
+        assert os.sched_getaffinity(0) == own
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
 import threading
@@ -21,6 +22,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import Manifest, object_name, open_directory
+from pagoda.worker import transfers
 from pagoda.worker.host_arena import HostArena
 from pagoda.worker.transfers import Transfers
 
@@ -37,13 +39,19 @@ class Memory:
         self.blocks = [bytes([65 + index]) * BLOCK_BYTES for index in range(NUM_BLOCKS)]
         self.gate = threading.Event()
         """Reads of block 7 wait for it."""
+        self.is_waiting = threading.Event()
+        """One of them does."""
+        self.touched: list[tuple[str, int]] = []
 
     def read(self, block_id: int, into: memoryview) -> None:
         if block_id == 7:
+            self.is_waiting.set()
             assert self.gate.wait(20)
+        self.touched.append(("read", block_id))
         into[:] = self.blocks[block_id]
 
     def write(self, block_id: int, source: memoryview) -> None:
+        self.touched.append(("write", block_id))
         self.blocks[block_id] = bytes(source)
 
 
@@ -88,6 +96,13 @@ class Rig:
         end = self.wait()
         assert end.transfer_id == transfer_id
         return end
+
+    def order_of_ends(self, count: int) -> list[int]:
+        order: list[int] = []
+        while len(order) < count:
+            assert self._ended.acquire(timeout=20)
+            order += [end.transfer_id for end in self.transfers.poll()]
+        return order
 
     def path(self, key: bytes) -> Path:
         return self.directory / object_name(key)
@@ -221,29 +236,49 @@ def test_a_block_is_written_only_when_no_step_does_any_more(rig: Rig, place: Tra
     assert rig.memory.blocks[5] == b"A" * BLOCK_BYTES
 
 
-def test_reads_go_before_writes_that_wait(rig: Rig) -> None:
+def test_reads_go_before_writes(rig: Rig) -> None:
     rig.run(blocks(0), objects(1))
-    first = rig.begin(blocks(7, 1, 2), objects(2, 3, 4))  # the writer stands at block 7
-    load = rig.begin(objects(1), blocks(4))
-    assert rig.wait().transfer_id == load
+    load = rig.begin(objects(1), blocks(4), after_step=5)
+    store = rig.begin(blocks(2, 3), objects(2, 3))
+    rig.run(blocks(1), HostSlots([0]))  # time for the writers, which do not use it
+    rig.transfers.step_done(5)
+    assert rig.order_of_ends(2) == [load, store]
+    touched = rig.memory.touched
+    assert touched.index(("write", 4)) < min(touched.index(("read", n)) for n in (2, 3))
+
+
+def test_writes_do_not_wait_for_ever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_WRITE_PATIENCE_S", 0.01)
+    rig.run(blocks(0), objects(1))
+    rig.begin(objects(1), blocks(4), after_step=5)
+    assert rig.run(blocks(2, 3), objects(2, 3)).failed == []
+    assert ("write", 4) not in rig.memory.touched
+
+
+def test_a_request_does_not_wait_for_stores(rig: Rig) -> None:
+    rig.run(blocks(0), HostSlots([0]))
+    first = rig.begin(blocks(7), HostSlots([1]))
+    assert rig.memory.is_waiting.wait(
+        20
+    )  # what follows is there when the thread takes its next block
+    later = rig.begin(blocks(1, 2), HostSlots([2, 3]))
+    load = rig.begin(HostSlots([0]), blocks(5))
     rig.memory.gate.set()
-    assert rig.wait().transfer_id == first
+    assert rig.order_of_ends(3) == [first, load, later]
 
 
-def test_what_a_request_waits_for_goes_before_what_one_will(rig: Rig) -> None:
+def test_what_a_request_waits_for_goes_before_what_one_will(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "NUM_READERS", 1)
+    rig = Rig(tmp_path)
     rig.run(blocks(0), objects(1))
-    fenced = [
-        rig.begin(objects(1), blocks(index), after_step=9) for index in (1, 2)
-    ]  # both readers
+    first = rig.begin(objects(1), blocks(1), after_step=9)  # the reader does not go on before that
     later = rig.begin(objects(1), HostSlots([0]))
     urgent = rig.begin(objects(1), blocks(3))
     rig.transfers.step_done(9)
-    order = []
-    while len(order) < 4:
-        assert rig._ended.acquire(timeout=20)
-        order += [end.transfer_id for end in rig.transfers.poll()]
-    assert set(order[:2]) <= {*fenced, urgent}
-    assert order.index(urgent) < order.index(later)
+    assert rig.order_of_ends(3) == [first, urgent, later]
+    rig.transfers.close()
 
 
 def test_an_unforeseen_error_ends_the_transfer_too(rig: Rig) -> None:
@@ -251,6 +286,47 @@ def test_an_unforeseen_error_ends_the_transfer_too(rig: Rig) -> None:
     assert end.failed == [1]
     assert "IndexError" in end.error
     assert rig.run(blocks(0), HostSlots([1])).failed == []
+
+
+def test_unforeseen_errors_do_not_flood_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    assert rig.run(blocks(99, 98, 97, 96), HostSlots([0, 1, 2, 3])).failed == [0, 1, 2, 3]
+    (record,) = caplog.records
+    assert record.exc_info is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_of_many_transfers_ends_once(rig: Rig, seed: int) -> None:
+    """Of all kinds, some of them broken, begun together; blocks of loads that are good hold what was stored."""
+    rng = random.Random(seed)
+    rig.memory.gate.set()
+    rig.run(blocks(0, 1, 2, 3), objects(0, 1, 2, 3))
+    rig.run(blocks(0, 1), HostSlots([0, 1]))
+    _flip(rig.path(key(2)))
+    kinds = [
+        lambda: (objects(0, 2, 9, 1), blocks(4, 5, 6, 7)),
+        lambda: (HostSlots([0, 1]), blocks(4, 7)),
+        lambda: (objects(3, 9), HostSlots([2, 3])),
+        lambda: (blocks(0, 1, 99), objects(*rng.sample(range(20, 60), 3))),
+        lambda: (blocks(3), HostSlots([rng.choice((2, 3))])),
+    ]
+    begun = {}
+    for _ in range(30):
+        number = rng.randrange(len(kinds))
+        begun[rig.begin(*kinds[number](), after_step=rng.choice((-1, 3)))] = number
+    rig.transfers.step_done(3)
+    ends: list[TransferEnd] = []
+    while len(ends) < len(begun):
+        assert rig._ended.acquire(timeout=20)
+        ends += rig.transfers.poll()
+    assert sorted(end.transfer_id for end in ends) == sorted(begun)
+    failures = [[1, 2], [], [1], [2], []]
+    assert all(end.failed == failures[begun[end.transfer_id]] for end in ends)
+    if 0 in begun.values() or 1 in begun.values():
+        assert rig.memory.blocks[4] == b"A" * BLOCK_BYTES
+        assert rig.memory.blocks[7] == b"B" * BLOCK_BYTES
+    assert rig.memory.blocks[5] == b"F" * BLOCK_BYTES
+    assert rig.memory.blocks[6] == b"G" * BLOCK_BYTES
+    assert rig.transfers.poll() == []
 
 
 def test_places_that_are_not_here_are_refused(rig: Rig) -> None:

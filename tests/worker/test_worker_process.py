@@ -150,12 +150,13 @@ def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
 
 def _run_a_large_step(worker: _Worker) -> None:
     """Large enough that all threads take part."""
-    assert isinstance(worker.receive(), WorkerReady)
+    while not isinstance(worker.receive(), WorkerReady):
+        pass
     prompt = [token % 300 for token in range(512)]
     blocks = list(range(512 // 16))
     worker.send(StepPlan(0, [0], [512], [SlotStart(0, prompt, 512, 0, blocks, SAMPLING)]))
-    result = worker.receive()
-    assert isinstance(result, StepResult)
+    while not isinstance(result := worker.receive(), StepResult):
+        pass
     assert not result.errors
 
 
@@ -170,13 +171,18 @@ def test_pinned_threads_have_a_core_each(
 ) -> None:
     allowed = os.sched_getaffinity(0)
     config = WorkerConfig(
-        model=str(EMBEDDED), backend=backend, num_threads=len(allowed), pin_threads=True
+        model=str(EMBEDDED),
+        backend=backend,
+        num_threads=len(allowed),
+        pin_threads=True,
+        kv_host_bytes=2**20,
     )
     worker = _start(workers, tmp_path, config)
     _run_a_large_step(worker)
     of_threads = _cores_of_threads(worker.child.pid)
     assert {core for cores in of_threads if len(cores) == 1 for core in cores} == allowed
-    assert sum(of_threads.values()) > len(allowed)  # some threads do not compute: they stay free
+    # Those that do not compute are free: the lifeline's, two of ZeroMQ, two for KV in host memory.
+    assert len(allowed) == 1 or of_threads[frozenset(allowed)] >= 5
     assert len(allowed) == 1 or of_threads[frozenset(allowed)]
 
 
