@@ -121,7 +121,8 @@ class EngineCore:
                 case StepResult():
                     chunks += self._take_result(event)
                 case TransferEnd():
-                    self._take_transfer_end(event)
+                    if self._tiers is not None:
+                        self._tiers.transfer_ended(event)
                 case WorkerReady():
                     self._take_worker(event)
                 case WorkerLost():
@@ -150,11 +151,6 @@ class EngineCore:
             transfers = self._tiers.take_transfers()
             if transfers:
                 self._executor.submit_transfers(transfers)
-
-    def _take_transfer_end(self, end: TransferEnd) -> None:
-        if self._tiers is None:
-            raise RuntimeError("A worker ended a transfer, and none was begun.")
-        self._tiers.transfer_ended(end)
 
     def _take_result(self, result: StepResult) -> list[TokenChunk]:
         if self._scheduler is None:

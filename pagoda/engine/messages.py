@@ -649,4 +649,6 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult | TransferLink | TransferEnd
+WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult
+TransferMessage = TransferLink | TransferEnd
+"""What a worker says on its second connection."""

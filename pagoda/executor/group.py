@@ -17,6 +17,7 @@ from pagoda.engine.messages import (
     Transfer,
     TransferEnd,
     TransferLink,
+    TransferMessage,
     Transfers,
     WorkerConfig,
     WorkerFailed,
@@ -33,10 +34,9 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig
 
-_LINK_PREFIX = b"kv-"
-"""Of the identity of a worker's second connection, which is for transfers; its rank follows."""
-
 _log = logging.getLogger(__name__)
+
+_Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
 """How long workers may take to say hello before the log says who has not."""
@@ -50,6 +50,8 @@ class GroupExecutor:
     Several workers first say hello; when all have, each learns of its peers, and they form their groups and load.
     Every plan goes to all ranks; the one that samples answers. Every start uses a new socket, and on TCP new keys,
     so nothing of a lost worker can be mistaken for its successor's.
+
+    With KV tiers each worker connects a second time, for transfers alone, which begin and end beside the steps.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class GroupExecutor:
         self._address = address
         self._step_timeout_s = step_timeout_s
         self._clock = clock
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode_plan = Codec[StepPlan](StepPlan).encode
+        self._encode_transfers = Codec[Transfers](Transfers).encode
         self._num_starts = 0
         self._group: _Group | None = None
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
@@ -90,13 +93,8 @@ class GroupExecutor:
             msgspec.structs.replace(self._config, place=place, curve=keys)
             for place in parallel.places(self._config.place.dp)
         ]
-        self._group = _Group(
-            configs,
-            address,
-            keys,
-            self._launcher.launch,
-            GroupTransfers(len(configs), self._step_timeout_s),
-        )
+        transfers = GroupTransfers(len(configs), self._step_timeout_s)
+        self._group = _Group(configs, address, keys, self._launcher.launch, transfers)
         if len(configs) > 1:
             self._group.ask_at = self._clock.now() + _PATIENCE_S
 
@@ -109,7 +107,7 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
         now = self._clock.now()
-        group.send_to_all(self._encode(plan), now)
+        group.send_to_ranks(self._encode_plan(plan), now)
         group.num_in_flight += 1
         if group.num_in_flight == 1:
             group.deadline = now + self._step_timeout_s
@@ -119,8 +117,8 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
+        group.send_to_links(self._encode_transfers(Transfers(transfers)), now)
         group.transfers.begin(transfers, now)
-        group.send_to_all(self._encode(Transfers(transfers)), now, _LINK_PREFIX)
 
     def poll(self) -> list[ExecutorEvent]:
         group = self._group
@@ -151,18 +149,19 @@ class GroupExecutor:
                     )
                     events.append(message)
         now = self._clock.now()
-        if group.ask_at is not None and now >= group.ask_at:
+        if _is_over(group.ask_at, now):
             group.complain()
         if lost is not None:
             events.append(self._lose(lost))
         elif group.unreachable is not None and now >= group.give_up_at:
             events.append(self._lose(group.unreachable))
-        elif group.deadline is not None and now >= group.deadline:
-            late = WorkerLost(f"a step took longer than {self._step_timeout_s:g} s")
-            events.append(self._lose(late))
-        elif group.transfers.deadline is not None and now >= group.transfers.deadline:
-            late = WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
-            events.append(self._lose(late))
+        elif _is_over(group.deadline, now):
+            events.append(
+                self._lose(WorkerLost(f"a step took longer than {self._step_timeout_s:g} s"))
+            )
+        elif _is_over(group.transfers.deadline, now):
+            stuck = WorkerLost(f"no KV transfer ended within {self._step_timeout_s:g} s")
+            events.append(self._lose(stuck))
         return events
 
     def _lose(self, loss: WorkerLost) -> WorkerLost:
@@ -173,10 +172,10 @@ class GroupExecutor:
         return [self._group.socket, *self._group.workers.pollables()] if self._group else []
 
     def next_event_at(self) -> float | None:
-        if self._group is None:
-            return None
-        give_up_at = None if self._group.unreachable is None else self._group.give_up_at
         group = self._group
+        if group is None:
+            return None
+        give_up_at = None if group.unreachable is None else group.give_up_at
         instants = (group.deadline, group.transfers.deadline, group.ask_at, give_up_at)
         return min((at for at in instants if at is not None), default=None)
 
@@ -212,12 +211,15 @@ class _Group:
             keep_door(self._context, keys)
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
-        self._decode = Codec[WorkerMessage](WorkerMessage).decode
+        ranks = range(len(configs))
+        self._identities = [_identity(rank) for rank in ranks]
+        self._link_identities = [_link_identity(rank) for rank in ranks if configs[0].has_kv_tiers]
+        self._connections = _connections(self._identities, WorkerMessage)
+        self._connections |= _connections(self._link_identities, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
-        """Both by rank in the replica."""
-        self._links: set[int] = set()
-        """Ranks whose second connection is there."""
+        self._links: dict[int, TransferLink] = {}
+        """All three by rank in the replica."""
         self.ask_at: float | None = None
         """When to look who has not said hello."""
         self.unreachable: WorkerLost | None = None
@@ -230,11 +232,16 @@ class _Group:
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
 
-    def send_to_all(self, payload: bytes, now: float, prefix: bytes = b"") -> None:
-        """To the first connections of all workers, or those whose identities begin with `prefix`."""
-        for rank, config in enumerate(self._configs):
+    def send_to_ranks(self, payload: bytes, now: float) -> None:
+        self._send_to_all(self._identities, payload, now)
+
+    def send_to_links(self, payload: bytes, now: float) -> None:
+        self._send_to_all(self._link_identities, payload, now)
+
+    def _send_to_all(self, identities: list[bytes], payload: bytes, now: float) -> None:
+        for config, identity in zip(self._configs, identities, strict=True):
             try:
-                self.socket.send_multipart([prefix + _identity(rank), payload])
+                self.socket.send_multipart([identity, payload])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -242,13 +249,18 @@ class _Group:
                     self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
                     self.give_up_at = now + _HANG_UP_S
 
-    def receive(self) -> list[tuple[int, WorkerMessage]]:
-        messages: list[tuple[int, WorkerMessage]] = []
+    def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
+        """What has come, with the rank that said it.
+
+        Raises:
+            msgspec.ValidationError: it came on a connection that is not for such messages.
+        """
+        messages: list[tuple[int, WorkerMessage | TransferMessage]] = []
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)
-                rank = int(identity.removeprefix(_LINK_PREFIX))
-                messages.append((rank, self._decode(payload)))
+                rank, decode = self._connections[identity]
+                messages.append((rank, decode(payload)))
         return messages
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
@@ -259,31 +271,32 @@ class _Group:
         self.ask_at = None
         hellos = [self._hellos[rank] for rank in range(len(self._configs))]
         peers = WorkerPeers(hellos=hellos, num_blocks=min(hello.num_blocks for hello in hellos))
-        self.send_to_all(msgspec.msgpack.encode(peers), now)
+        self.send_to_ranks(msgspec.msgpack.encode(peers), now)
 
     def take_ready(
         self, rank: int, message: WorkerReady | TransferLink
     ) -> WorkerReady | WorkerLost | None:
-        """What is to be said of all workers, once the last of them is ready with all its connections."""
-        if isinstance(message, WorkerReady):
-            self._readies[rank] = message
-        else:
-            self._links.add(rank)
-        num_ranks = len(self._configs)
-        num_links = num_ranks if self._configs[0].has_kv_tiers else 0
-        if len(self._readies) < num_ranks or len(self._links) < num_links:
+        """What is to be said of all workers, once the last of them is ready and all that connect twice have."""
+        match message:
+            case WorkerReady():
+                self._readies[rank] = message
+            case TransferLink():
+                self._links[rank] = message
+        if len(self._readies) < len(self._identities):
+            return None
+        if len(self._links) < len(self._link_identities):
             return None
         problem = self._disagreement()
         if problem is not None:
             return WorkerLost(problem, is_user_error=True)
         ready = self._readies[self._sampling_rank]
         ranks = _describe_ranks(self._configs[0].parallel)
-        readies = [self._readies[rank] for rank in range(num_ranks)]
+        readies = [self._readies[rank] for rank in range(len(self._configs))]
         return msgspec.structs.replace(
             ready,
             summary=f"{ranks}{ready.summary}",
-            kv_host_slots=min(other.kv_host_slots for other in readies),
-            kv_directories=tuple(chain.from_iterable(other.kv_directories for other in readies)),
+            kv_host_slots=min(ready.kv_host_slots for ready in readies),
+            kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
         )
 
     def _disagreement(self) -> str | None:
@@ -322,6 +335,20 @@ class _Group:
 
 def _identity(rank: int) -> bytes:
     return str(rank).encode()
+
+
+def _link_identity(rank: int) -> bytes:
+    return f"kv-{rank}".encode()
+
+
+def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
+    """By identity, whose connection it is and how to read what comes on it."""
+    decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
+    return {identity: (rank, decode) for rank, identity in enumerate(identities)}
+
+
+def _is_over(deadline: float | None, now: float) -> bool:
+    return deadline is not None and now >= deadline
 
 
 def _describe_ranks(parallel: ParallelConfig) -> str:

@@ -171,9 +171,11 @@ class DiskTier:
         wanted: dict[bytes, Offer] = {}
         num_done = 0
         for offer in offers:
-            if self._has(offer.key):
+            is_kept = self._has(offer.key)
+            is_worth_it = self._touches.touch(offer.key, offer.parent, is_kept=is_kept)
+            if is_kept:
                 known.append(offer.key)
-            elif self._touches.touch(offer.key) and may_store and self._is_absent(offer.key):
+            elif is_worth_it and may_store and self._is_absent(offer.key):
                 if len(wanted) == room and offer.key not in wanted:
                     break
                 wanted[offer.key] = offer

@@ -284,11 +284,7 @@ class HousekeepingThread:
         keys: list[bytes] = []
         files = list_files(path)
         while piece := list(itertools.islice(files, _PIECE)):
-            used_at = {
-                found.key: max(0, int(min(found.used_at, now)))
-                for found in self._good(directory, piece)
-                if found.key is not None
-            }
+            used_at = self._take_objects(directory, piece, int(now))
             self._tell(ObjectsFound(directory.number, used_at))
             keys += used_at
             yield True
@@ -301,19 +297,22 @@ class HousekeepingThread:
             yield True
             self._remove_orphans(counterpart + fan_out, set(keys))
 
-    def _good(self, directory: _Directory, files: Sequence[Found]) -> Iterator[Found]:
-        """The objects among `files`. Others that are surely worthless are removed."""
-        self._tidy(files)
+    def _take_objects(
+        self, directory: _Directory, files: Sequence[Found], now: int
+    ) -> dict[bytes, int]:
+        """The objects among `files`, and when they were last used; what is surely worthless is removed."""
+        used_at: dict[bytes, int] = {}
         for found in files:
             if found.key is None:
-                continue
-            if directory.number == OWN and found.num_bytes != directory.object_bytes:
+                self._tidy([found])
+            elif directory.number == OWN and found.num_bytes != directory.object_bytes:
                 # An object appears whole; only something else than a writer can have cut it.
                 problem = f"{found.num_bytes} bytes instead of {directory.object_bytes}"
                 logger.warning("%s has %s, and is removed.", found.path, problem)
                 self._unlink(found.path, directory.path)
             else:
-                yield found
+                used_at[found.key] = max(0, min(int(found.used_at), now))
+        return used_at
 
     def _tidy(self, files: Iterable[Found]) -> None:
         now = time.time()

@@ -25,7 +25,7 @@ class Found(NamedTuple):
 
     @property
     def is_temporary(self) -> bool:
-        return os.path.basename(self.path).startswith(TEMPORARY_PREFIX)
+        return self.key is None and os.path.basename(self.path).startswith(TEMPORARY_PREFIX)
 
     def is_stale(self, now: float) -> bool:
         """Whether nobody can still be writing it."""
@@ -52,11 +52,13 @@ def list_files(path: str) -> Iterator[Found]:
     """
     fan_out = os.path.basename(path)
     with os.scandir(path) as entries:
-        for entry in entries:
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # gone since it was listed
-                continue
-            if stat.S_ISREG(status.st_mode):
-                key = parse_name(fan_out, entry.name)
-                yield Found(entry.path, key, status.st_size, status.st_mtime)
+        # In the order in which the disk has them: inodes that lie side by side are read at once.
+        in_order = sorted(entries, key=os.DirEntry.inode)
+    for entry in in_order:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # gone since it was listed
+            continue
+        if stat.S_ISREG(status.st_mode):
+            key = parse_name(fan_out, entry.name)
+            yield Found(entry.path, key, status.st_size, status.st_mtime)

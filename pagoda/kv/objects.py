@@ -26,6 +26,7 @@ import os
 import secrets
 import struct
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from crc32c import crc32c
@@ -72,8 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """As in `WorkerReady.arithmetic`."""
     layout: str
     """How the payload lies: its dimensions, in order."""
-    block_size: int
-    payload_bytes: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    payload_bytes: Annotated[int, msgspec.Meta(ge=1)]
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
@@ -107,18 +108,18 @@ def object_name(key: bytes) -> str:
 def parse_name(fan_out: str, name: str) -> bytes | None:
     """The key of the object `name` in the directory `fan_out`; None if that is no name of an object."""
     digits = fan_out + name
-    if len(fan_out) != _FAN_OUT_DIGITS or len(digits) != 2 * KEY_BYTES or not _is_hex(digits):
+    if len(fan_out) != _FAN_OUT_DIGITS or len(digits) != 2 * KEY_BYTES:
         return None
-    return bytes.fromhex(digits)
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        return None
+    return key if key.hex() == digits else None  # there are other ways to write a number
 
 
 def is_digest(name: str) -> bool:
     """Whether a directory of this name may be that of a manifest."""
-    return len(name) == _DIGEST_DIGITS and _is_hex(name)
-
-
-def _is_hex(digits: str) -> bool:
-    return _HEX_DIGITS.issuperset(digits)
+    return len(name) == _DIGEST_DIGITS and _HEX_DIGITS.issuperset(name)
 
 
 def payload(buffer: memoryview, payload_bytes: int) -> memoryview:
@@ -219,7 +220,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     try:
         return msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

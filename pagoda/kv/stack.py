@@ -80,6 +80,8 @@ class ConnectorStack:
         self._fail_on_load_failure = fail_on_load_failure
         self._parts: dict[int, _Part] = {}
         """By transfer."""
+        self._overdue: dict[int, KVConnector] = {}
+        """Transfers of loads that nobody had the patience to wait for, and who began them."""
         self._loads: dict[str, _Load] = {}
         """Those that a request waits for."""
         self._loading: set[bytes] = set()
@@ -109,6 +111,7 @@ class ConnectorStack:
         if self._has_workers:
             for connector in self._connectors:
                 connector.prefetch(demand, start)
+                start += connector.lookup(demand, start) or 0
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         """How many blocks from `keys[start]` on can be loaded; None: ask again when `poll` says so."""
@@ -130,8 +133,13 @@ class ConnectorStack:
         return segments
 
     def _next_segment(self, demand: Demand, start: int) -> _Segment | None:
-        """What the first connector that has `keys[start]` has; empty if none has, None if that is not known."""
+        """What the first connector that has `keys[start]` has; empty if none has, None if that is not known.
+
+        One that still holds blocks of an overdue load is not asked: it would come to hold all of them.
+        """
         for connector in self._connectors:
+            if connector in self._overdue.values():
+                continue
             count = connector.lookup(demand, start)
             if count is None:
                 return None
@@ -202,8 +210,9 @@ class ConnectorStack:
             if load is None:
                 self._ended.append(LoadEnd(request_id, 0))
                 continue
-            missing = (part.first for part in self._parts.values() if part.load is load)
-            num_loaded = min(load.num_good, *missing)
+            missing = {i: part for i, part in self._parts.items() if part.load is load}
+            self._overdue.update((i, part.connector) for i, part in missing.items())
+            num_loaded = min(load.num_good, *(part.first for part in missing.values()))
             load.error = load.error or f"it took longer than {PATIENCE_S:g} s"
             self._end_load(request_id, num_loaded, load.error)
 
@@ -242,6 +251,7 @@ class ConnectorStack:
         """Takes what the executor says; ends that do not count are ignored."""
         if not self._ledger.close(end):
             return
+        self._overdue.pop(end.transfer_id, None)
         part = self._parts.pop(end.transfer_id, None)
         if part is not None:
             self._end_part(part, end)
@@ -274,6 +284,7 @@ class ConnectorStack:
         for connector in self._connectors:
             connector.workers_lost()
         self._parts.clear()
+        self._overdue.clear()
         self._loads.clear()
         self._loading.clear()
         self._deadlines.clear()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
-from pagoda.engine.messages import TransferLink, Transfers, WorkerConfig, WorkerMessage
+from pagoda.engine.messages import TransferLink, TransferMessage, Transfers, WorkerConfig
 from pagoda.ipc.codec import Codec
 from pagoda.kv.connector import TransferWorker
 from pagoda.worker.engine_link import connect
@@ -65,7 +65,7 @@ class TransferThread:
             os._exit(1)
 
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
-        codec_out = Codec[WorkerMessage](WorkerMessage)
+        codec_out = Codec[TransferMessage](TransferMessage)
         codec_in = Codec[Transfers](Transfers)
         socket.send(codec_out.encode(TransferLink()))
         poller = zmq.Poller()

@@ -1,4 +1,4 @@
-"""KV events and counters of a server with a real worker, which is killed in between."""
+"""KV events and counters of servers with real workers, which are killed in between."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 from streams import bodies, children, stream_all
+from tiers import ask_all, figures, flags, objects, some_questions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 
@@ -50,5 +51,41 @@ async def test_a_lost_worker_clears_all_that_was_cached() -> None:
             assert all(isinstance(event, StoredOnTheWire) for event in rest)
             assert 0 < len(subscriber.view.keys) == await num_cached(server.base_url)
             assert subscriber.view.keys < before
+    finally:
+        subscriber.close()
+
+
+async def until_told(subscriber: Subscriber, directory: Path) -> None:
+    """Waits until all that is on disk has been told of, which is when the last write has ended."""
+    while subscriber.view.disk_keys != set(objects(directory)):
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(subscriber.replay)
+
+
+async def test_events_name_the_tier_and_a_disk_outlives_the_worker(tmp_path: Path) -> None:
+    port, directory = free_ports(2), tmp_path / "kv"
+    questions = some_questions(long=3, short=0)
+    subscriber = Subscriber(port, port + 1)
+    view = subscriber.view
+    try:
+        with server_process(flags(directory, kv_events=f"tcp://127.0.0.1:{port}")) as server:
+            for _ in range(2):
+                await ask_all(server.base_url, questions)
+            await until_told(subscriber, directory)
+            counts = await figures(server.base_url)
+            assert len(view.host_keys) == counts["host", "stored"] - counts["host", "removed"] > 0
+            assert len(view.disk_keys) == counts["disk", "stored"] > len(view.host_keys)
+            assert len(view.keys) == await num_cached(server.base_url)
+            num_events, on_disk = len(subscriber.events), set(view.disk_keys)
+
+            (worker,) = children(server.pid, "pagoda.worker.main")
+            os.kill(worker, signal.SIGKILL)
+            await ask_all(server.base_url, questions[:1])
+            await asyncio.to_thread(subscriber.replay)
+            assert not any(
+                isinstance(event, ClearedOnTheWire) for event in subscriber.events[num_events:]
+            )
+            assert on_disk <= view.disk_keys
+            assert 0 < len(view.keys) == await num_cached(server.base_url)
     finally:
         subscriber.close()

@@ -11,10 +11,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import aiohttp
 import pytest
 from streams import bodies, children, stream_all, until_more
 from tiers import (
@@ -232,6 +234,73 @@ def test_damaged_objects_are_misses(
     assert counts["disk", "loaded"] > 0
     assert "WARNING" in capfd.readouterr().err
     assert (copy / "notes.txt").read_text() == "mine"
+
+
+async def test_a_request_may_fail_instead_of_being_computed_again(
+    copy: Path, expected: Expected, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once: what is damaged is removed, and the next request computes it. As ever, the log says why it failed."""
+    index = next(index for index, keys in enumerate(expected.keys) if len(keys) > 9)
+    [damaged] = objects(copy)[expected.keys[index][5]]
+    flip_payload(damaged)
+    body = QUESTIONS[index].body("pagoda-tiny")
+    fail = [*flags(copy, host_blocks=0), "--kv-load-failure", "fail"]
+    with server_process(fail) as server:
+        async with (
+            aiohttp.ClientSession(server.base_url) as session,
+            session.post("/v1/chat/completions", json=body) as answer,
+        ):
+            assert answer.status == 500
+            assert (await answer.json())["error"]["type"] == "server_error"
+        replies = await ask_all(server.base_url, QUESTIONS)
+    assert messages(replies) == expected.messages
+    sentence = "KV that was found for this request could not be loaded: its checksum is wrong."
+    assert capfd.readouterr().err.count(sentence) == 1
+
+
+def serve(*arguments: str) -> tuple[int, str]:
+    """Exit code and error of a server that is not to start."""
+    command = [sys.executable, "-m", "pagoda", "serve", "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_the_manifest_of_other_blocks_is_refused(copy: Path) -> None:
+    [directory] = [path for path in copy.iterdir() if path.is_dir()]
+    manifest = directory / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"block_size": 32', '"block_size": 16'))
+    code, error = serve(*flags(copy))
+    assert code == 2
+    assert error.count("\n") == 1
+    assert f"{manifest} is that of other blocks, of pagoda_tiny" in error
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    with mounted(tmp_path / "locked", "4m") as locked:
+        subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
+        code, error = serve(*flags(locked / "kv", kv_disk_bytes="1MiB"))
+    assert code == 2
+    assert error.count("\n") == 1
+    assert "this user may not read and write" in error
+
+
+def test_what_a_server_wrote_can_be_looked_into(copy: Path, expected: Expected) -> None:
+    def kv(command: str) -> tuple[int, str]:
+        arguments = [sys.executable, "-m", "pagoda", "kv", command, str(copy)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout
+
+    count = len(objects(copy))
+    code, listed = kv("ls")
+    assert code == 0
+    assert "pagoda_tiny" in listed
+    assert f"{count} blocks" in listed
+    assert kv("verify") == (0, f"{count} blocks checked, none damaged.\n")
+    [damaged] = objects(copy)[expected.keys[-1][0]]
+    flip_payload(damaged)
+    code, found = kv("verify")
+    assert code == 1
+    assert f"{damaged}: its checksum is wrong" in found
 
 
 def test_a_directory_that_vanishes_is_a_miss(

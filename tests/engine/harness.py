@@ -244,6 +244,7 @@ def assert_nothing_under_way(tiers: ConnectorStack) -> None:
     assert tiers._ledger.num_open == 0
     assert tiers._ledger.take() == []
     assert not tiers._parts
+    assert not tiers._overdue
     assert not tiers._loads
     assert not tiers._loading
     assert not tiers._deadlines

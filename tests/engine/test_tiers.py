@@ -2,61 +2,464 @@
 
 from __future__ import annotations
 
-from harness import Harness, assert_complete, make_request
+import msgspec
+import pytest
+from harness import Harness, assert_complete, check_books, make_request
+from mortal_executor import MortalExecutor
 from sim_disk import SimDisk
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import GenerateRequest
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    DiskObjects,
+    FinishReason,
+    GenerateRequest,
+    HostSlots,
+    Transfer,
+    TransferEnd,
+)
+from pagoda.executor.base import ExecutorEvent, WorkerLost
+from pagoda.executor.sim import SimExecutor, TransferFate
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.events import AllBlocksCleared, BlockRemoved
+from pagoda.kv.stack import PATIENCE_S
 
 LONG = 40
 """Tokens of a prompt that fills ten blocks; the device has room for sixteen."""
+DISK = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
 
 
-def prompt(index: int) -> list[int]:
-    return [index] * LONG
+class Fates:
+    """What becomes of transfers to the device, and all that were begun."""
+
+    def __init__(self) -> None:
+        self.load = TransferFate()
+        self.begun: list[Transfer] = []
+
+    def __call__(self, transfer: Transfer) -> TransferFate:
+        self.begun.append(transfer)
+        return self.load if isinstance(transfer.target, DeviceBlocks) else TransferFate()
+
+    def loads(self) -> list[Transfer]:
+        return [it for it in self.begun if isinstance(it.target, DeviceBlocks)]
+
+    def prefetches(self) -> list[Transfer]:
+        return [
+            it
+            for it in self.begun
+            if isinstance(it.source, DiskObjects) and isinstance(it.target, HostSlots)
+        ]
 
 
-def tiered(**fields: object) -> Harness:
-    settings = {
-        "num_blocks": 16,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "kv_host_slots": 64,
-        "kv_tiers": KVTiersConfig(host_bytes=1),
-        **fields,
-    }
-    return Harness(**settings)  # type: ignore[arg-type]
+class Tiered(Harness):
+    """An engine with sixteen blocks on the device, and more below."""
+
+    def __init__(self, **fields: object) -> None:
+        self.fates = Fates()
+        settings = {
+            "num_blocks": 16,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "kv_host_slots": 64,
+            "kv_tiers": KVTiersConfig(host_bytes=1),
+            "transfer_fate": self.fates,
+            "wrap": self._wrap,
+            **fields,
+        }
+        super().__init__(**settings)  # type: ignore[arg-type]
+
+    def _wrap(self, inner: SimExecutor, _clock: VirtualClock) -> SpeakingExecutor:
+        self.executor = SpeakingExecutor(inner)
+        return self.executor
+
+    def lose_the_worker(self) -> None:
+        self.executor.say(WorkerLost("the worker was killed"))
+        self.step()
+
+    def serve(self, *requests: GenerateRequest) -> None:
+        for request in requests:
+            self.add(request)
+        self.run()
+        assert_complete(self, list(requests))
+
+    def fill_tiers(self) -> None:
+        """The blocks of the first document are below the device, and no longer on it."""
+        for index in (1, 2, 3):
+            self.serve(document(f"filling {index}", index))
+        self.fates.begun.clear()
+
+    def num_cached(self, request_id: str) -> int:
+        return self.finished[request_id].num_cached_tokens
+
+    def tick_until_started(self, request_id: str) -> None:
+        while self.scheduler._requests[request_id].slot is None:
+            assert self.tick()
 
 
-def serve(harness: Harness, name: str, index: int) -> GenerateRequest:
-    request = make_request(name, prompt(index), max_tokens=4)
-    harness.add(request)
-    harness.run()
-    assert_complete(harness, [request])
-    return request
+class SpeakingExecutor(MortalExecutor):
+    """A simulated executor that says what it is told to."""
+
+    def __init__(self, inner: SimExecutor) -> None:
+        self.max_in_flight = inner.max_in_flight
+        self._inner = inner
+        self._words: list[ExecutorEvent] = []
+
+    def start(self, num_blocks: int | None = None) -> None:
+        self._inner.start(num_blocks)
+
+    def say(self, event: ExecutorEvent) -> None:
+        self._words.append(event)
+
+    def poll(self) -> list[ExecutorEvent]:
+        words, self._words = self._words, []
+        if any(isinstance(word, WorkerLost) for word in words):
+            self._inner.close()
+        return words + self._inner.poll()
+
+    def next_event_at(self) -> float | None:
+        return self._inner.next_event_at()
 
 
-def cached(harness: Harness, name: str) -> int:
-    return harness.finished[name].num_cached_tokens
+def document(name: str, index: int, max_tokens: int = 4, **fields: object) -> GenerateRequest:
+    return make_request(name, [index] * LONG, max_tokens=max_tokens, **fields)
 
 
 def test_what_the_device_has_evicted_comes_back_from_host_memory() -> None:
-    harness = tiered()
-    for name, index in (("a", 1), ("b", 2), ("c", 3), ("again", 1)):
-        serve(harness, name, index)
-    assert cached(harness, "c") == 0
-    assert cached(harness, "again") == 36
-    (host,) = harness.core.load().tiers
+    it = Tiered()
+    it.fill_tiers()
+    it.serve(document("again", 1))
+    assert it.num_cached("filling 3") == 0
+    assert it.num_cached("again") == 36
+    (host,) = it.core.load().tiers
     assert host.num_loaded >= 8
-    harness.check_nothing_left()
+    it.check_nothing_left()
 
 
 def test_a_server_that_starts_again_finds_what_is_on_disk() -> None:
     disk = SimDisk()
-    tiers = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
-    serve(tiered(disk=disk, kv_tiers=tiers, kv_host_slots=0), "a", 1)
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0).serve(document("a", 1))
     assert len(disk.objects) == 10
-    harness = tiered(disk=disk, kv_tiers=tiers, kv_host_slots=0)
-    serve(harness, "b", 1)
-    assert cached(harness, "b") == 36
-    harness.check_nothing_left()
+    it = Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0)
+    it.serve(document("b", 1))
+    assert it.num_cached("b") == 36
+    it.check_nothing_left()
+
+
+def test_a_prefix_may_come_from_both_tiers() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0).serve(document("a", 1))
+    it = Tiered(disk=disk, kv_tiers=DISK)
+    it.serve(make_request("head", [1] * 13, max_tokens=1))
+    for index in (2, 3):
+        it.serve(document(f"other {index}", index))
+    it.fates.begun.clear()
+    it.serve(document("whole", 1))
+    assert [type(transfer.source) for transfer in it.fates.loads()] == [HostSlots, DiskObjects]
+    assert it.num_cached("whole") == 36
+    it.check_nothing_left()
+
+
+def test_a_load_begins_when_the_request_comes_and_not_with_the_next_step() -> None:
+    it = Tiered()
+    it.fill_tiers()
+    num_steps = it.core.load().num_steps
+    assert it.core.add(document("again", 1)) == []
+    assert len(it.fates.loads()) == 1
+    report = it.core.load()
+    assert (report.num_awaiting_kv, report.num_waiting, report.num_running) == (1, 0, 0)
+    assert report.num_steps == num_steps
+    it.tokens["again"] = []
+    it.run()
+
+
+def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
+    it = Tiered(max_num_seqs=1)
+    low = document("low", 1, max_tokens=20, priority=5)
+    it.add(low)
+    for _ in range(8):
+        it.tick()
+    high = make_request("high", [2] * 56, max_tokens=4)
+    it.add(high)
+    it.run()
+    assert it.scheduler.num_preemptions == 1
+    assert_complete(it, [low, high])
+    assert len(it.fates.loads()) == 1
+    it.check_nothing_left()
+
+
+def test_two_requests_never_load_the_same_block() -> None:
+    it = Tiered(num_blocks=24)
+    it.fill_tiers()
+    it.serve(document("filling 4", 4))
+    it.fates.begun.clear()
+    it.fates.load = TransferFate(delay_s=1.0)
+    requests = [document("a", 1), document("b", 1)]
+    for request in requests:
+        it.add(request)
+    assert it.core.load().num_awaiting_kv == 2
+    it.run()
+    assert_complete(it, requests)
+    assert len(it.fates.loads()) == 1
+    assert it.num_cached("b") == it.num_cached("a") == 36
+    it.check_nothing_left()
+
+
+def test_when_the_first_of_them_is_aborted_the_second_loads() -> None:
+    it = Tiered()
+    it.fill_tiers()
+    it.fates.load = TransferFate(delay_s=1.0)
+    it.add(document("a", 1))
+    second = document("b", 1)
+    it.add(second)
+    it.core.abort("a")
+    it.run()
+    assert_complete(it, [second])
+    assert len(it.fates.loads()) == 2
+    it.check_nothing_left()
+
+
+def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
+    it = Tiered()
+    it.fill_tiers()
+    it.fates.load = TransferFate(delay_s=1.0)
+    it.add(document("a", 1))
+    it.core.abort("a")
+    assert not it.scheduler.has_requests()
+    assert it.scheduler.kv.pool.num_available < 16
+    check_books(it.scheduler)
+    it.run()
+    it.check_nothing_left()
+
+
+def test_who_waits_for_a_load_counts_against_the_limit_of_sequences() -> None:
+    it = Tiered(max_num_seqs=1)
+    it.fill_tiers()
+    it.fates.load = TransferFate(delay_s=1.0)
+    loading, short = document("loading", 1), make_request("short", [7, 8], max_tokens=1)
+    it.add(loading)
+    it.add(short)
+    report = it.core.load()
+    assert (report.num_awaiting_kv, report.num_waiting, report.num_running) == (1, 1, 0)
+    it.run()
+    assert_complete(it, [loading, short])
+
+
+def test_who_waits_for_an_answer_keeps_nobody_from_running() -> None:
+    it = Tiered(disk=SimDisk(lambda: 1.0), kv_tiers=DISK, kv_host_slots=0, max_num_seqs=1)
+    unsure, short = document("unsure", 1), make_request("short", [7, 8], max_tokens=1)
+    it.add(unsure)
+    it.add(short)
+    report = it.core.load()
+    assert (report.num_awaiting_kv, report.num_waiting, report.num_running) == (1, 0, 1)
+    it.run()
+    assert list(it.finished) == ["short", "unsure"]
+    assert_complete(it, [unsure, short])
+
+
+def test_only_so_many_wait_for_an_answer() -> None:
+    it = Tiered(disk=SimDisk(lambda: 1.0), kv_tiers=DISK, kv_host_slots=0, max_num_seqs=2)
+    requests = [document(str(index), index, max_tokens=1) for index in range(5)]
+    for request in requests:
+        it.add(request)
+    report = it.core.load()
+    assert report.num_awaiting_kv == 2
+    assert report.num_running == 1
+    it.run()
+    assert_complete(it, requests)
+
+
+def test_an_answer_that_never_comes_is_waited_for_until_patience_ends() -> None:
+    it = Tiered(disk=SimDisk(lambda: 1e6), kv_tiers=DISK, kv_host_slots=0)
+    request = document("unsure", 1, max_tokens=1)
+    it.add(request)
+    assert it.core.next_wakeup() == PATIENCE_S
+    while not it.finished:
+        it.tick()
+    assert_complete(it, [request])
+    assert PATIENCE_S < it.clock.now() < 2 * PATIENCE_S
+
+
+def test_a_load_that_takes_too_long_is_computed_instead() -> None:
+    it = Tiered()
+    it.fill_tiers()
+    it.fates.load = TransferFate(delay_s=100.0)
+    began = it.clock.now()
+    request = make_request("again", [1] * 24, max_tokens=1)
+    it.add(request)
+    while "again" not in it.finished:
+        it.tick()
+    assert_complete(it, [request])
+    assert PATIENCE_S < it.clock.now() - began < 2 * PATIENCE_S
+    assert it.num_cached("again") == 0
+    assert it.scheduler.kv.pool.num_available == 11
+    it.run()
+    it.check_nothing_left()
+
+
+def test_leading_blocks_that_came_are_kept() -> None:
+    it = Tiered()
+    it.fill_tiers()
+    it.fates.load = TransferFate(failed=(4, 6))
+    it.serve(document("again", 1))
+    assert it.num_cached("again") == 16
+    assert it.core.load().tiers[0].num_failed == 2
+    it.check_nothing_left()
+
+
+def test_a_request_may_fail_for_kv_that_did_not_come() -> None:
+    it = Tiered(kv_tiers=KVTiersConfig(host_bytes=1, fail_on_load_failure=True))
+    it.fill_tiers()
+    it.fates.load = TransferFate(failed=(4,))
+    it.add(document("again", 1))
+    it.run()
+    last = it.finished["again"]
+    assert last.finish_reason is FinishReason.ERROR
+    assert "could not be loaded" in (last.error or "")
+    it.check_nothing_left()
+
+
+def test_where_there_is_no_room_blocks_are_brought_nearer() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0).serve(document("a", 1))
+    it = Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=40)
+    it.tick()  # it knows what is on the disk
+    running = make_request("running", [2] * 30, max_tokens=30)
+    it.add(running)
+    it.tick_until_started("running")
+    waiting = document("waiting", 1)
+    it.add(waiting)
+    assert it.core.load().num_waiting == 1
+    (prefetch,) = it.fates.prefetches()
+    assert len(prefetch.source.keys) == 9  # type: ignore[union-attr]
+    it.run()
+    assert_complete(it, [running, waiting])
+    assert [type(transfer.source) for transfer in it.fates.loads()] == [HostSlots]
+    assert it.num_cached("waiting") == 36
+    it.check_nothing_left()
+
+
+def test_a_request_that_was_loaded_is_not_loaded_again_before_it_runs() -> None:
+    """Else two that evict each other's blocks would never run."""
+    it = Tiered()
+    it.fill_tiers()
+    it.fates.load = TransferFate(failed=(0,))
+    it.serve(document("again", 1))
+    assert len(it.fates.loads()) == 1
+
+
+def test_a_lost_worker_takes_loads_with_it_and_they_are_not_tried_again() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0).serve(document("a", 1))
+    it = Tiered(disk=disk, kv_tiers=DISK)
+    it.tick()
+    it.fates.load = TransferFate(delay_s=1.0)
+    request = document("b", 1)
+    it.add(request)
+    assert len(it.fates.loads()) == 1
+    it.lose_the_worker()
+    check_books(it.scheduler)
+    it.run()
+    assert_complete(it, [request])
+    assert it.num_cached("b") == 0
+    assert len(it.fates.loads()) == 1
+    it.check_nothing_left()
+
+
+def test_other_requests_find_again_what_outlived_the_worker() -> None:
+    it = Tiered(disk=SimDisk(), kv_tiers=DISK)
+    it.serve(document("a", 1))
+    running = make_request("running", [9] * 8, max_tokens=30)
+    it.add(running)
+    it.tick_until_started("running")
+    it.lose_the_worker()
+    again = document("again", 1)
+    it.add(again)
+    it.run()
+    assert_complete(it, [running, again])
+    assert it.num_cached("again") == 36
+    it.check_nothing_left()
+
+
+def test_a_request_that_comes_while_there_is_no_worker_waits_in_line() -> None:
+    it = Tiered(disk=SimDisk(), kv_tiers=DISK)
+    it.serve(document("a", 1))
+    it.lose_the_worker()
+    it.lose_the_worker()
+    assert not it.core.is_worker_ready
+    again = document("again", 1)
+    it.add(again)
+    report = it.core.load()
+    assert (report.num_waiting, report.num_awaiting_kv) == (1, 0)
+    it.run()
+    assert_complete(it, [again])
+    assert it.num_cached("again") == 36
+
+
+def test_nobody_loads_while_a_request_is_tried_alone() -> None:
+    it = Tiered(disk=SimDisk(), kv_tiers=DISK)
+    it.serve(document("a", 1))
+    suspect = make_request("suspect", [9] * 8, max_tokens=9)
+    it.add(suspect)
+    for _ in range(2):
+        it.tick_until_started("suspect")
+        it.lose_the_worker()
+        while not it.core.is_worker_ready:
+            it.tick()
+    assert it.scheduler._suspects
+    again = document("again", 1)
+    it.add(again)
+    assert it.scheduler._suspects
+    assert it.core.load().num_awaiting_kv == 0
+    it.run()
+    assert_complete(it, [suspect, again])
+    assert it.num_cached("again") == 36
+    it.check_nothing_left()
+
+
+@pytest.mark.parametrize(("disk", "event"), [(SimDisk(), BlockRemoved), (None, AllBlocksCleared)])
+def test_what_is_on_disk_is_not_told_to_be_lost_with_a_worker(
+    disk: SimDisk | None, event: type[msgspec.Struct]
+) -> None:
+    tiers = DISK if disk else KVTiersConfig(host_bytes=1)
+    it = Tiered(disk=disk, kv_tiers=tiers)
+    it.serve(document("a", 1))
+    assert len(it.cached.host_keys) == 10
+    on_disk = set(it.cached.disk_keys)
+    assert len(on_disk) == (10 if disk else 0)
+    it.executor.say(WorkerLost("gone"))
+    it.core.step()
+    events = it.core.take_kv_events()
+    assert {type(one) for one in events} == {event}
+    removed = [key for one in events if isinstance(one, BlockRemoved) for key in one.block_hashes]
+    assert len(removed) == (20 if disk else 0)
+
+
+def test_without_tiers_what_is_said_of_transfers_is_ignored() -> None:
+    it = Tiered(kv_host_slots=0, kv_tiers=None)
+    it.executor.say(TransferEnd(3, 0))
+    it.serve(document("a", 1))
+    assert it.core.load().tiers == ()
+
+
+def test_workers_without_room_for_tiers_have_none() -> None:
+    it = Tiered(kv_host_slots=0)
+    it.serve(document("a", 1))
+    assert it.core.load().tiers == ()
+
+
+def test_blocks_are_touched_once_by_each_request() -> None:
+    """A block is written when the second request passes through it, however often the first does."""
+    disk = SimDisk()
+    tiers = msgspec.structs.replace(DISK, disk_min_touches=2)
+    it = Tiered(disk=disk, kv_tiers=tiers, kv_host_slots=0, max_num_seqs=1)
+    it.tick()
+    low = document("low", 1, max_tokens=20, priority=5)
+    it.add(low)
+    for _ in range(8):
+        it.tick()
+    it.serve(make_request("high", [2, 3], max_tokens=4))
+    assert it.scheduler.num_preemptions == 1
+    assert_complete(it, [low])
+    assert disk.objects == {}
+    it.serve(document("second", 1))
+    assert len(disk.objects) == 10

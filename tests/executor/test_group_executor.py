@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -17,11 +18,13 @@ from pagoda.engine.messages import (
     HostSlots,
     KVDirectory,
     SamplingParams,
+    SimConfig,
     SlotStart,
     StepPlan,
     StepResult,
     Transfer,
     TransferEnd,
+    TransferLink,
     WorkerConfig,
     WorkerFailed,
     WorkerReady,
@@ -30,14 +33,16 @@ from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.local import LocalLauncher, LocalWorkers
+from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock
-from pagoda.ipc.curve import new_keys
+from pagoda.ipc.curve import encrypt_client, new_keys
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.worker.engine_link import EngineLink
 
 PLAN = StepPlan(
     0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SamplingParams(seed=1, max_tokens=4))]
 )
+PAIR = ParallelConfig(tensor_parallel_size=2)
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 NAMES = ["worker pp0 tp0", "worker pp0 tp1", "worker pp1 tp0", "worker pp1 tp1"]
 
@@ -57,12 +62,14 @@ def make_executor(
         parallel: ParallelConfig | None = None,
         step_timeout_s: float = 30.0,
         kv_host_bytes: int = 0,
+        kv_disk_path: str | None = None,
     ) -> GroupExecutor:
         executor = GroupExecutor(
             WorkerConfig(
                 model=model,
                 parallel=parallel or ParallelConfig(),
                 kv_host_bytes=kv_host_bytes,
+                kv_disk_path=kv_disk_path,
             ),
             LocalLauncher("worker_double"),
             address=address,
@@ -260,67 +267,119 @@ def test_a_rank_that_cannot_start_ends_the_start(
 
 # ---- transfers
 
-PAIR = ParallelConfig(tensor_parallel_size=2)
+
+def transfer(number: int, generation: int = 0) -> Transfer:
+    """Of four blocks."""
+    slots = list(range(4 * number, 4 * number + 4))
+    return Transfer(number, generation, DeviceBlocks([3, 1, 2, 0]), HostSlots(slots))
 
 
-def transfer(number: int) -> Transfer:
-    return Transfer(number, 4, DeviceBlocks([0, 1]), HostSlots([1, 0]))
+def with_tiers(make_executor: MakeExecutor, model: str, **options: object) -> GroupExecutor:
+    """Two ranks that are ready."""
+    executor = make_executor(model, PAIR, kv_host_bytes=1, **options)
+    assert isinstance(next_event(executor), WorkerReady)
+    return executor
 
 
-def test_what_all_ranks_have_room_for_is_known_when_they_are_ready(
-    make_executor: MakeExecutor,
-) -> None:
-    executor = make_executor("obeys", SQUARE, kv_host_bytes=1)
+def test_tiers_of_all_ranks_are_told_as_one(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", SQUARE, kv_host_bytes=1, kv_disk_path="/kv")
     ready = next_event(executor)
     assert isinstance(ready, WorkerReady)
-    assert ready.kv_host_slots == 6
+    assert ready.kv_host_slots == 13  # what the rank with the least room has
     assert ready.kv_directories == tuple(
-        KVDirectory(f"/rank/{rank}", 4096 * (1 + rank)) for rank in range(4)
+        KVDirectory(f"/kv/rank{rank}", 4096 + rank) for rank in range(4)
     )
 
 
-def test_workers_are_not_ready_before_their_second_connection(make_executor: MakeExecutor) -> None:
-    executor = make_executor("has-no-link@1", PAIR, kv_host_bytes=1)
-    assert executor._group is not None
-    while len(executor._group._readies) < 2 or not executor._group._links:
-        zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], 20_000)
-        assert executor.poll() == []
+def test_workers_without_tiers_have_one_connection(make_executor: MakeExecutor) -> None:
+    ready = next_event(make_executor("obeys", PAIR))
+    assert isinstance(ready, WorkerReady)
+    assert (ready.kv_host_slots, ready.kv_directories) == (0, ())
 
 
-def test_a_transfer_ends_when_all_ranks_have_ended_it(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", PAIR, kv_host_bytes=1)
+def test_a_transfer_of_one_worker_ends(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", kv_host_bytes=1)
     next_event(executor)
-    executor.submit_transfers([transfer(7)])
-    assert executor.next_event_at() is not None
-    assert next_event(executor) == TransferEnd(7, 4)
-    assert executor.next_event_at() is None
+    executor.submit_transfers([transfer(0, generation=5)])
+    assert next_event(executor) == TransferEnd(0, 5)
 
 
-def test_a_block_that_one_rank_did_not_copy_has_failed(make_executor: MakeExecutor) -> None:
-    executor = make_executor("copies-badly@1", PAIR, kv_host_bytes=1)
-    next_event(executor)
-    executor.submit_transfers([transfer(7)])
-    assert next_event(executor) == TransferEnd(7, 4, [1], "its disk is broken")
-
-
-def test_ends_that_nobody_waits_for_change_nothing(make_executor: MakeExecutor) -> None:
-    executor = make_executor("copies-twice", PAIR, kv_host_bytes=1)
-    next_event(executor)
-    for number in (7, 8, 9):
+def test_a_transfer_ends_once_when_all_ranks_have_ended_it(make_executor: MakeExecutor) -> None:
+    executor = with_tiers(make_executor, "ends-late@1")
+    for number in range(3):
         executor.submit_transfers([transfer(number)])
-        assert next_event(executor) == TransferEnd(number, 4)
+        if number > 0:  # rank 0 has ended this one as well
+            assert next_event(executor) == TransferEnd(number - 1, 0)
+    assert executor.next_event_at() is not None, "the last is under way on rank 1"
+
+
+def test_transfers_go_on_beside_steps(make_executor: MakeExecutor) -> None:
+    executor = with_tiers(make_executor, "ends-late")
+    executor.submit_transfers([transfer(0)])
+    executor.submit(PLAN)
+    assert isinstance(next_event(executor), StepResult)
+    executor.submit_transfers([transfer(1)])
+    assert next_event(executor) == TransferEnd(0, 0)
+
+
+def test_a_block_that_one_rank_has_not_copied_has_failed(make_executor: MakeExecutor) -> None:
+    executor = with_tiers(make_executor, "fails-copying@1")
+    executor.submit_transfers([transfer(0)])
+    assert next_event(executor) == TransferEnd(0, 0, [1, 3], "rank 1 has no room")
+
+
+def test_failures_of_all_ranks_are_told_together(make_executor: MakeExecutor) -> None:
+    executor = with_tiers(make_executor, "fails-copying")
+    executor.submit_transfers([transfer(0)])
+    assert next_event(executor) == TransferEnd(0, 0, [0, 1, 3], "rank 0 has no room")
     assert executor.next_event_at() is None
 
 
-def test_a_transfer_that_does_not_end_is_the_end_of_the_workers(
-    make_executor: MakeExecutor,
-) -> None:
-    executor = make_executor("never-copies@1", PAIR, step_timeout_s=0.2, kv_host_bytes=1)
-    next_event(executor)
+@pytest.mark.parametrize("model", ["ends-twice@1", "ends-twice", "ends-what-nobody-began"])
+def test_ends_of_nothing_under_way_are_not_told(make_executor: MakeExecutor, model: str) -> None:
+    executor = with_tiers(make_executor, model)
+    for number in range(3):
+        executor.submit_transfers([transfer(number)])
+        assert next_event(executor) == TransferEnd(number, 0)
+    assert executor.next_event_at() is None
+
+
+@pytest.mark.parametrize("model", ["never-ends", "never-ends@1"])
+def test_a_transfer_that_hangs_is_the_end_of_all(make_executor: MakeExecutor, model: str) -> None:
+    executor = with_tiers(make_executor, model, step_timeout_s=0.2)
     started = list(pids(executor).values())
-    executor.submit_transfers([transfer(7)])
+    executor.submit_transfers([transfer(0)])
     assert next_event(executor) == WorkerLost("no KV transfer ended within 0.2 s")
     assert_gone(started)
+    assert executor.next_event_at() is None
+
+
+def test_transfers_of_lost_workers_are_forgotten(make_executor: MakeExecutor) -> None:
+    executor = with_tiers(make_executor, "dies-copying@1")
+    executor.submit_transfers([transfer(0)])
+    assert next_event(executor) == WorkerLost("worker pp0 tp1 was killed by SIGKILL")
+    executor.start(num_blocks=7)
+    assert isinstance(next_event(executor), WorkerReady)
+    assert executor.next_event_at() is None
+
+
+def test_a_rank_whose_link_hangs_up_is_lost(make_executor: MakeExecutor) -> None:
+    executor = with_tiers(make_executor, "hangs-up-copying@1")
+    events: list[ExecutorEvent] = []
+    for number in range(12):  # until the engine's socket has noticed, and a second more
+        executor.submit_transfers([transfer(number)])
+        time.sleep(0.2)
+        events += executor.poll()
+        if events:
+            break
+    assert events == [WorkerLost("worker pp0 tp1 hung up")]
+
+
+def test_nobody_takes_transfers_before_the_start(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", kv_host_bytes=1)
+    executor.close()
+    with pytest.raises(RuntimeError, match="without a worker"):
+        executor.submit_transfers([transfer(0)])
 
 
 # ---- who is heard
@@ -353,10 +412,10 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def unlaunched(address: str) -> tuple[GroupExecutor, NobodyLaunched]:
+def unlaunched(address: str, kv_host_bytes: int = 0) -> tuple[GroupExecutor, NobodyLaunched]:
     launcher = NobodyLaunched()
     executor = GroupExecutor(
-        WorkerConfig(model="m", place=RankPlace(dp=3)),
+        WorkerConfig(model="m", place=RankPlace(dp=3), kv_host_bytes=kv_host_bytes),
         launcher,
         address=address,
         step_timeout_s=30.0,
@@ -410,5 +469,71 @@ def test_workers_of_an_earlier_start_are_not_heard(
         ([config], address) = launcher.starts[1]
         EngineLink(context, address, config).send(WorkerFailed("of the second start", False))
         assert next_event(executor) == WorkerLost("of the second start")
+    finally:
+        executor.close()
+
+
+def connected_twice(
+    context: zmq.Context[zmq.Socket[bytes]], launcher: NobodyLaunched
+) -> tuple[EngineLink, zmq.Socket[bytes]]:
+    """The only worker's connections: its own, and that for transfers."""
+    ([config], address) = launcher.starts[0]
+    link = context.socket(zmq.DEALER)
+    link.setsockopt_string(zmq.IDENTITY, "kv-0")
+    if config.curve is not None:
+        encrypt_client(link, config.curve)
+    link.connect(address)
+    return EngineLink(context, address, config), link
+
+
+def ready_worker() -> WorkerReady:
+    sim = SimExecutor(SimConfig(kv_host_slots=5), clock=MonotonicClock())
+    sim.start()
+    (ready,) = sim.poll()
+    assert isinstance(ready, WorkerReady)
+    return ready
+
+
+def poll_once_heard(executor: GroupExecutor) -> list[ExecutorEvent]:
+    (socket,) = executor.pollables()
+    assert zmq.zmq_poll([(socket, zmq.POLLIN)], 20_000), "nobody said anything"
+    return executor.poll()
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+@pytest.mark.parametrize("link_is_first", [True, False])
+def test_a_worker_with_tiers_is_ready_once_it_has_connected_twice(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, scheme: str, link_is_first: bool
+) -> None:
+    executor, launcher = unlaunched(
+        f"ipc://{tmp_path / 'w'}" if scheme == "ipc" else "tcp://127.0.0.1", kv_host_bytes=1
+    )
+    try:
+        worker, link = connected_twice(context, launcher)
+        if link_is_first:
+            link.send(msgspec.msgpack.encode(TransferLink()))
+            assert poll_once_heard(executor) == []
+            worker.send(ready_worker())
+        else:
+            worker.send(ready_worker())
+            assert poll_once_heard(executor) == []
+            link.send(msgspec.msgpack.encode(TransferLink()))
+        assert poll_once_heard(executor) == [ready_worker()]
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize(
+    "message", [WorkerFailed("nonsense", True), StepResult(0, [], []), ready_worker()]
+)
+def test_a_link_does_not_speak_for_its_rank(
+    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, message: msgspec.Struct
+) -> None:
+    executor, launcher = unlaunched(f"ipc://{tmp_path / 'w'}", kv_host_bytes=1)
+    try:
+        _, link = connected_twice(context, launcher)
+        link.send(msgspec.msgpack.encode(message))
+        with pytest.raises(msgspec.ValidationError):
+            poll_once_heard(executor)
     finally:
         executor.close()

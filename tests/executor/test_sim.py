@@ -2,8 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.engine.messages import SamplingParams, SimConfig, SlotStart, StepPlan, StepResult
-from pagoda.executor.sim import SimExecutor, SimWorker
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    SamplingParams,
+    SimConfig,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    Transfer,
+    TransferEnd,
+    TransferPlace,
+)
+from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
 from pagoda.ipc.clock import VirtualClock
 
 
@@ -68,3 +80,146 @@ def test_a_slot_in_use_cannot_be_started() -> None:
     worker.execute(StepPlan(0, [0], [1], [start(0, [1], [5])]), 0.0)
     with pytest.raises(ValueError, match="in use"):
         worker.execute(StepPlan(1, [0], [1], [start(0, [1], [5])]), 0.0)
+
+
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
+ONLY_STEP = StepPlan(0, [0], [8], [start(0, TOKENS, [5, 6])])
+
+
+def worker_with_blocks(disk: dict[bytes, Cells] | None = None) -> SimWorker:
+    """Blocks 5 and 6 hold eight tokens; the step that wrote them is still under way."""
+    worker = SimWorker(SimConfig(block_size=4), check_kv=True, disk=disk)
+    worker.execute(ONLY_STEP, 0.0)
+    return worker
+
+
+def copy(
+    worker: SimWorker, source: TransferPlace, target: TransferPlace, failed: tuple[int, ...] = ()
+) -> TransferEnd:
+    transfer = Transfer(0, 0, source, target)
+    worker.begin(transfer)
+    return worker.end(transfer, failed)
+
+
+def read_back(worker: SimWorker, blocks: list[int], tokens: list[int] = TOKENS) -> None:
+    """A step that reads these blocks, and writes one token behind them."""
+    request = start(9, [*tokens, 9], [*blocks, 30], computed=8)
+    worker.execute(StepPlan(1, [9], [1], [request], freed_slots=[]), 0.0)
+
+
+def test_blocks_come_back_from_host_slots_and_from_disks_that_outlive_the_worker() -> None:
+    disk: dict[bytes, Cells] = {}
+    worker = worker_with_blocks(disk)
+    worker.step_done(0)
+    assert copy(worker, DeviceBlocks([5, 6]), HostSlots([0, 3])) == TransferEnd(0, 0)
+    copy(worker, HostSlots([3]), DeviceBlocks([11]))
+    copy(worker, DeviceBlocks([5]), DiskObjects([b"root"]))
+    copy(worker, DiskObjects([b"root"]), DeviceBlocks([10]))
+    read_back(worker, [10, 11])
+    other = SimWorker(SimConfig(block_size=4), check_kv=True, disk=disk)
+    copy(other, DiskObjects([b"root"]), HostSlots([2]))
+    with pytest.raises(ValueError, match=r"reads 3, where nothing is"):
+        copy(other, HostSlots([3]), DeviceBlocks([1]))
+
+
+def test_the_wrong_block_is_noticed_when_it_is_read() -> None:
+    worker = worker_with_blocks()
+    worker.step_done(0)
+    copy(worker, DeviceBlocks([5, 6]), HostSlots([0, 1]))
+    copy(worker, HostSlots([1, 0]), DeviceBlocks([10, 11]))
+    with pytest.raises(ValueError, match="another sequence's KV at position 0"):
+        read_back(worker, [10, 11])
+
+
+def test_a_block_that_was_not_copied_holds_nothing() -> None:
+    worker = worker_with_blocks()
+    worker.step_done(0)
+    copy(worker, DeviceBlocks([5, 6]), HostSlots([0, 1]))
+    end = copy(worker, HostSlots([0, 1]), DeviceBlocks([5, 6]), failed=(1,))
+    assert (end.failed, bool(end.error)) == ([1], True)
+    with pytest.raises(ValueError, match="another sequence's KV at position 4"):
+        read_back(worker, [5, 6])
+
+
+def test_objects_that_are_not_there_fail_to_load() -> None:
+    worker = worker_with_blocks()
+    end = copy(worker, DiskObjects([b"a", b"b"]), DeviceBlocks([1, 2]))
+    assert end.failed == [0, 1]
+
+
+def test_transfers_keep_away_from_what_steps_write_to() -> None:
+    worker = worker_with_blocks()
+    with pytest.raises(ValueError, match="uses what step 0 writes to"):
+        worker.begin(Transfer(0, 0, DeviceBlocks([6]), HostSlots([0])))
+    with pytest.raises(ValueError, match="uses what step 0 writes to"):
+        worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([6])))
+    worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([6]), after_step=0))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (DiskObjects([b"a"]), DeviceBlocks([7])),
+        (DeviceBlocks([7]), HostSlots([0])),
+    ],
+)
+def test_steps_keep_away_from_blocks_under_transfer(
+    source: TransferPlace, target: TransferPlace
+) -> None:
+    worker = SimWorker(SimConfig(block_size=4), check_kv=True)
+    worker.begin(Transfer(0, 0, source, target))
+    with pytest.raises(ValueError, match="block 7, which is under transfer"):
+        worker.execute(StepPlan(0, [0], [1], [start(0, [1], [7])]), 0.0)
+
+
+def test_transfers_keep_away_from_each_other() -> None:
+    worker = worker_with_blocks()
+    worker.step_done(0)
+    worker.begin(Transfer(0, 0, DeviceBlocks([5]), HostSlots([0])))
+    worker.begin(Transfer(1, 0, DeviceBlocks([5]), DiskObjects([b"a"])))
+    worker.begin(Transfer(2, 0, DeviceBlocks([6]), DiskObjects([b"a"])))
+    with pytest.raises(ValueError, match="writes to what another transfer reads"):
+        worker.begin(Transfer(3, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
+    with pytest.raises(ValueError, match="uses what another transfer writes to"):
+        worker.begin(Transfer(3, 0, DeviceBlocks([6]), HostSlots([0])))
+    with pytest.raises(ValueError, match="uses what another transfer writes to"):
+        worker.begin(Transfer(3, 0, HostSlots([0]), DeviceBlocks([9])))
+
+
+def test_transfers_take_the_time_of_the_cost_model_beside_the_steps() -> None:
+    clock = VirtualClock()
+    config = SimConfig(base_s=1.0, per_transferred_block_s=0.25, block_size=4)
+    fates = {1: TransferFate(delay_s=5.0)}
+    executor = SimExecutor(
+        config,
+        clock=clock,
+        check_kv=True,
+        transfer_fate=lambda transfer: fates.get(transfer.transfer_id, TransferFate()),
+        disk={b"a": {}},
+    )
+    executor.start()
+    executor.poll()
+    executor.submit(ONLY_STEP)
+    a = DiskObjects([b"a"])
+    executor.submit_transfers(
+        [
+            Transfer(0, 0, a, HostSlots([0])),
+            Transfer(1, 0, a, HostSlots([1])),
+            Transfer(2, 0, DiskObjects([b"a", b"a"]), DeviceBlocks([5, 6]), after_step=0),
+        ]
+    )
+    ended = {}
+    while (instant := executor.next_event_at()) is not None:
+        clock.advance_to(instant)
+        for event in executor.poll():
+            ended[event.transfer_id if isinstance(event, TransferEnd) else "step"] = instant
+    assert ended == {0: 0.25, "step": 1.0, 2: 1.5, 1: 5.25}
+
+
+def test_nobody_waits_for_a_step_that_lost_workers_were_given() -> None:
+    executor = SimExecutor(SimConfig(), clock=VirtualClock(), check_kv=True)
+    executor.start()
+    executor.submit(ONLY_STEP)
+    executor.start()
+    with pytest.raises(ValueError, match="wait for step 0 for ever"):
+        executor.submit_transfers([Transfer(0, 0, HostSlots([0]), DeviceBlocks([5]), 0)])

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 import zmq
@@ -18,8 +17,9 @@ import zmq
 from pagoda.engine.messages import (
     KVDirectory,
     SimConfig,
-    Transfer,
     TransferEnd,
+    TransferLink,
+    Transfers,
     WorkerConfig,
     WorkerFailed,
     WorkerHello,
@@ -27,42 +27,9 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.worker.engine_link import EngineLink
-from pagoda.worker.transfer_link import TransferThread
-
-
-class Copies:
-    """A worker's half of the tiers that copies nothing, and says so at once."""
-
-    def __init__(self, behaviour: str, on_end: Callable[[], None]) -> None:
-        self._behaviour = behaviour
-        self._on_end = on_end
-        self._ends: list[TransferEnd] = []
-
-    def start(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in transfers:
-            end = TransferEnd(transfer.transfer_id, transfer.generation)
-            match self._behaviour:
-                case "never-copies":
-                    continue
-                case "copies-badly":
-                    end = TransferEnd(end.transfer_id, end.generation, [1], "its disk is broken")
-                case "copies-twice":
-                    self._ends += [TransferEnd(end.transfer_id, end.generation - 1), end]
-                    self._ends.append(TransferEnd(end.transfer_id + 1000, end.generation))
-            self._ends.append(end)
-        self._on_end()
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def poll(self) -> list[TransferEnd]:
-        ends, self._ends = self._ends, []
-        return ends
-
-    def close(self) -> None:
-        pass
 
 
 def main() -> None:
@@ -98,12 +65,8 @@ def main() -> None:
     if behaviour == "rounds":
         ready = msgspec.structs.replace(ready, arithmetic="other bits")
     if config.has_kv_tiers:
-        place_on_disk = KVDirectory(f"/rank/{rank}", 4096 * (1 + rank))
-        ready = msgspec.structs.replace(
-            ready, kv_host_slots=9 - rank, kv_directories=(place_on_disk,)
-        )
-        if behaviour != "has-no-link":
-            TransferThread(context, sys.argv[1], config, partial(Copies, behaviour))
+        ready = _with_tiers(ready, config, rank)
+        threading.Thread(target=_copy, args=(context, config, rank, behaviour), daemon=True).start()
     engine.send(ready)
     worker = SimWorker(sim, check_kv=True, num_stages=parallel.pipeline_parallel_size)
     while True:
@@ -127,6 +90,54 @@ def _ready(sim: SimConfig) -> WorkerReady:
     if not isinstance(ready, WorkerReady):
         raise TypeError(f"The simulated worker says {ready}.")
     return ready
+
+
+def _with_tiers(ready: WorkerReady, config: WorkerConfig, rank: int) -> WorkerReady:
+    directory = KVDirectory(f"{config.kv_disk_path}/rank{rank}", 4096 + rank)
+    return msgspec.structs.replace(
+        ready,
+        kv_host_slots=16 - rank if config.kv_host_bytes else 0,
+        kv_directories=(directory,) if config.kv_disk_path else (),
+    )
+
+
+def _copy(
+    context: zmq.Context[zmq.Socket[bytes]], config: WorkerConfig, rank: int, behaviour: str
+) -> None:
+    """Ends transfers on the second connection, as soon as they have begun, or as `behaviour` says."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt_string(zmq.IDENTITY, f"kv-{rank}")
+    if config.curve is not None:
+        encrypt_client(socket, config.curve)
+    socket.connect(sys.argv[1])
+    socket.send(msgspec.msgpack.encode(TransferLink()))
+    held_back: list[TransferEnd] = []
+    while True:
+        message = msgspec.msgpack.decode(socket.recv(), type=Transfers)
+        if behaviour == "dies-copying":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "hangs-up-copying":
+            socket.close(linger=0)
+            return
+        ends = [TransferEnd(t.transfer_id, t.generation) for t in message.transfers]
+        if behaviour == "fails-copying":
+            # Of each transfer the block with its rank's number, and the last one.
+            lost = sorted({rank, 3})
+            ends = [
+                TransferEnd(end.transfer_id, end.generation, lost, f"rank {rank} has no room")
+                for end in ends
+            ]
+        if behaviour == "ends-twice":
+            ends = [end for end in ends for _ in range(2)]
+        if behaviour == "ends-what-nobody-began":
+            ends = [TransferEnd(ends[0].transfer_id, ends[0].generation + 1), *ends]
+        if behaviour == "ends-late":
+            # With the next message.
+            ends, held_back = held_back, ends
+        if behaviour == "never-ends":
+            ends = []
+        for end in ends:
+            socket.send(msgspec.msgpack.encode(end))
 
 
 if __name__ == "__main__":

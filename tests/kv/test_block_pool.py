@@ -61,6 +61,27 @@ def test_evicting_a_copy_leaves_the_entry_of_the_original() -> None:
     assert pool.find(b"key") is original
 
 
+def test_a_discarded_block_is_found_no_longer_and_free_when_its_readers_are_gone() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.publish(block, b"key")
+    pool.discard(b"key")
+    pool.discard(b"key")
+    assert pool.find(b"key") is None
+    assert (pool.num_stored, pool.num_removed) == (1, 1)
+    pool.check()
+    pool.release([block])
+    assert pool.num_available == 2
+
+
+def test_steps_of_lost_workers_write_no_more() -> None:
+    pool = BlockPool(2)
+    for block in pool.take(2):
+        block.written_by = 7
+    pool.clear_cache()
+    assert [block.written_by for block in pool._blocks] == [-1, -1]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Chains are taken, published, shared and released in any order; the books must balance."""
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.manager import BlockTable, KVManager
 
 
@@ -82,6 +83,44 @@ def test_hits_are_exactly_the_common_whole_blocks(first: list[int], second: list
         common += 1
     expected = min(common // 4, max(0, len(second) - 1) // 4)
     assert kv.find_prefix(kv.new_table(), second) == table.blocks[:expected]
+
+
+def test_keys_are_those_of_blocks_that_may_be_found() -> None:
+    kv = KVManager(16, 4)
+    for num_tokens in (0, 1, 4, 5, 8, 9):
+        tokens = list(range(num_tokens))
+        keys = kv.prefix_keys(kv.new_table("salt"), tokens)
+        assert keys == prefix_keys(tokens, 4, "salt", 99)
+    uncached = KVManager(16, 4, prefix_caching=False)
+    assert uncached.prefix_keys(uncached.new_table(), list(range(20))) == []
+
+
+def test_offers_are_blocks_as_others_find_them() -> None:
+    kv = KVManager(16, 4)
+    first = filled(kv, list(range(10)))
+    copy = filled(kv, list(range(14)))
+    offers = kv.offers(copy, list(range(14)), 1, 3)
+    assert [offer.block for offer in offers] == [first.blocks[1], copy.blocks[2]]
+    assert [offer.key for offer in offers] == copy.keys[2:4]
+    assert [offer.parent for offer in offers] == copy.keys[1:3]
+    assert [offer.token_ids for offer in offers] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    (root,) = kv.offers(copy, list(range(14)), 0, 1)
+    assert root.parent is None
+
+
+def test_freed_blocks_remember_which_step_may_still_write_to_them() -> None:
+    kv = KVManager(16, 4)
+    table = kv.new_table()
+    kv.grow(table, 14)
+    blocks = list(table.blocks)
+    kv.free(table, num_computed_tokens=6, last_step=9)
+    assert [block.written_by for block in blocks] == [-1, 9, 9, 9]
+    kv.grow(table, 16)
+    kv.free(table, last_step=5)
+    assert [block.written_by for block in blocks] == [5, 9, 9, 9]
+    kv.grow(table, 16)
+    kv.free(table)
+    assert [block.written_by for block in blocks] == [5, 9, 9, 9]
 
 
 class ManagerMachine(RuleBasedStateMachine):

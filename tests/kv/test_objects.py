@@ -170,11 +170,36 @@ def test_the_directory_of_one_model_is_refused(tmp_path: Path, manifest: Manifes
         open_directory(directory, manifest)
 
 
-def test_a_manifest_that_nobody_understands_is_refused(tmp_path: Path, manifest: Manifest) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b'{"model": "m"}',
+        b'{"model": "\xff"}',
+        b'{"unknown": ' + b"[" * 10_000,
+        b"\0" * 1000,
+    ],
+)
+def test_a_manifest_that_nobody_understands_is_refused(
+    tmp_path: Path, manifest: Manifest, content: bytes
+) -> None:
     directory = open_directory(tmp_path, manifest)
-    (directory / MANIFEST_NAME).write_text("{")
+    (directory / MANIFEST_NAME).write_bytes(content)
+    assert read_manifest(directory) is None
     with pytest.raises(ConfigError, match=rf"cannot be read; `pagoda kv clear {tmp_path}` removes"):
         open_directory(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("field", ["payload_bytes", "block_size"])
+def test_a_manifest_of_nothing_is_not_understood(
+    tmp_path: Path, manifest: Manifest, field: str
+) -> None:
+    directory = open_directory(tmp_path, manifest)
+    nothing = msgspec.structs.replace(manifest, **{field: 0})
+    (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(nothing))
+    assert read_manifest(directory) is None
 
 
 def test_the_manifest_of_another_model_is_refused(tmp_path: Path, manifest: Manifest) -> None:

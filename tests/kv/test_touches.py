@@ -44,3 +44,35 @@ def test_no_more_than_two_generations_are_kept() -> None:
     for number in range(1000):
         counter.touch(key(number))
         assert len(counter._younger) + len(counter._older) < 20
+
+
+def chain(counter: TouchCounter, numbers: range, **fields: bool) -> list[bool]:
+    """One request passes through blocks that follow each other."""
+    return [
+        counter.touch(key(number), key(number - 1) if number else None, **fields)
+        for number in numbers
+    ]
+
+
+def test_as_much_as_has_come_back_may_follow_it() -> None:
+    counter = TouchCounter(2)
+    assert chain(counter, range(3)) == [False] * 3
+    assert chain(counter, range(9)) == [True] * 6 + [False] * 3
+    assert chain(counter, range(9)) == [True] * 9
+
+
+def test_what_is_kept_has_come_back_whatever_is_remembered() -> None:
+    counter = TouchCounter(3)
+    chain(counter, range(4), is_kept=True)
+    assert chain(counter, range(4, 10)) == [True] * 4 + [False] * 2
+
+
+def test_little_that_is_shared_does_not_draw_much_after_it() -> None:
+    counter = TouchCounter(2)
+    chain(counter, range(2))
+    for request in range(100, 1000, 100):
+        assert chain(counter, range(2)) == [True] * 2
+        own = [key(number) for number in range(request, request + 50)]
+        parents = [key(1), *own[:-1]]
+        written = [counter.touch(one, parent) for one, parent in zip(own, parents, strict=True)]
+        assert written == [True] * 2 + [False] * 48

@@ -1,0 +1,103 @@
+"""A worker's blocks without its model: KV tensors, a directory of objects, and the threads that copy."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from pathlib import Path
+
+import torch
+
+from pagoda.backend.base import KVCache
+from pagoda.engine.messages import DeviceBlocks, DiskObjects, Transfer, TransferPlace
+from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.objects import Manifest, open_directory
+from pagoda.model.config import parse_model_config
+from pagoda.models.presets import PRESETS
+from pagoda.worker.kv_memory import KVMemory
+from pagoda.worker.transfers import Transfers
+
+
+class Blocks:
+    """Some blocks in the shape of a preset's, in bfloat16, and an object for each."""
+
+    def __init__(self, root: Path, model: str, num_blocks: int, block_size: int) -> None:
+        shape = parse_model_config(PRESETS[model], source=model)
+        block = (shape.num_kv_heads, block_size, shape.head_dim)
+        self._tensors = [
+            torch.empty((num_blocks, *block), dtype=torch.bfloat16).random_()
+            for _ in range(2 * shape.num_layers)
+        ]
+        pairs = zip(self._tensors[::2], self._tensors[1::2], strict=True)
+        memory = self._memory = KVMemory([KVCache(keys, values) for keys, values in pairs])
+        manifest = Manifest(
+            model=model,
+            model_digest="none",
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
+            quantization="none",
+            arithmetic="none",
+            layout=memory.layout,
+            block_size=block_size,
+            payload_bytes=memory.block_bytes,
+        )
+        self.files = ObjectFiles(open_directory(root, manifest), manifest)
+        self._device = DeviceBlocks(list(range(num_blocks)))
+        self._disk = DiskObjects(
+            [hashlib.sha256(b"%d" % number).digest() for number in range(num_blocks)]
+        )
+        self._digest = self._device_digest()
+        self._ended = threading.Semaphore(0)
+        self._num_transfers = 0
+        self._transfers = Transfers(memory, None, self.files, self._ended.release)
+
+    def write(self) -> None:
+        """
+        Raises:
+            RuntimeError: a block could not be written.
+        """
+        self._move(self._device, self._disk)
+
+    def read(self) -> None:
+        """
+        Raises:
+            RuntimeError: a block could not be read.
+        """
+        self._move(self._disk, self._device)
+
+    def _move(self, source: TransferPlace, target: TransferPlace) -> None:
+        self._transfers.start([Transfer(self._num_transfers, 0, source, target)])
+        self._num_transfers += 1
+        self._ended.acquire()
+        [end] = self._transfers.poll()
+        if end.failed:
+            raise RuntimeError(f"{len(end.failed)} blocks were not moved: {end.error}.")
+
+    def clear_device(self) -> None:
+        for tensor in self._tensors:
+            tensor.zero_()
+
+    def check_device(self) -> None:
+        """
+        Raises:
+            RuntimeError: the device does not hold what was there at first.
+        """
+        if self._device_digest() != self._digest:
+            raise RuntimeError("What came back is not what was written.")
+
+    def _device_digest(self) -> bytes:
+        digest = hashlib.sha256()
+        block = memoryview(bytearray(self._memory.block_bytes))
+        for block_id in self._device.block_ids:
+            self._memory.read(block_id, block)
+            digest.update(block)
+        return digest.digest()
+
+    def remove_objects(self) -> None:
+        for path in self.files.directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+
+    def close(self) -> None:
+        self._transfers.close()

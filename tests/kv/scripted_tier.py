@@ -1,0 +1,88 @@
+"""A connector that has what it is told to have, and remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    DiskObjects,
+    TierLoad,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
+from pagoda.kv.block_pool import Block
+from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.transfers import TransferLedger
+
+
+class ScriptedTier:
+    def __init__(self, name: str, ledger: TransferLedger) -> None:
+        self.tier = name
+        self.has: set[bytes] = set()
+        self.is_unsure = False
+        """Whether it does not know what else it has."""
+        self.has_news = False
+        self.stores = True
+        self.calls: list[tuple[object, ...]] = []
+        self.offered: list[bytes] = []
+        self._ledger = ledger
+
+    def announce(self, demand: Demand, start: int) -> None:
+        self.calls.append(("announce", demand.request_id, start))
+
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        for index in range(start, len(demand.keys)):
+            if demand.keys[index] not in self.has:
+                return None if self.is_unsure else index - start
+        return len(demand.keys) - start
+
+    def prefetch(self, demand: Demand, start: int) -> None:
+        self.calls.append(("prefetch", demand.request_id, start))
+
+    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
+        keys = list(demand.keys[start : start + len(blocks)])
+        target = DeviceBlocks([block.block_id for block in blocks])
+        return self._ledger.open(self, DiskObjects(keys), target, blocks, after_step=after_step)
+
+    def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
+        self.calls.append(("loaded", list(keys), list(failed)))
+
+    def offer(self, offers: Sequence[Offer]) -> int:
+        count = min(len(offers), self._ledger.store_room) if self.stores else len(offers)
+        done = offers[:count]
+        self.offered += [offer.key for offer in done]
+        if self.stores and done:
+            blocks = [offer.block for offer in done]
+            source = DeviceBlocks([block.block_id for block in blocks])
+            self._ledger.open(self, source, DiskObjects([offer.key for offer in done]), blocks)
+        return count
+
+    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
+        self.calls.append(("ended", transfer.transfer_id, end.failed))
+
+    def transfer_lost(self, transfer: Transfer) -> None:
+        self.calls.append(("lost", transfer.transfer_id))
+
+    def forget(self, request_id: str) -> None:
+        self.calls.append(("forget", request_id))
+
+    def workers_ready(self, ready: WorkerReady) -> None:
+        self.calls.append(("ready", ready.kv_host_slots))
+
+    def workers_lost(self) -> None:
+        self.calls.append(("workers lost",))
+
+    def poll(self) -> bool:
+        has_news, self.has_news = self.has_news, False
+        return has_news
+
+    def pollables(self) -> list[object]:
+        return [self.tier]
+
+    def load_report(self) -> TierLoad:
+        return TierLoad(name=self.tier, num_blocks=len(self.has), num_total_blocks=99)
+
+    def close(self) -> None:
+        self.calls.append(("close",))

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pagoda.engine.messages import DeviceBlocks, HostSlots, Transfer, TransferEnd
+from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.transfers import TransferLedger
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, list[int], int]] = []
+        """(transfer, failed, references of its first block at that time)"""
+        self.lost: list[int] = []
+        self.blocks: list[Block] = []
+
+    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
+        count = self.blocks[0].ref_count if self.blocks else 0
+        self.ended.append((transfer.transfer_id, end.failed, count))
+
+    def transfer_lost(self, transfer: Transfer) -> None:
+        self.lost.append(transfer.transfer_id)
+
+
+def load(
+    ledger: TransferLedger, owner: Owner, blocks: list[Block], after_step: int = -1
+) -> Transfer:
+    numbers = [block.block_id for block in blocks]
+    ledger.open(owner, HostSlots(numbers), DeviceBlocks(numbers), blocks, after_step=after_step)
+    return ledger.take()[-1]
+
+
+def store(ledger: TransferLedger, owner: Owner, blocks: list[Block]) -> Transfer:
+    numbers = [block.block_id for block in blocks]
+    ledger.open(owner, DeviceBlocks(numbers), HostSlots(numbers), blocks)
+    return ledger.take()[-1]
+
+
+def end_of(transfer: Transfer, failed: list[int] | None = None) -> TransferEnd:
+    return TransferEnd(transfer.transfer_id, transfer.generation, failed or [])
+
+
+def test_blocks_stay_referenced_until_the_transfer_ends_whatever_the_request_does() -> None:
+    pool, owner = BlockPool(4), Owner()
+    ledger = TransferLedger(pool)
+    blocks = owner.blocks = pool.take(2)
+    transfer = load(ledger, owner, blocks, after_step=7)
+    assert (transfer.after_step, transfer.target) == (7, DeviceBlocks([0, 1]))
+    pool.release(blocks)
+    assert pool.num_available == 2
+    assert ledger.close(end_of(transfer, failed=[1]))
+    assert owner.ended == [(transfer.transfer_id, [1], 1)]
+    assert pool.num_available == 4
+    assert ledger.num_open == 0
+
+
+def test_an_end_counts_once() -> None:
+    pool, owner = BlockPool(4), Owner()
+    ledger = TransferLedger(pool)
+    blocks = pool.take(1)
+    transfer = load(ledger, owner, blocks)
+    assert ledger.close(end_of(transfer))
+    assert not ledger.close(end_of(transfer))
+    assert not ledger.close(TransferEnd(99, 0))
+    assert len(owner.ended) == 1
+    assert blocks[0].ref_count == 1
+
+
+def test_what_lost_workers_were_doing_goes_on_no_more() -> None:
+    pool, owner = BlockPool(4), Owner()
+    ledger = TransferLedger(pool)
+    blocks = pool.take(2)
+    first = load(ledger, owner, blocks)
+    ledger.open(owner, HostSlots([3]), DeviceBlocks([0]), blocks[:1])
+    ledger.drop_all()
+    assert owner.lost == [0, 1]
+    assert ledger.take() == []
+    assert not ledger.close(end_of(first))
+    assert [block.ref_count for block in blocks] == [1, 1]
+    again = load(ledger, owner, blocks)
+    assert (again.generation, again.transfer_id) == (1, 2)
+    assert not ledger.close(TransferEnd(again.transfer_id, generation=0))
+    assert ledger.close(end_of(again))
+
+
+def test_stores_hold_an_eighth_of_the_pool_at_most() -> None:
+    pool, owner = BlockPool(32), Owner()
+    ledger = TransferLedger(pool)
+    blocks = pool.take(8)
+    assert ledger.store_room == 4
+    load(ledger, owner, blocks)
+    assert ledger.store_room == 4
+    stored = store(ledger, owner, blocks[:3])
+    assert ledger.store_room == 1
+    ledger.close(end_of(stored))
+    assert ledger.store_room == 4
+    store(ledger, owner, blocks[:4])
+    ledger.drop_all()
+    assert ledger.store_room == 4
+
+
+def test_the_smallest_pool_has_room_for_one_store() -> None:
+    assert TransferLedger(BlockPool(3)).store_room == 1
