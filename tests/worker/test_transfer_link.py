@@ -16,9 +16,9 @@ from pagoda.engine.messages import (
     Transfer,
     TransferEnd,
     TransferLink,
+    TransferMessage,
     Transfers,
     WorkerConfig,
-    WorkerMessage,
 )
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
@@ -70,9 +70,9 @@ class Engine:
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._decode = Codec[WorkerMessage](WorkerMessage).decode
+        self._decode = Codec[TransferMessage](TransferMessage).decode
 
-    def receive(self) -> WorkerMessage:
+    def receive(self) -> TransferMessage:
         identity, payload = self.socket.recv_multipart()
         assert identity == b"kv-1"
         return self._decode(payload)

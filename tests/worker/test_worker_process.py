@@ -49,7 +49,11 @@ class _Worker:
         self.child = ChildProcess("pagoda.worker.main", [address], config=encoded)
 
     def receive(self) -> WorkerMessage:
-        return self._codec.decode(self._socket.recv_multipart()[1])
+        """The next message that is not about transfers."""
+        while True:
+            identity, payload = self._socket.recv_multipart()
+            if identity == b"0":
+                return self._codec.decode(payload)
 
     def send(self, plan: StepPlan) -> None:
         self._socket.send_multipart([b"0", msgspec.msgpack.encode(plan)])
@@ -150,13 +154,12 @@ def test_a_plan_that_does_not_fit_ends_the_worker_behind_its_last_result(
 
 def _run_a_large_step(worker: _Worker) -> None:
     """Large enough that all threads take part."""
-    while not isinstance(worker.receive(), WorkerReady):
-        pass
+    assert isinstance(worker.receive(), WorkerReady)
     prompt = [token % 300 for token in range(512)]
     blocks = list(range(512 // 16))
     worker.send(StepPlan(0, [0], [512], [SlotStart(0, prompt, 512, 0, blocks, SAMPLING)]))
-    while not isinstance(result := worker.receive(), StepResult):
-        pass
+    result = worker.receive()
+    assert isinstance(result, StepResult)
     assert not result.errors
 
 
