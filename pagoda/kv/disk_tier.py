@@ -165,6 +165,8 @@ class DiskTier:
     # ---- what is kept
 
     def offer(self, offers: Sequence[Offer]) -> int:
+        if self._housekeeper is not None and not self._is_indexed:
+            self._housekeeper.rescan()  # if the first scan has failed
         may_store = self._may_store()
         room = self._ledger.store_room
         known: list[bytes] = []

@@ -76,7 +76,10 @@ class Housekeeper(Protocol):
         ...
 
     def rescan(self) -> None:
-        """Something was written. If the last scan was long ago, looks for what others wrote or removed."""
+        """Something was written, or no scan has ended yet. Looks for what is there if none is at it.
+
+        Not soon after the last scan.
+        """
         ...
 
     def poll(self) -> list[News]:

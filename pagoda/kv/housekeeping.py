@@ -159,12 +159,23 @@ class HousekeepingThread:
                 removal = None
                 if probe is None and self._removals:
                     removal = self._removals.popleft()
-            if probe is not None:
-                self._tell(self._answer(probe), early=True)
-            elif removal is not None:
-                self._remove(removal)
-            elif next(scan, None) is None:
-                scan = self._scan()
+            try:
+                if probe is not None:
+                    self._tell(self._answer(probe), early=True)
+                elif removal is not None:
+                    self._remove(removal)
+                elif next(scan, None) is None:
+                    scan = self._scan()
+            except Exception:
+                # What breaks one piece of work is not to end all others: requests wait for answers.
+                logger.exception("Looking into KV blocks in %s failed.", self._root)
+                if probe is not None:
+                    self._tell(ProbeAnswer(probe.probe_id, ()), early=True)
+                elif removal is not None:
+                    self._tell(Removed(removal.directory, removal.keys))
+                else:
+                    self._stop_scanning(0.0)
+                    scan = self._scan()
 
     def _has_something_to_do(self) -> bool:
         may_scan = self._is_scanning and self._backlog < _MAX_BACKLOG
@@ -224,12 +235,14 @@ class HousekeepingThread:
         for directory in self._find_others():
             yield from self._list(directory)
         seconds = self._clock.now() - started
+        self._stop_scanning(seconds)
+        self._tell(ScanEnded(seconds))
+
+    def _stop_scanning(self, seconds: float) -> None:
+        interval = max(_MIN_SCAN_INTERVAL_S, _SCAN_SHARE * seconds)
         with self._changed:
             self._is_scanning = False
-            self._next_scan_at = self._clock.now() + max(
-                _MIN_SCAN_INTERVAL_S, _SCAN_SHARE * seconds
-            )
-        self._tell(ScanEnded(seconds))
+            self._next_scan_at = self._clock.now() + interval
 
     def _find_others(self) -> list[_Directory]:
         """Directories of other objects, those that are gone too: what was found there is not any more."""

@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import stat
 import struct
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,9 @@ MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 """Files that are being written, or that a killed writer left."""
 
+_MAX_PAYLOAD_BYTES = 2**40
+"""Beyond this a manifest is no manifest: lengths of others' objects are counted with."""
+_MAX_MANIFEST_BYTES = 2**16
 _MAGIC = b"PAGODAKV"
 _HEADER = struct.Struct("<8sIQ32s8x")
 _CHECKSUM = struct.Struct("<I")
@@ -74,7 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     """How the payload lies: its dimensions, in order."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
-    payload_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PAYLOAD_BYTES)]
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
@@ -218,8 +222,16 @@ def read_manifest(directory: Path) -> Manifest | None:
     Raises:
         OSError: it cannot be read.
     """
+    # Not blocking: somebody may have put a pipe there.
+    descriptor = os.open(directory / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        content = os.read(descriptor, _MAX_MANIFEST_BYTES)
+    finally:
+        os.close(descriptor)
+    try:
+        return msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -383,6 +383,15 @@ def test_nothing_is_written_before_all_that_is_there_is_counted() -> None:
     assert stored_keys(setup.ledger.take()) == KEYS[:2]
 
 
+def test_a_scan_that_came_to_nothing_is_asked_for_again() -> None:
+    setup = Setup(is_scanned=False)
+    setup.pass_through(KEYS[:1])
+    assert setup.keeper.num_rescans == 1
+    setup.work()
+    setup.pass_through(KEYS[:1])
+    assert setup.keeper.num_rescans == 1
+
+
 def test_what_finds_no_room_among_the_stores_is_left_to_be_offered_again() -> None:
     setup = Setup(num_blocks=24)  # three of them may be under store
     setup.pass_through(KEYS[:6])

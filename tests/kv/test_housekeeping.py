@@ -218,6 +218,61 @@ def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
     assert caplog.text.count("its manifest cannot be understood") == 1
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "\xff"}', b"[" * 60_000, b'{"payload_bytes": -1000000000000}', b""],
+    ids=["no-text", "deep", "negative", "empty"],
+)
+def test_no_content_of_a_manifest_ends_the_thread(
+    own: KVDirectory, manifest: Manifest, keep: Open, content: bytes
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    (Path(other.path) / MANIFEST_NAME).write_bytes(content)
+    put(own, KEYS)
+    keeper = keep(own)
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
+    keeper.thread.probe(1, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, KEYS)]
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    (Path(other.path) / MANIFEST_NAME).unlink()
+    os.mkfifo(Path(other.path) / MANIFEST_NAME)
+    assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
+
+
+def test_work_that_breaks_is_answered_and_other_work_goes_on(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(own, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+
+    def broken(*_: object) -> None:
+        raise ValueError("nobody foresaw this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(housekeeping, "object_name", broken)
+        keeper.thread.probe(1, KEYS)
+        assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, ())]
+        keeper.thread.remove(OWN, KEYS[:1])
+        assert keeper.until(Removed) == [Removed(OWN, KEYS[:1])]
+        patch.setattr(housekeeping, "list_files", broken)
+        keeper.clock.advance_to(11)
+        keeper.thread.rescan()
+        while caplog.text.count("nobody foresaw this") < 3:
+            keeper.thread.probe(2, [])
+            keeper.until(ProbeAnswer)
+    keeper.thread.probe(3, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(3, KEYS)]
+    keeper.clock.advance_to(22)
+    keeper.thread.rescan()
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
+
+
 def test_other_ranks_are_part_of_the_own_directory(
     own: KVDirectory, manifest: Manifest, keep: Open
 ) -> None:
