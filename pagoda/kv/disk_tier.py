@@ -49,6 +49,8 @@ _LOW_PERCENT = 85
 """Of the quota: when it is filled to the high mark, blocks are removed down to the low one."""
 _MAX_REMOVING = 512
 """Objects that the housekeeper is asked to remove at a time."""
+_PATIENCE_S = 10.0
+"""When the housekeeper owes an answer and has said nothing for so long, the disk hangs."""
 _WARNING_INTERVAL_S = 10.0
 """Of failed loads: a directory that was removed fails one after the other."""
 
@@ -102,6 +104,8 @@ class DiskTier:
         """Probe to request."""
         self._probing: dict[str, int] = {}
         self._next_probe = 0
+        self._unheard_since: float | None = None
+        """When the housekeeper was asked, or last said anything; None if it owes no answer."""
         self._next_warning_at = 0.0
         self._num_stored = 0
         self._num_removed = 0
@@ -112,8 +116,10 @@ class DiskTier:
 
     def announce(self, demand: Demand, start: int) -> None:
         unknown = [key for key in demand.keys[start:] if not self._has(key)]
-        if self._housekeeper is None or not unknown:
+        if self._housekeeper is None or not unknown or self._is_hanging():
             return
+        if self._unheard_since is None:
+            self._unheard_since = self._clock.now()
         self._probes[self._next_probe] = demand.request_id
         self._probing[demand.request_id] = self._next_probe
         self._housekeeper.probe(self._next_probe, unknown)
@@ -122,8 +128,14 @@ class DiskTier:
     def lookup(self, demand: Demand, start: int) -> int | None:
         for index in range(start, len(demand.keys)):
             if not self._has(demand.keys[index]):
-                return None if demand.request_id in self._probing else index - start
+                may_come = demand.request_id in self._probing and not self._is_hanging()
+                return None if may_come else index - start
         return len(demand.keys) - start
+
+    def _is_hanging(self) -> bool:
+        """Whether the disk does not answer. Until it does, what is not known counts as not there."""
+        since = self._unheard_since
+        return since is not None and self._clock.now() - since >= _PATIENCE_S
 
     def _has(self, key: bytes) -> bool:
         return self._housekeeper is not None and self._index.find(OWN, key)
@@ -161,6 +173,10 @@ class DiskTier:
         probe_id = self._probing.pop(request_id, None)
         if probe_id is not None:
             del self._probes[probe_id]
+            if self._housekeeper is not None:
+                self._housekeeper.forget(probe_id)
+            if not self._probes and not self._is_hanging():
+                self._unheard_since = None
 
     # ---- what is kept
 
@@ -357,6 +373,7 @@ class DiskTier:
         self._is_evicting = False
         self._probes.clear()
         self._probing.clear()
+        self._unheard_since = None
         self._housekeeper = self._open_housekeeper(self._directories)
 
     def workers_lost(self) -> None:
@@ -366,10 +383,13 @@ class DiskTier:
         if self._housekeeper is None:
             return False
         num_probing = len(self._probing)
-        for news in self._housekeeper.poll():
+        everything = self._housekeeper.poll()
+        for news in everything:
             self._take(news)
+        if everything:
+            self._unheard_since = self._clock.now() if self._probing else None
         self._evict()
-        return len(self._probing) < num_probing
+        return len(self._probing) < num_probing or (num_probing > 0 and self._is_hanging())
 
     def _take(self, news: News) -> None:
         match news:

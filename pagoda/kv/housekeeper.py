@@ -71,6 +71,10 @@ class Housekeeper(Protocol):
         """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         ...
 
+    def forget(self, probe_id: int) -> None:
+        """Nobody waits for the answer any more: none is needed, though one may come."""
+        ...
+
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
         ...

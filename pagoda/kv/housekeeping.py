@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -90,7 +90,7 @@ class HousekeepingThread:
         """Paths and what was wrong with them when it was last told."""
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
-        self._probes: deque[_Probe] = deque()
+        self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
         self._removals: deque[_Removal] = deque()
         self._answers: deque[News] = deque()
         self._news: deque[News] = deque()
@@ -106,8 +106,12 @@ class HousekeepingThread:
 
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
         with self._changed:
-            self._probes.append(_Probe(probe_id, keys))
+            self._probes[probe_id] = keys
             self._changed.notify()
+
+    def forget(self, probe_id: int) -> None:
+        with self._changed:
+            self._probes.pop(probe_id, None)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         with self._changed:
@@ -155,7 +159,7 @@ class HousekeepingThread:
                 self._changed.wait_for(self._has_something_to_do)
                 if self._is_closing:
                     return
-                probe = self._probes.popleft() if self._probes else None
+                probe = _Probe(*self._probes.popitem(last=False)) if self._probes else None
                 removal = None
                 if probe is None and self._removals:
                     removal = self._removals.popleft()

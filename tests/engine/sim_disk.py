@@ -72,6 +72,9 @@ class SimHousekeeper:
 
         self._later(answer)
 
+    def forget(self, probe_id: int) -> None:
+        """Answers anyway."""
+
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         def answer() -> list[News]:
             for key in keys:

@@ -57,6 +57,7 @@ class FakeHousekeeper:
         self.jobs: deque[Callable[[], list[News]]] = deque()
         self.removed: list[tuple[int, list[bytes]]] = []
         self.num_probes = 0
+        self.forgotten: list[int] = []
         self.num_rescans = 0
         self.is_closed = False
         self._news: list[News] = []
@@ -78,6 +79,9 @@ class FakeHousekeeper:
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
         self.num_probes += 1
         self.jobs.append(lambda: [self._answer(probe_id, keys)])
+
+    def forget(self, probe_id: int) -> None:
+        self.forgotten.append(probe_id)
 
     def _answer(self, probe_id: int, keys: Sequence[bytes]) -> News:
         return ProbeAnswer(probe_id, list(itertools.takewhile(self.disk[OWN].__contains__, keys)))
@@ -280,6 +284,56 @@ def test_the_answer_to_a_request_that_is_gone_tells_nobody() -> None:
     setup.tier.forget("r")
     setup.tier.announce(demand(), 0)
     assert setup.work()
+
+
+def test_a_disk_that_does_not_answer_is_not_asked_again_until_it_does() -> None:
+    setup = Setup()
+    setup.store(KEYS[:2])
+    setup.disk.update(dict.fromkeys(KEYS[2:5], EPOCH))
+    setup.tier.announce(demand(), 0)
+    setup.clock.advance_to(6)
+    setup.tier.announce(demand(request_id="second"), 0)
+    setup.clock.advance_to(9)
+    assert not setup.tier.poll()
+    assert setup.tier.lookup(demand(), 0) is None
+    setup.clock.advance_to(10)
+    assert setup.tier.poll()  # nobody who waits need wait on
+    assert setup.tier.lookup(demand(), 0) == 2
+    assert setup.tier.lookup(demand(request_id="second"), 0) == 2
+    for request_id in ("r", "second"):
+        setup.tier.forget(request_id)
+    assert setup.keeper.forgotten == [0, 1]
+    setup.tier.announce(demand(request_id="third"), 0)
+    assert setup.tier.lookup(demand(request_id="third"), 0) == 2
+    assert setup.keeper.num_probes == 2
+    setup.work()
+    setup.disk[KEYS[5]] = EPOCH
+    setup.tier.announce(demand(request_id="fourth"), 0)
+    assert setup.tier.lookup(demand(request_id="fourth"), 0) is None
+    assert setup.work()
+    assert setup.tier.lookup(demand(request_id="fourth"), 0) == 6
+
+
+def test_a_disk_that_answers_one_after_the_other_is_waited_for() -> None:
+    setup = Setup()
+    for number in range(4):
+        setup.tier.announce(demand(request_id=f"r{number}"), 0)
+    for number in range(4):
+        setup.clock.advance_to(8 * (number + 1))
+        assert setup.tier.lookup(demand(request_id="r3"), 0) is None
+        setup.keeper.work(1)
+        assert setup.tier.poll()
+    assert setup.tier.lookup(demand(request_id="r3"), 0) == 0
+
+
+def test_an_answer_that_is_not_wanted_any_more_is_no_sign_of_a_bad_disk() -> None:
+    setup = Setup()
+    setup.tier.announce(demand(), 0)
+    setup.tier.forget("r")
+    setup.clock.advance_to(100)
+    setup.tier.announce(demand(), 0)
+    assert setup.keeper.num_probes == 2
+    assert setup.tier.lookup(demand(), 0) is None
 
 
 def test_probes_are_made_before_the_scan_has_ended() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -345,6 +346,33 @@ def test_a_probe_finds_objects_up_to_the_first_that_is_not_there(
     assert keeper.until(ProbeAnswer) == [ProbeAnswer(5, KEYS[:3])]
     keeper.thread.probe(6, KEYS[3:])
     assert keeper.until(ProbeAnswer) == [ProbeAnswer(6, [])]
+
+
+def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    name = housekeeping.object_name
+
+    def hanging(key: bytes) -> str:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return name(key)
+
+    monkeypatch.setattr(housekeeping, "object_name", hanging)
+    for number in range(4):
+        keeper.thread.probe(number, KEYS)
+    assert has_begun.wait(30)
+    keeper.thread.forget(0)  # too late
+    keeper.thread.forget(1)
+    keeper.thread.forget(2)
+    may_go_on.set()
+    answers: list[News] = []
+    while ProbeAnswer(3, []) not in answers:
+        answers += keeper.until(ProbeAnswer)
+    assert answers == [ProbeAnswer(0, []), ProbeAnswer(3, [])]
 
 
 def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: Open) -> None:
