@@ -33,7 +33,7 @@ class ObjectFiles:
     """The objects of one directory, all of one size.
 
     Raises:
-        OSError: nothing can be written in the directory.
+        OSError: the directory cannot be looked at.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -41,6 +41,7 @@ class ObjectFiles:
         self.object_bytes = manifest.object_bytes
         self.payload_bytes = manifest.payload_bytes
         self._manifest = manifest
+        self._owner = directory.stat().st_uid
         self._direct = os.O_DIRECT if _takes_direct_io(directory) else 0
 
     @property
@@ -89,6 +90,8 @@ class ObjectFiles:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ObjectError("it is not a file")
+        if found.st_uid != self._owner:
+            raise ObjectError("it belongs to another user than its directory")
         if found.st_size != self.object_bytes:
             raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
         done = 0

@@ -52,6 +52,7 @@ _MAGIC = b"PAGODAKV"
 _HEADER = struct.Struct("<8sIQ32s8x")
 _CHECKSUM = struct.Struct("<I")
 _RELEASE_THE_GIL = 1
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _DIGEST_DIGITS = 64
 _FAN_OUT_DIGITS = 2
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -179,6 +180,7 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
                 f"{root} is the directory of one model's KV blocks; name the one above it, {above}."
             )
         make_directory(directory, manifest)
+        _check_owner(directory)
         found = read_manifest(directory)
         _try_to_write(directory)
     except OSError as error:
@@ -239,6 +241,28 @@ def read_manifest(directory: Path) -> Manifest | None:
 def temporary_name() -> str:
     """A name that no other thread, process or host uses."""
     return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+
+
+def _check_owner(directory: Path) -> None:
+    """Makes sure that nobody else can have put objects there: a checksum tells damage, not forgery.
+
+    Raises:
+        ConfigError: somebody can.
+        OSError: it cannot be looked at.
+    """
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{directory} is to hold KV blocks, but is not a directory.")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{directory} belongs to another user, who could put anything there; "
+            "name a directory of your own."
+        )
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        raise ConfigError(
+            f"{directory} can be written by other users, who could put anything there; "
+            f"`chmod 700 {directory}` keeps them out."
+        )
 
 
 def _try_to_write(directory: Path) -> None:

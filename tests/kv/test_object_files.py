@@ -116,6 +116,14 @@ def test_a_flipped_byte_on_disk_is_an_error(files: ObjectFiles, offset: int) -> 
         read(files)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_an_object_that_somebody_else_put_there_is_an_error(files: ObjectFiles) -> None:
+    write(files)
+    os.chown(path_of(files), 65534, -1)
+    with pytest.raises(ObjectError, match="belongs to another user"):
+        read(files)
+
+
 def test_a_whole_object_under_the_name_of_another_is_an_error(files: ObjectFiles) -> None:
     write(files, OTHER)
     path_of(files).parent.mkdir()
