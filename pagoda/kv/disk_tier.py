@@ -167,7 +167,6 @@ class DiskTier:
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
         self._num_loaded += len(keys) - len(failed)
         self._num_failed += len(failed)
-        self._discard([keys[index] for index in failed])
 
     def forget(self, request_id: str) -> None:
         probe_id = self._probing.pop(request_id, None)
@@ -288,14 +287,21 @@ class DiskTier:
         if offers is not None:
             self._store_ended(offers, end)
             return
-        if end.failed:
+        if end.failed and isinstance(transfer.source, DiskObjects):
             self._warn_of_loads(end)
+            self._give_up(transfer.source.keys, end)
         fetched = self._fetches.pop(transfer.transfer_id, None)
         if fetched is not None and self._landing is not None:
             failed = set(end.failed)
             for index, key in enumerate(fetched):
                 self._landing.settle(key, is_good=index not in failed)
-            self.loaded(fetched, end.failed)
+
+    def _give_up(self, keys: Sequence[bytes], end: TransferEnd) -> None:
+        """Removes what is not good. What may be is only forgotten: a probe, or a scan, finds it again."""
+        unreadable = set(end.unreadable)
+        for index in end.unreadable:
+            self._forget_object(OWN, keys[index])
+        self._discard([keys[index] for index in end.failed if index not in unreadable])
 
     def transfer_lost(self, transfer: Transfer) -> None:
         """What was written of a store is found by a later scan."""

@@ -62,6 +62,10 @@ class ObjectError(Exception):
     """An object cannot be read or written. The text is a clause that says why."""
 
 
+class ObjectUnreadableError(ObjectError):
+    """The object may be good, but cannot be read now."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All that two objects under one key must agree on to be the same bytes."""
 

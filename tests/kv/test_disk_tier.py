@@ -185,14 +185,24 @@ class Setup:
             offers.append(Offer(block, key, parent, TOKENS[index * SIZE : (index + 1) * SIZE]))
         return self.tier.offer(offers)
 
-    def end(self, transfer: Transfer, failed: Sequence[int] = (), error: str = "it is bad") -> None:
+    def end(
+        self,
+        transfer: Transfer,
+        failed: Sequence[int] = (),
+        error: str = "it is bad",
+        unreadable: Sequence[int] = (),
+    ) -> None:
         """The workers say that a transfer has ended; what was stored is on disk from then on."""
         if isinstance(transfer.target, DiskObjects):
             for index, key in enumerate(transfer.target.keys):
                 if index not in failed:
                     self.disk[key] = int(EPOCH + self.clock.now())
         end = TransferEnd(
-            transfer.transfer_id, transfer.generation, list(failed), error if failed else ""
+            transfer.transfer_id,
+            transfer.generation,
+            list(failed),
+            error if failed else "",
+            list(unreadable),
         )
         assert self.ledger.close(end)
 
@@ -378,6 +388,19 @@ def test_blocks_that_did_not_come_are_removed_and_it_is_said_why(
     assert set(setup.disk) == {KEYS[0], KEYS[2]}
 
 
+def test_objects_that_could_not_be_read_are_left_and_found_again() -> None:
+    setup = Setup()
+    setup.store(KEYS[:4])
+    transfer = setup.load(demand(), 0, 4)
+    setup.end(transfer, failed=[1, 2, 3], error="Input/output error", unreadable=[1, 3])
+    assert setup.keeper.removed == [(OWN, [KEYS[2]])]
+    assert setup.tier.lookup(demand(), 0) == 1
+    setup.tier.announce(demand(KEYS[:2]), 0)
+    assert setup.work()
+    assert setup.tier.lookup(demand(), 0) == 2
+    assert set(setup.disk) == {KEYS[0], KEYS[1], KEYS[3]}
+
+
 def test_loads_that_fail_one_after_the_other_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -468,7 +491,7 @@ def test_what_was_stored_is_an_event_and_so_is_what_is_gone() -> None:
     assert isinstance(event, BlockStored)
     assert (event.block_hashes, event.medium) == (KEYS[:2], Medium.DISK)
     assert (event.parent_block_hash, event.token_ids) == (None, TOKENS[: 2 * SIZE])
-    setup.tier.loaded(KEYS[:2], [1])
+    setup.end(setup.load(demand(), 0, 2), failed=[1])
     assert setup.events.take() == [BlockRemoved([KEYS[1]], Medium.DISK)]
 
 
@@ -555,7 +578,7 @@ def test_space_that_is_not_free_yet_is_not_written_to() -> None:
 def test_an_object_that_is_being_removed_is_neither_found_nor_written() -> None:
     setup = Setup()
     setup.store(KEYS[:1])
-    setup.tier.loaded(KEYS[:1], [0])
+    setup.end(setup.load(demand(), 0, 1), failed=[0])
     late = setup.keeper.scan()  # made before the removal, told after it was asked for
     setup.keeper.jobs.appendleft(lambda: late)
     setup.keeper.work(1)
@@ -669,7 +692,8 @@ def test_blocks_are_brought_to_host_memory_as_far_as_there_is_room() -> None:
     setup.end(transfer, failed=[1])
     assert shelf.settled == [(KEYS[1], True), (KEYS[3], False), (KEYS[4], True)]
     assert setup.tier.lookup(demand(), 0) == 3
-    assert (setup.report.num_loaded, setup.report.num_failed) == (2, 1)
+    # They have come to the host tier, which counts them, and not to the device.
+    assert (setup.report.num_loaded, setup.report.num_failed) == (0, 0)
 
 
 def test_without_host_memory_nothing_is_brought_there() -> None:
