@@ -405,7 +405,7 @@ class DiskTier:
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)
             case FanOutListed():
-                self._forget_gone(news)
+                self._compare(news)
             case Removed():
                 self._removing.difference_update((news.directory, key) for key in news.keys)
                 each = self._index.object_bytes(news.directory)
@@ -427,10 +427,13 @@ class DiskTier:
         if (directory, key) not in self._removing:
             self._index.add(directory, key, used_at)
 
-    def _forget_gone(self, listed: FanOutListed) -> None:
-        gone = self._index.missing(listed.directory, listed.fan_out, listed.keys, listed.listed_at)
-        for key in gone:
-            self._forget_object(listed.directory, key)
+    def _compare(self, listed: FanOutListed) -> None:
+        """Takes in what is there and not known, and forgets what is known and not there."""
+        directory, fan_out, keys = listed.directory, listed.fan_out, listed.used_at.keys()
+        for key in self._index.unknown(directory, fan_out, keys):
+            self._found(directory, key, listed.used_at[key])
+        for key in self._index.missing(directory, fan_out, keys, listed.listed_at):
+            self._forget_object(directory, key)
 
     def _scan_ended(self, scan: ScanEnded) -> None:
         if not self._is_indexed:

@@ -74,6 +74,8 @@ class _Directory:
         """Of each file in `path`."""
         self.changed_at: dict[int, int] = {}
         """Of fan-out directories that have been listed."""
+        self.listed_at: dict[int, int] = {}
+        """When that was, in seconds since 1970."""
 
 
 class HousekeepingThread:
@@ -287,7 +289,7 @@ class HousekeepingThread:
             except FileNotFoundError:
                 if directory.changed_at.pop(number, None) is not None:
                     listed_at = int(time.time()) - _SAME_TICK_S
-                    self._tell(FanOutListed(directory.number, number, (), listed_at))
+                    self._tell(FanOutListed(directory.number, number, {}, listed_at))
             except OSError as error:
                 self._complain(directory.path, error)
             yield True
@@ -298,21 +300,26 @@ class HousekeepingThread:
         if directory.changed_at.get(number) == changed_at:
             return
         now = time.time()
-        keys: list[bytes] = []
+        listed_at = int(now) - _SAME_TICK_S
+        last_listed_at = directory.listed_at.get(number, 0)
+        everything: dict[bytes, int] = {}
         files = list_files(path)
         while piece := list(itertools.islice(files, _PIECE)):
             used_at = self._take_objects(directory, piece, int(now))
-            self._tell(ObjectsFound(directory.number, used_at))
-            keys += used_at
+            everything |= used_at
+            # What is known and was not used since would only be work for the engine.
+            news = {key: at for key, at in used_at.items() if at >= last_listed_at}
+            if news:
+                self._tell(ObjectsFound(directory.number, news))
             yield True
-        listed_at = int(now) - _SAME_TICK_S
         # What changes within one tick of the file system's clock shows no other time.
         is_sure = changed_at < listed_at * 10**9
         directory.changed_at[number] = changed_at if is_sure else _UNSURE
-        self._tell(FanOutListed(directory.number, number, keys, listed_at))
+        directory.listed_at[number] = listed_at
+        self._tell(FanOutListed(directory.number, number, everything, listed_at))
         for counterpart in directory.counterparts:
             yield True
-            self._remove_orphans(counterpart + fan_out, set(keys))
+            self._remove_orphans(counterpart + fan_out, everything.keys())
 
     def _take_objects(
         self, directory: _Directory, files: Sequence[Found], now: int
@@ -366,7 +373,9 @@ def _weight(news: News) -> int:
     match news:
         case ObjectsFound():
             return len(news.used_at) + 1
-        case FanOutListed() | Removed():
+        case FanOutListed():
+            return len(news.used_at) // 8 + 1
+        case Removed():
             return len(news.keys) // 8 + 1
         case _:
             return 1

@@ -72,8 +72,8 @@ class FakeHousekeeper:
                 news.append(DirectoryFound(directory, UNIT // 2))
             news.append(ObjectsFound(directory, dict(objects)))
             for fan_out in range(256):
-                keys = {key for key in objects if key[0] == fan_out}
-                news.append(FanOutListed(directory, fan_out, keys, EPOCH))
+                used_at = {key: at for key, at in objects.items() if key[0] == fan_out}
+                news.append(FanOutListed(directory, fan_out, used_at, EPOCH))
         return [*news, ScanEnded(0.0)]
 
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
@@ -596,12 +596,30 @@ def test_a_listing_does_not_forget_what_was_written_after_it_was_made() -> None:
     setup.store(KEYS[:2])
     setup.clock.advance_to(100)
     setup.store(KEYS[2:3])
-    news = [FanOutListed(OWN, fan_out, (), EPOCH + 50) for fan_out in range(256)]
+    news = [FanOutListed(OWN, fan_out, {}, EPOCH + 50) for fan_out in range(256)]
     setup.keeper.jobs.append(lambda: [*news])
     setup.work()
     assert [setup.tier.lookup(demand(), start) for start in range(3)] == [0, 0, 1]
     assert setup.report.num_blocks == 1
     assert BlockRemoved in {type(event) for event in setup.events.take()}
+
+
+def test_a_listing_brings_what_was_not_found_one_by_one() -> None:
+    setup = Setup()
+    setup.store(KEYS[:1])
+    setup.store(KEYS[3:4])
+    setup.tier.loaded(KEYS[:1], [])
+    setup.end(setup.load(demand(), 3, 1), failed=[0])  # it is being removed
+    used_at = dict.fromkeys(KEYS[:4], EPOCH - 60)
+    news: list[News] = [
+        FanOutListed(OWN, fan_out, {key: at for key, at in used_at.items() if key[0] == fan_out}, 0)
+        for fan_out in range(256)
+    ]
+    setup.keeper.jobs.appendleft(lambda: news)
+    setup.keeper.work(1)
+    setup.tier.poll()
+    assert setup.report.num_blocks == 3
+    assert setup.tier.lookup(demand(), 0) == 3
 
 
 def test_a_quota_below_one_block_is_refused() -> None:

@@ -111,7 +111,7 @@ def found(news: Sequence[News], directory: int = OWN) -> set[bytes]:
 
 def listed(news: Sequence[News], directory: int = OWN) -> dict[int, set[bytes]]:
     return {
-        item.fan_out: set(item.keys)
+        item.fan_out: set(item.used_at)
         for item in news
         if isinstance(item, FanOutListed) and item.directory == directory
     }
@@ -436,6 +436,22 @@ def test_a_rescan_lists_what_has_changed_only(
     news = keeper.until(ScanEnded)
     assert listed(news) == {0: {key for key in KEYS[1:] if key[0] == 0}}
     assert listed(news, 1) == {1: {key for key in KEYS[2:] if key[0] == 1}}
+
+
+def test_a_rescan_tells_one_by_one_only_what_was_used_since(own: KVDirectory, keep: Open) -> None:
+    keys = [bytes([0, number]) * 16 for number in range(20)]
+    put(own, keys, age_s=5000)
+    keeper = keep(own)
+    assert found(keeper.until(ScanEnded)) == set(keys)
+    put(own, keys[3:4])  # used by another server
+    new, copied = b"\0" + b"n" * 31, b"\0" + b"c" * 31
+    put(own, [new])
+    put(own, [copied], age_s=9000)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    news = keeper.until(ScanEnded)
+    assert found(news) == {keys[3], new}
+    assert listed(news) == {0: {*keys, new, copied}}
 
 
 def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
