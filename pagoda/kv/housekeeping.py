@@ -90,6 +90,8 @@ class HousekeepingThread:
         """By path."""
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
+        self._misfits: list[Found] = []
+        """Objects of a wrong length that this scan has removed."""
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
         self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
@@ -238,6 +240,7 @@ class HousekeepingThread:
     def _scan(self) -> Iterator[bool]:
         started = self._clock.now()
         yield from self._list(self._own)
+        self._tell_of_misfits()
         for directory in self._find_others():
             yield from self._list(directory)
         seconds = self._clock.now() - started
@@ -282,7 +285,9 @@ class HousekeepingThread:
                 self._tidy(list_files(path))
             self._recovered(directory.path)
         except OSError as error:
-            self._complain(directory.path, error)
+            # Another model's directory may be removed at any time, and nobody here misses it.
+            if directory.number == OWN or not isinstance(error, FileNotFoundError):
+                self._complain(directory.path, error)
         for number, fan_out in enumerate(FAN_OUTS):
             try:
                 yield from self._list_fan_out(directory, number, f"/{fan_out}")
@@ -331,8 +336,7 @@ class HousekeepingThread:
                 self._tidy([found])
             elif directory.number == OWN and found.num_bytes != directory.object_bytes:
                 # An object appears whole; only something else than a writer can have cut it.
-                problem = f"{found.num_bytes} bytes instead of {directory.object_bytes}"
-                logger.warning("%s has %s, and is removed.", found.path, problem)
+                self._misfits.append(found)
                 self._unlink(found.path, directory.path)
             else:
                 used_at[found.key] = max(0, min(int(found.used_at), now))
@@ -354,6 +358,19 @@ class HousekeepingThread:
                     self._unlink(found.path, path)
 
     # ---- warnings
+
+    def _tell_of_misfits(self) -> None:
+        misfits, self._misfits = self._misfits, []
+        if misfits:
+            logger.warning(
+                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes "
+                "instead of %d.",
+                self._own.path,
+                len(misfits),
+                misfits[0].path,
+                misfits[0].num_bytes,
+                self._own.object_bytes,
+            )
 
     def _complain(self, path: str, error: OSError) -> None:
         self._complain_of(path, error.strerror or str(error))

@@ -173,11 +173,14 @@ def test_foreign_files_are_no_objects_and_are_left_alone(own: KVDirectory, keep:
 def test_files_of_another_length_are_removed_with_a_warning(
     own: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(own, KEYS[:2])
-    os.truncate(path_of(own, KEYS[1]), 100)
+    put(own, KEYS)
+    for key in KEYS[1:]:
+        os.truncate(path_of(own, key), 100)
     assert found(keep(own).until(ScanEnded)) == {KEYS[0]}
-    assert not path_of(own, KEYS[1]).exists()
-    assert "100 bytes instead of 12288" in caplog.text
+    assert not any(path_of(own, key).exists() for key in KEYS[1:])
+    (message,) = caplog.messages
+    assert f"{len(KEYS) - 1} of a wrong length were removed" in message
+    assert "100 bytes instead of 12288" in message
 
 
 def test_what_a_killed_writer_left_is_removed_once_it_is_old(own: KVDirectory, keep: Open) -> None:
@@ -464,6 +467,20 @@ def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
     keeper.clock.advance_to(11)
     keeper.thread.rescan()
     assert listed(keeper.until(ScanEnded)) == {0: {KEYS[0]}}
+
+
+def test_nobody_misses_the_directory_of_another_model(
+    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    put(other, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    shutil.rmtree(other.path)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    assert listed(keeper.until(ScanEnded), 1) == {fan_out: set() for fan_out in range(5)}
+    assert not caplog.messages
 
 
 def test_directories_that_are_gone_are_empty_and_one_warning(
