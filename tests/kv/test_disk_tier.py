@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -134,6 +135,7 @@ class Setup:
         self.keepers: list[FakeHousekeeper] = []
         self.ready = ready(num_ranks)
         self.tier = DiskTier(
+            self.ready.kv_directories,
             self.ledger,
             self.clock,
             self._open,
@@ -143,7 +145,6 @@ class Setup:
             landing=landing,
             events=self.events,
         )
-        self.tier.workers_ready(self.ready)
         if is_scanned:
             self.work()
 
@@ -627,6 +628,22 @@ def test_a_quota_below_one_block_is_refused() -> None:
         Setup(quota=99)
 
 
+def test_a_quota_below_one_block_of_new_directories_is_refused() -> None:
+    setup = Setup(quota=UNIT)
+    larger = [KVDirectory("/kv/larger", UNIT + 1)]
+    with pytest.raises(ConfigError, match="takes 101 bytes"):
+        setup.tier.workers_ready(msgspec.structs.replace(setup.ready, kv_directories=larger))
+
+
+def test_workers_that_begin_find_a_tier_that_knows_their_directories() -> None:
+    setup = Setup(is_scanned=False)
+    setup.disk.update(dict.fromkeys(KEYS[:3], EPOCH))
+    setup.work()
+    setup.tier.workers_ready(setup.ready)
+    assert len(setup.keepers) == 1
+    assert setup.tier.lookup(demand(), 0) == 3
+
+
 def test_a_quota_of_one_block_holds_one_block() -> None:
     setup = Setup(quota=UNIT)
     for index in range(5):
@@ -763,10 +780,6 @@ def test_its_news_can_be_waited_for_until_it_is_closed() -> None:
     assert setup.tier.pollables() == [99]
     setup.tier.close()
     assert setup.keeper.is_closed
-    assert setup.tier.pollables() == []
-    assert not setup.tier.poll()
-    assert setup.tier.lookup(demand(), 0) == 0
-    assert setup.pass_through(KEYS[:3]) == 3
 
 
 # ---- anything in any order
