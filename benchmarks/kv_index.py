@@ -23,7 +23,7 @@ from cyclopts import App, Parameter
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.engine.messages import Capabilities, KVDirectory, WorkerReady
+from pagoda.engine.messages import KVDirectory
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import Demand
@@ -156,7 +156,10 @@ def _remove(root: Path) -> None:
 def measure(directory: Path, objects: int) -> None:
     """Looks at the objects as an engine does that starts."""
     process, clock = psutil.Process(), MonotonicClock()
+    gc.collect()
+    rss, cpu, started = process.memory_info().rss, process.cpu_times(), clock.now()
     tier = DiskTier(
+        [KVDirectory(str(directory), _MANIFEST.object_bytes)],
         TransferLedger(BlockPool(1)),
         clock,
         lambda directories: HousekeepingThread(directories, clock),
@@ -164,9 +167,6 @@ def measure(directory: Path, objects: int) -> None:
         min_touches=2,
         epoch_s=time.time() - clock.now(),
     )
-    gc.collect()
-    rss, cpu, started = process.memory_info().rss, process.cpu_times(), clock.now()
-    tier.workers_ready(_ready(directory))
     poller = select.poll()
     (descriptor,) = tier.pollables()
     poller.register(int(str(descriptor)), select.POLLIN)
@@ -212,21 +212,6 @@ def _demand(number: int, objects: int) -> Demand:
     first = number * 7 * _PREFIX_BLOCKS
     keys = [_key((first + index) % objects) for index in range(_PREFIX_BLOCKS)]
     return Demand(str(number), keys, [])
-
-
-def _ready(directory: Path) -> WorkerReady:
-    capabilities = Capabilities(
-        block_sizes=(16,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
-    )
-    return WorkerReady(
-        capabilities=capabilities,
-        num_blocks=1,
-        block_size=16,
-        max_model_len=1,
-        vocab_size=1,
-        summary="",
-        kv_directories=(KVDirectory(str(directory), _MANIFEST.object_bytes),),
-    )
 
 
 if __name__ == "__main__":

@@ -577,6 +577,8 @@ class TransferEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfer
     """Indices of the blocks that were not copied, on any rank; what is in their targets means nothing."""
     error: str = ""
     """Why the first of them was not; a clause."""
+    unreadable: list[int] = []
+    """Those of `failed` whose objects may be good, but could not be read this time, on any rank."""
 
 
 class KVDirectory(msgspec.Struct, frozen=True):

@@ -83,4 +83,6 @@ def _join(ends: Sequence[TransferEnd]) -> TransferEnd:
         return ends[0]
     first = min(failures, key=lambda end: min(end.failed))
     failed = sorted(set().union(*(end.failed for end in failures)))
-    return TransferEnd(first.transfer_id, first.generation, failed, first.error)
+    bad = set().union(*(set(end.failed).difference(end.unreadable) for end in failures))
+    unreadable = [index for index in failed if index not in bad]
+    return TransferEnd(first.transfer_id, first.generation, failed, first.error, unreadable)

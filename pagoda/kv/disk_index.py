@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Set
 
 _FAN_OUT = 256
 _ENDS = 0
@@ -68,9 +68,11 @@ class DiskIndex:
         """Whether there is an object of `key`."""
         return key in self._directories[directory].slots[key[0]]
 
-    def missing(
-        self, directory: int, fan_out: int, keys: Collection[bytes], since: int
-    ) -> list[bytes]:
+    def unknown(self, directory: int, fan_out: int, keys: Set[bytes]) -> Set[bytes]:
+        """Those of `keys`, which begin with the byte `fan_out`, that are none of the objects."""
+        return keys - self._directories[directory].slots[fan_out].keys()
+
+    def missing(self, directory: int, fan_out: int, keys: Set[bytes], since: int) -> list[bytes]:
         """Objects whose keys begin with the byte `fan_out`, but are not among `keys`; used before `since`."""
         slots = self._directories[directory].slots[fan_out]
         others = slots.keys() - keys

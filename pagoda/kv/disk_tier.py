@@ -49,6 +49,8 @@ _LOW_PERCENT = 85
 """Of the quota: when it is filled to the high mark, blocks are removed down to the low one."""
 _MAX_REMOVING = 512
 """Objects that the housekeeper is asked to remove at a time."""
+_PATIENCE_S = 10.0
+"""When the housekeeper owes an answer and has said nothing for so long, the disk hangs."""
 _WARNING_INTERVAL_S = 10.0
 """Of failed loads: a directory that was removed fails one after the other."""
 
@@ -60,6 +62,7 @@ class DiskTier:
 
     def __init__(
         self,
+        directories: Sequence[KVDirectory],
         ledger: TransferLedger,
         clock: Clock,
         open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
@@ -70,7 +73,11 @@ class DiskTier:
         landing: LandingPlace | None = None,
         events: KVEventRecorder | None = None,
     ) -> None:
-        """`epoch_s` is what the clock's time lacks to seconds since 1970; prefetched blocks go to `landing`."""
+        """`epoch_s` is what the clock's time lacks to seconds since 1970; prefetched blocks go to `landing`.
+
+        Raises:
+            ConfigError: the quota is too small for even one block.
+        """
         self._ledger = ledger
         self._clock = clock
         self._open_housekeeper = open_housekeeper
@@ -82,17 +89,32 @@ class DiskTier:
         self._events = events
         self._touches = TouchCounter(min_touches)
         self._pause = StorePause(clock)
-        self._directories: tuple[KVDirectory, ...] = ()
-        self._block_bytes = 0
-        """Of one block, on all ranks together."""
-        self._housekeeper: Housekeeper | None = None
-        self._index = DiskIndex()
-        self._is_indexed = False
         self._stores: dict[int, Sequence[Offer]] = {}
         """By transfer."""
         self._storing: set[bytes] = set()
         self._fetches: dict[int, Sequence[bytes]] = {}
         """By transfer, into `landing`."""
+        self._next_probe = 0
+        self._next_warning_at = 0.0
+        self._num_stored = 0
+        self._num_removed = 0
+        self._num_loaded = 0
+        self._num_failed = 0
+        self._look_into(directories)
+
+    def _look_into(self, directories: Sequence[KVDirectory]) -> None:
+        """Begins with what is in these directories, of which nothing is known yet."""
+        self._directories = directories
+        self._block_bytes = sum(directory.object_bytes for directory in directories)
+        """Of one block, on all ranks together."""
+        if self._block_bytes > self._quota_bytes:
+            raise ConfigError(
+                f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
+                f"takes {self._block_bytes} bytes on disk."
+            )
+        self._index = DiskIndex()
+        self._index.add_directory(OWN, self._block_bytes)
+        self._is_indexed = False
         self._removing: set[tuple[int, bytes]] = set()
         """Directory and key; still on disk, and found by scans."""
         self._removing_bytes = 0
@@ -101,19 +123,18 @@ class DiskTier:
         self._probes: dict[int, str] = {}
         """Probe to request."""
         self._probing: dict[str, int] = {}
-        self._next_probe = 0
-        self._next_warning_at = 0.0
-        self._num_stored = 0
-        self._num_removed = 0
-        self._num_loaded = 0
-        self._num_failed = 0
+        self._unheard_since: float | None = None
+        """When the housekeeper was asked, or last said anything; None if it owes no answer."""
+        self._housekeeper = self._open_housekeeper(directories)
 
     # ---- what requests find
 
     def announce(self, demand: Demand, start: int) -> None:
         unknown = [key for key in demand.keys[start:] if not self._has(key)]
-        if self._housekeeper is None or not unknown:
+        if not unknown or self._is_hanging():
             return
+        if self._unheard_since is None:
+            self._unheard_since = self._clock.now()
         self._probes[self._next_probe] = demand.request_id
         self._probing[demand.request_id] = self._next_probe
         self._housekeeper.probe(self._next_probe, unknown)
@@ -122,11 +143,17 @@ class DiskTier:
     def lookup(self, demand: Demand, start: int) -> int | None:
         for index in range(start, len(demand.keys)):
             if not self._has(demand.keys[index]):
-                return None if demand.request_id in self._probing else index - start
+                may_come = demand.request_id in self._probing and not self._is_hanging()
+                return None if may_come else index - start
         return len(demand.keys) - start
 
+    def _is_hanging(self) -> bool:
+        """Whether the disk does not answer. Until it does, what is not known counts as not there."""
+        since = self._unheard_since
+        return since is not None and self._clock.now() - since >= _PATIENCE_S
+
     def _has(self, key: bytes) -> bool:
-        return self._housekeeper is not None and self._index.find(OWN, key)
+        return self._index.find(OWN, key)
 
     def prefetch(self, demand: Demand, start: int) -> None:
         if self._landing is None:
@@ -155,16 +182,20 @@ class DiskTier:
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
         self._num_loaded += len(keys) - len(failed)
         self._num_failed += len(failed)
-        self._discard([keys[index] for index in failed])
 
     def forget(self, request_id: str) -> None:
         probe_id = self._probing.pop(request_id, None)
         if probe_id is not None:
             del self._probes[probe_id]
+            self._housekeeper.forget(probe_id)
+            if not self._probes and not self._is_hanging():
+                self._unheard_since = None
 
     # ---- what is kept
 
     def offer(self, offers: Sequence[Offer]) -> int:
+        if not self._is_indexed:
+            self._housekeeper.rescan()  # if the first scan has failed
         may_store = self._may_store()
         room = self._ledger.store_room
         known: list[bytes] = []
@@ -185,7 +216,7 @@ class DiskTier:
         return num_done
 
     def _may_store(self) -> bool:
-        return self._housekeeper is not None and self._is_indexed and not self._pause.is_on
+        return self._is_indexed and not self._pause.is_on
 
     def _is_absent(self, key: bytes) -> bool:
         """Whether it is neither being written nor being removed."""
@@ -232,7 +263,7 @@ class DiskTier:
             self._removing.add((directory, key))
             self._removing_bytes += self._index.object_bytes(directory)
         for directory, some in keys.items():
-            self._ask_to_remove(directory, some)
+            self._housekeeper.remove(directory, some)
 
     def _discard(self, keys: Sequence[bytes]) -> None:
         """Objects that are not good; also where they are not known: another rank's may be."""
@@ -242,11 +273,7 @@ class DiskTier:
             self._removing.add((OWN, key))
             self._removing_bytes += self._block_bytes
         if fresh:
-            self._ask_to_remove(OWN, fresh)
-
-    def _ask_to_remove(self, directory: int, keys: Sequence[bytes]) -> None:
-        if self._housekeeper is not None:
-            self._housekeeper.remove(directory, keys)
+            self._housekeeper.remove(OWN, fresh)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:
@@ -270,14 +297,21 @@ class DiskTier:
         if offers is not None:
             self._store_ended(offers, end)
             return
-        if end.failed:
+        if end.failed and isinstance(transfer.source, DiskObjects):
             self._warn_of_loads(end)
+            self._give_up(transfer.source.keys, end)
         fetched = self._fetches.pop(transfer.transfer_id, None)
         if fetched is not None and self._landing is not None:
             failed = set(end.failed)
             for index, key in enumerate(fetched):
                 self._landing.settle(key, is_good=index not in failed)
-            self.loaded(fetched, end.failed)
+
+    def _give_up(self, keys: Sequence[bytes], end: TransferEnd) -> None:
+        """Removes what is not good. What may be is only forgotten: a probe, or a scan, finds it again."""
+        unreadable = set(end.unreadable)
+        for index in end.unreadable:
+            self._forget_object(OWN, keys[index])
+        self._discard([keys[index] for index in end.failed if index not in unreadable])
 
     def transfer_lost(self, transfer: Transfer) -> None:
         """What was written of a store is found by a later scan."""
@@ -303,7 +337,7 @@ class DiskTier:
                 self._discard([offers[index].key for index in end.failed])
         elif self._pause.succeeded():
             logger.info("KV blocks are written to %s again.", self._path)
-        if good and self._housekeeper is not None:
+        if good:
             self._housekeeper.rescan()
 
     def _stores_failed(self, error: str) -> None:
@@ -335,39 +369,24 @@ class DiskTier:
 
     def workers_ready(self, ready: WorkerReady) -> None:
         """Raises ConfigError if the quota is too small for even one block."""
-        if self._housekeeper is not None and ready.kv_directories == self._directories:
+        if ready.kv_directories == self._directories:
             self._housekeeper.rescan()  # some stores may have ended unseen
-            return
-        self.close()
-        self._directories = ready.kv_directories
-        self._block_bytes = sum(directory.object_bytes for directory in self._directories)
-        if self._block_bytes > self._quota_bytes:
-            raise ConfigError(
-                f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
-                f"takes {self._block_bytes} bytes on disk."
-            )
-        self._index = DiskIndex()
-        self._index.add_directory(OWN, self._block_bytes)
-        self._is_indexed = False
-        self._storing.clear()
-        self._removing.clear()
-        self._removing_bytes = 0
-        self._is_evicting = False
-        self._probes.clear()
-        self._probing.clear()
-        self._housekeeper = self._open_housekeeper(self._directories)
+        else:
+            self._housekeeper.close()
+            self._look_into(ready.kv_directories)
 
     def workers_lost(self) -> None:
         """What is on disk outlives the workers."""
 
     def poll(self) -> bool:
-        if self._housekeeper is None:
-            return False
         num_probing = len(self._probing)
-        for news in self._housekeeper.poll():
+        everything = self._housekeeper.poll()
+        for news in everything:
             self._take(news)
+        if everything:
+            self._unheard_since = self._clock.now() if self._probing else None
         self._evict()
-        return len(self._probing) < num_probing
+        return len(self._probing) < num_probing or (num_probing > 0 and self._is_hanging())
 
     def _take(self, news: News) -> None:
         match news:
@@ -377,7 +396,7 @@ class DiskTier:
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)
             case FanOutListed():
-                self._forget_gone(news)
+                self._compare(news)
             case Removed():
                 self._removing.difference_update((news.directory, key) for key in news.keys)
                 each = self._index.object_bytes(news.directory)
@@ -399,10 +418,13 @@ class DiskTier:
         if (directory, key) not in self._removing:
             self._index.add(directory, key, used_at)
 
-    def _forget_gone(self, listed: FanOutListed) -> None:
-        gone = self._index.missing(listed.directory, listed.fan_out, listed.keys, listed.listed_at)
-        for key in gone:
-            self._forget_object(listed.directory, key)
+    def _compare(self, listed: FanOutListed) -> None:
+        """Takes in what is there and not known, and forgets what is known and not there."""
+        directory, fan_out, keys = listed.directory, listed.fan_out, listed.used_at.keys()
+        for key in self._index.unknown(directory, fan_out, keys):
+            self._found(directory, key, listed.used_at[key])
+        for key in self._index.missing(directory, fan_out, keys, listed.listed_at):
+            self._forget_object(directory, key)
 
     def _scan_ended(self, scan: ScanEnded) -> None:
         if not self._is_indexed:
@@ -416,13 +438,13 @@ class DiskTier:
         self._make_room(0)
 
     def pollables(self) -> list[object]:
-        return [] if self._housekeeper is None else [self._housekeeper.fileno()]
+        return [self._housekeeper.fileno()]
 
     def load_report(self) -> TierLoad:
         return TierLoad(
             name=self.tier,
-            num_blocks=self._index.count(OWN) if self._housekeeper is not None else 0,
-            num_total_blocks=self._quota_bytes // max(1, self._block_bytes),
+            num_blocks=self._index.count(OWN),
+            num_total_blocks=self._quota_bytes // self._block_bytes,
             num_stored=self._num_stored,
             num_removed=self._num_removed,
             num_loaded=self._num_loaded,
@@ -431,6 +453,4 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        if self._housekeeper is not None:
-            self._housekeeper.close()
-            self._housekeeper = None
+        self._housekeeper.close()

@@ -7,7 +7,7 @@ share one quota.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 OWN = 0
@@ -23,7 +23,7 @@ class DirectoryFound(NamedTuple):
 
 
 class ObjectsFound(NamedTuple):
-    """Some of the objects in a directory."""
+    """Some of the objects in a directory: all of them once, later those used since they were last listed."""
 
     directory: int
     used_at: Mapping[bytes, int]
@@ -36,10 +36,10 @@ class FanOutListed(NamedTuple):
     directory: int
     fan_out: int
     """The first byte of its keys."""
-    keys: Collection[bytes]
-    """All that are there."""
+    used_at: Mapping[bytes, int]
+    """As in `ObjectsFound`, of all that are there."""
     listed_at: int
-    """Seconds since 1970; what was written later may not be among `keys`."""
+    """Seconds since 1970; what was written later may not be in `used_at`."""
 
 
 class ScanEnded(NamedTuple):
@@ -71,12 +71,19 @@ class Housekeeper(Protocol):
         """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         ...
 
+    def forget(self, probe_id: int) -> None:
+        """Nobody waits for the answer any more: none is needed, though one may come."""
+        ...
+
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
         ...
 
     def rescan(self) -> None:
-        """Something was written. If the last scan was long ago, looks for what others wrote or removed."""
+        """Something was written, or no scan has ended yet. Looks for what is there if none is at it.
+
+        Not soon after the last scan.
+        """
         ...
 
     def poll(self) -> list[News]:

@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +74,8 @@ class _Directory:
         """Of each file in `path`."""
         self.changed_at: dict[int, int] = {}
         """Of fan-out directories that have been listed."""
+        self.listed_at: dict[int, int] = {}
+        """When that was, in seconds since 1970."""
 
 
 class HousekeepingThread:
@@ -88,9 +90,11 @@ class HousekeepingThread:
         """By path."""
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
+        self._misfits: list[Found] = []
+        """Objects of a wrong length that this scan has removed."""
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
-        self._probes: deque[_Probe] = deque()
+        self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
         self._removals: deque[_Removal] = deque()
         self._answers: deque[News] = deque()
         self._news: deque[News] = deque()
@@ -106,8 +110,12 @@ class HousekeepingThread:
 
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
         with self._changed:
-            self._probes.append(_Probe(probe_id, keys))
+            self._probes[probe_id] = keys
             self._changed.notify()
+
+    def forget(self, probe_id: int) -> None:
+        with self._changed:
+            self._probes.pop(probe_id, None)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         with self._changed:
@@ -155,16 +163,27 @@ class HousekeepingThread:
                 self._changed.wait_for(self._has_something_to_do)
                 if self._is_closing:
                     return
-                probe = self._probes.popleft() if self._probes else None
+                probe = _Probe(*self._probes.popitem(last=False)) if self._probes else None
                 removal = None
                 if probe is None and self._removals:
                     removal = self._removals.popleft()
-            if probe is not None:
-                self._tell(self._answer(probe), early=True)
-            elif removal is not None:
-                self._remove(removal)
-            elif next(scan, None) is None:
-                scan = self._scan()
+            try:
+                if probe is not None:
+                    self._tell(self._answer(probe), early=True)
+                elif removal is not None:
+                    self._remove(removal)
+                elif next(scan, None) is None:
+                    scan = self._scan()
+            except Exception:
+                # What breaks one piece of work is not to end all others: requests wait for answers.
+                logger.exception("Looking into KV blocks in %s failed.", self._root)
+                if probe is not None:
+                    self._tell(ProbeAnswer(probe.probe_id, ()), early=True)
+                elif removal is not None:
+                    self._tell(Removed(removal.directory, removal.keys))
+                else:
+                    self._stop_scanning(0.0)
+                    scan = self._scan()
 
     def _has_something_to_do(self) -> bool:
         may_scan = self._is_scanning and self._backlog < _MAX_BACKLOG
@@ -221,15 +240,18 @@ class HousekeepingThread:
     def _scan(self) -> Iterator[bool]:
         started = self._clock.now()
         yield from self._list(self._own)
+        self._tell_of_misfits()
         for directory in self._find_others():
             yield from self._list(directory)
         seconds = self._clock.now() - started
+        self._stop_scanning(seconds)
+        self._tell(ScanEnded(seconds))
+
+    def _stop_scanning(self, seconds: float) -> None:
+        interval = max(_MIN_SCAN_INTERVAL_S, _SCAN_SHARE * seconds)
         with self._changed:
             self._is_scanning = False
-            self._next_scan_at = self._clock.now() + max(
-                _MIN_SCAN_INTERVAL_S, _SCAN_SHARE * seconds
-            )
-        self._tell(ScanEnded(seconds))
+            self._next_scan_at = self._clock.now() + interval
 
     def _find_others(self) -> list[_Directory]:
         """Directories of other objects, those that are gone too: what was found there is not any more."""
@@ -263,14 +285,16 @@ class HousekeepingThread:
                 self._tidy(list_files(path))
             self._recovered(directory.path)
         except OSError as error:
-            self._complain(directory.path, error)
+            # Another model's directory may be removed at any time, and nobody here misses it.
+            if directory.number == OWN or not isinstance(error, FileNotFoundError):
+                self._complain(directory.path, error)
         for number, fan_out in enumerate(FAN_OUTS):
             try:
                 yield from self._list_fan_out(directory, number, f"/{fan_out}")
             except FileNotFoundError:
                 if directory.changed_at.pop(number, None) is not None:
                     listed_at = int(time.time()) - _SAME_TICK_S
-                    self._tell(FanOutListed(directory.number, number, (), listed_at))
+                    self._tell(FanOutListed(directory.number, number, {}, listed_at))
             except OSError as error:
                 self._complain(directory.path, error)
             yield True
@@ -281,21 +305,26 @@ class HousekeepingThread:
         if directory.changed_at.get(number) == changed_at:
             return
         now = time.time()
-        keys: list[bytes] = []
+        listed_at = int(now) - _SAME_TICK_S
+        last_listed_at = directory.listed_at.get(number, 0)
+        everything: dict[bytes, int] = {}
         files = list_files(path)
         while piece := list(itertools.islice(files, _PIECE)):
             used_at = self._take_objects(directory, piece, int(now))
-            self._tell(ObjectsFound(directory.number, used_at))
-            keys += used_at
+            everything |= used_at
+            # What is known and was not used since would only be work for the engine.
+            news = {key: at for key, at in used_at.items() if at >= last_listed_at}
+            if news:
+                self._tell(ObjectsFound(directory.number, news))
             yield True
-        listed_at = int(now) - _SAME_TICK_S
         # What changes within one tick of the file system's clock shows no other time.
         is_sure = changed_at < listed_at * 10**9
         directory.changed_at[number] = changed_at if is_sure else _UNSURE
-        self._tell(FanOutListed(directory.number, number, keys, listed_at))
+        directory.listed_at[number] = listed_at
+        self._tell(FanOutListed(directory.number, number, everything, listed_at))
         for counterpart in directory.counterparts:
             yield True
-            self._remove_orphans(counterpart + fan_out, set(keys))
+            self._remove_orphans(counterpart + fan_out, everything.keys())
 
     def _take_objects(
         self, directory: _Directory, files: Sequence[Found], now: int
@@ -307,8 +336,7 @@ class HousekeepingThread:
                 self._tidy([found])
             elif directory.number == OWN and found.num_bytes != directory.object_bytes:
                 # An object appears whole; only something else than a writer can have cut it.
-                problem = f"{found.num_bytes} bytes instead of {directory.object_bytes}"
-                logger.warning("%s has %s, and is removed.", found.path, problem)
+                self._misfits.append(found)
                 self._unlink(found.path, directory.path)
             else:
                 used_at[found.key] = max(0, min(int(found.used_at), now))
@@ -331,6 +359,19 @@ class HousekeepingThread:
 
     # ---- warnings
 
+    def _tell_of_misfits(self) -> None:
+        misfits, self._misfits = self._misfits, []
+        if misfits:
+            logger.warning(
+                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes "
+                "instead of %d.",
+                self._own.path,
+                len(misfits),
+                misfits[0].path,
+                misfits[0].num_bytes,
+                self._own.object_bytes,
+            )
+
     def _complain(self, path: str, error: OSError) -> None:
         self._complain_of(path, error.strerror or str(error))
 
@@ -349,7 +390,9 @@ def _weight(news: News) -> int:
     match news:
         case ObjectsFound():
             return len(news.used_at) + 1
-        case FanOutListed() | Removed():
+        case FanOutListed():
+            return len(news.used_at) // 8 + 1
+        case Removed():
             return len(news.keys) // 8 + 1
         case _:
             return 1

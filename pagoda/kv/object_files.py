@@ -7,6 +7,7 @@ is at work.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
@@ -17,6 +18,7 @@ from pagoda.kv.objects import (
     ALIGNMENT,
     Manifest,
     ObjectError,
+    ObjectUnreadableError,
     check,
     make_directory,
     object_name,
@@ -25,6 +27,8 @@ from pagoda.kv.objects import (
     temporary_name,
 )
 
+_NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
+"""What the file system says of a link, a path through a file, and a pipe or device that cannot be opened."""
 _USED_AGAIN_AFTER_S = 60.0
 """How far the time of an object's last use may lag: not every read needs to write an inode."""
 
@@ -33,7 +37,7 @@ class ObjectFiles:
     """The objects of one directory, all of one size.
 
     Raises:
-        OSError: nothing can be written in the directory.
+        OSError: the directory cannot be looked at.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -41,6 +45,7 @@ class ObjectFiles:
         self.object_bytes = manifest.object_bytes
         self.payload_bytes = manifest.payload_bytes
         self._manifest = manifest
+        self._owner = directory.stat().st_uid
         self._direct = os.O_DIRECT if _takes_direct_io(directory) else 0
 
     @property
@@ -60,7 +65,8 @@ class ObjectFiles:
         """Fills `buffer` with the object of `key`, and notes that it was used.
 
         Raises:
-            ObjectError: it is not there, or not whole; `buffer` then holds nothing of value.
+            ObjectUnreadableError: nothing is known of it, since it could not be read.
+            ObjectError: it is not there, or not whole. `buffer` holds nothing of value in both cases.
         """
         self._read(key, buffer, is_used=True)
 
@@ -83,12 +89,15 @@ class ObjectFiles:
         except FileNotFoundError as error:
             raise ObjectError("it is not there any more") from error
         except OSError as error:
-            raise ObjectError(_clause(error)) from error
+            kind = ObjectError if error.errno in _NO_FILE else ObjectUnreadableError
+            raise kind(_clause(error)) from error
 
     def _fill(self, descriptor: int, buffer: memoryview) -> None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ObjectError("it is not a file")
+        if found.st_uid != self._owner:
+            raise ObjectError("it belongs to another user than its directory")
         if found.st_size != self.object_bytes:
             raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
         done = 0

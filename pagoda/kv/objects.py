@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import stat
 import struct
 from pathlib import Path
 from typing import Annotated
@@ -44,10 +45,14 @@ MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 """Files that are being written, or that a killed writer left."""
 
+_MAX_PAYLOAD_BYTES = 2**40
+"""Beyond this a manifest is no manifest: lengths of others' objects are counted with."""
+_MAX_MANIFEST_BYTES = 2**16
 _MAGIC = b"PAGODAKV"
 _HEADER = struct.Struct("<8sIQ32s8x")
 _CHECKSUM = struct.Struct("<I")
 _RELEASE_THE_GIL = 1
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _DIGEST_DIGITS = 64
 _FAN_OUT_DIGITS = 2
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -55,6 +60,10 @@ _HEX_DIGITS = frozenset("0123456789abcdef")
 
 class ObjectError(Exception):
     """An object cannot be read or written. The text is a clause that says why."""
+
+
+class ObjectUnreadableError(ObjectError):
+    """The object may be good, but cannot be read now."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     """How the payload lies: its dimensions, in order."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
-    payload_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PAYLOAD_BYTES)]
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
@@ -175,6 +184,7 @@ def open_directory(root: Path, manifest: Manifest) -> Path:
                 f"{root} is the directory of one model's KV blocks; name the one above it, {above}."
             )
         make_directory(directory, manifest)
+        _check_owner(directory)
         found = read_manifest(directory)
         _try_to_write(directory)
     except OSError as error:
@@ -218,8 +228,16 @@ def read_manifest(directory: Path) -> Manifest | None:
     Raises:
         OSError: it cannot be read.
     """
+    # Not blocking: somebody may have put a pipe there.
+    descriptor = os.open(directory / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=Manifest)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        content = os.read(descriptor, _MAX_MANIFEST_BYTES)
+    finally:
+        os.close(descriptor)
+    try:
+        return msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -227,6 +245,28 @@ def read_manifest(directory: Path) -> Manifest | None:
 def temporary_name() -> str:
     """A name that no other thread, process or host uses."""
     return f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+
+
+def _check_owner(directory: Path) -> None:
+    """Makes sure that nobody else can have put objects there: a checksum tells damage, not forgery.
+
+    Raises:
+        ConfigError: somebody can.
+        OSError: it cannot be looked at.
+    """
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{directory} is to hold KV blocks, but is not a directory.")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{directory} belongs to another user, who could put anything there; "
+            "name a directory of your own."
+        )
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        raise ConfigError(
+            f"{directory} can be written by other users, who could put anything there; "
+            f"`chmod 700 {directory}` keeps them out."
+        )
 
 
 def _try_to_write(directory: Path) -> None:

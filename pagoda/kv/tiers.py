@@ -53,6 +53,7 @@ def stack_tiers(
         connectors.append(host)
     if ready.kv_directories:
         disk = DiskTier(
+            ready.kv_directories,
             ledger,
             clock,
             open_housekeeper,

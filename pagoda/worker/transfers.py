@@ -26,7 +26,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.kv.connector import BlockMemory
 from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import ObjectError
+from pagoda.kv.objects import ObjectError, ObjectUnreadableError
 from pagoda.worker.host_arena import HostArena
 from pagoda.worker.kv_memory import copy_bytes
 
@@ -51,6 +51,8 @@ class _Job:
         self.transfer = transfer
         self.num_left = num_blocks
         self.failures: dict[int, str] = {}
+        self.unreadable: set[int] = set()
+        """Those of `failures` that say nothing against an object."""
         self.begun_at = time.monotonic()
 
     def end(self) -> TransferEnd:
@@ -60,6 +62,7 @@ class _Job:
             self.transfer.generation,
             failed,
             self.failures[failed[0]] if failed else "",
+            sorted(self.unreadable),
         )
 
 
@@ -260,16 +263,21 @@ class Transfers:
         with self._state:
             self._state.wait_for(lambda: self._executed_step >= step or self._is_closing)
             if self._executed_step < step:
-                raise ObjectError("the worker is ending")
+                raise ObjectUnreadableError("the worker is ending")
 
     def _attempt(self, work: Callable[..., None], job: _Job, index: int, *places: object) -> str:
         """Why the block was not copied; empty if it was."""
         try:
             work(job, index, *places)
+        except ObjectUnreadableError as error:
+            with self._state:
+                job.unreadable.add(index)
+            return str(error)
         except ObjectError as error:
             return str(error)
         except Exception as error:
             with self._state:
+                job.unreadable.add(index)
                 now = time.monotonic()
                 is_told = now >= self._next_warning_at
                 if is_told:

@@ -56,7 +56,9 @@ class SimHousekeeper:
     def _scan(self) -> list[News]:
         now = int(1e9 + self._clock.now())
         listed: list[News] = [
-            FanOutListed(OWN, fan_out, [key for key in self._objects if key[0] == fan_out], now)
+            FanOutListed(
+                OWN, fan_out, {key: now for key in self._objects if key[0] == fan_out}, now
+            )
             for fan_out in {key[0] for key in self._objects}
         ]
         return [ObjectsFound(OWN, dict.fromkeys(self._objects, now)), *listed, ScanEnded(0.0)]
@@ -71,6 +73,9 @@ class SimHousekeeper:
             return [ProbeAnswer(probe_id, found)]
 
         self._later(answer)
+
+    def forget(self, probe_id: int) -> None:
+        """Answers anyway."""
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         def answer() -> list[News]:

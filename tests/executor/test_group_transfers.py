@@ -51,6 +51,14 @@ def test_the_error_is_that_of_the_first_block_that_failed() -> None:
     assert end == TransferEnd(0, 0, [1, 2, 3], "rank 1 is full")
 
 
+def test_an_object_is_bad_if_any_rank_says_so() -> None:
+    transfers = GroupTransfers(2, timeout_s=10.0)
+    transfers.begin([transfer(0)], now=0.0)
+    transfers.end(0, TransferEnd(0, 0, [1, 2], "no descriptors", [1, 2]), 0.0)
+    end = transfers.end(1, TransferEnd(0, 0, [2, 3, 4], "it is cut", [3]), 0.0)
+    assert end == TransferEnd(0, 0, [1, 2, 3, 4], "no descriptors", [1, 3])
+
+
 def test_what_a_rank_says_again_does_not_count() -> None:
     transfers = GroupTransfers(2, timeout_s=10.0)
     transfers.begin([transfer(0)], now=0.0)

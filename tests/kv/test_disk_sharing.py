@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.engine.messages import Capabilities, DiskObjects, KVDirectory, TransferEnd, WorkerReady
+from pagoda.engine.messages import DiskObjects, KVDirectory, TransferEnd
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import Demand, Offer
@@ -39,21 +39,13 @@ clock = VirtualClock()
 pool = BlockPool(64)
 ledger = TransferLedger(pool)
 tier = DiskTier(
+    [KVDirectory(str(directory), files.object_bytes)],
     ledger,
     clock,
     lambda directories: HousekeepingThread(directories, clock),
     quota_bytes=quota,
     min_touches=1,
     epoch_s=time.time(),
-)
-tier.workers_ready(
-    WorkerReady(
-        capabilities=Capabilities(
-            block_sizes=(16,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
-        ),
-        num_blocks=64, block_size=16, max_model_len=1, vocab_size=1, summary="",
-        kv_directories=(KVDirectory(str(directory), files.object_bytes),),
-    )
 )
 poller = select.poll()
 poller.register(tier.pollables()[0], select.POLLIN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -110,7 +111,7 @@ def found(news: Sequence[News], directory: int = OWN) -> set[bytes]:
 
 def listed(news: Sequence[News], directory: int = OWN) -> dict[int, set[bytes]]:
     return {
-        item.fan_out: set(item.keys)
+        item.fan_out: set(item.used_at)
         for item in news
         if isinstance(item, FanOutListed) and item.directory == directory
     }
@@ -172,11 +173,14 @@ def test_foreign_files_are_no_objects_and_are_left_alone(own: KVDirectory, keep:
 def test_files_of_another_length_are_removed_with_a_warning(
     own: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(own, KEYS[:2])
-    os.truncate(path_of(own, KEYS[1]), 100)
+    put(own, KEYS)
+    for key in KEYS[1:]:
+        os.truncate(path_of(own, key), 100)
     assert found(keep(own).until(ScanEnded)) == {KEYS[0]}
-    assert not path_of(own, KEYS[1]).exists()
-    assert "100 bytes instead of 12288" in caplog.text
+    assert not any(path_of(own, key).exists() for key in KEYS[1:])
+    (message,) = caplog.messages
+    assert f"{len(KEYS) - 1} of a wrong length were removed" in message
+    assert "100 bytes instead of 12288" in message
 
 
 def test_what_a_killed_writer_left_is_removed_once_it_is_old(own: KVDirectory, keep: Open) -> None:
@@ -216,6 +220,61 @@ def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
     (Path(other.path) / MANIFEST_NAME).write_text('{"format_version": 9}')
     assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
     assert caplog.text.count("its manifest cannot be understood") == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "\xff"}', b"[" * 60_000, b'{"payload_bytes": -1000000000000}', b""],
+    ids=["no-text", "deep", "negative", "empty"],
+)
+def test_no_content_of_a_manifest_ends_the_thread(
+    own: KVDirectory, manifest: Manifest, keep: Open, content: bytes
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    (Path(other.path) / MANIFEST_NAME).write_bytes(content)
+    put(own, KEYS)
+    keeper = keep(own)
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
+    keeper.thread.probe(1, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, KEYS)]
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    (Path(other.path) / MANIFEST_NAME).unlink()
+    os.mkfifo(Path(other.path) / MANIFEST_NAME)
+    assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
+
+
+def test_work_that_breaks_is_answered_and_other_work_goes_on(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(own, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+
+    def broken(*_: object) -> None:
+        raise ValueError("nobody foresaw this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(housekeeping, "object_name", broken)
+        keeper.thread.probe(1, KEYS)
+        assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, ())]
+        keeper.thread.remove(OWN, KEYS[:1])
+        assert keeper.until(Removed) == [Removed(OWN, KEYS[:1])]
+        patch.setattr(housekeeping, "list_files", broken)
+        keeper.clock.advance_to(11)
+        keeper.thread.rescan()
+        while caplog.text.count("nobody foresaw this") < 3:
+            keeper.thread.probe(2, [])
+            keeper.until(ProbeAnswer)
+    keeper.thread.probe(3, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(3, KEYS)]
+    keeper.clock.advance_to(22)
+    keeper.thread.rescan()
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
 
 
 def test_other_ranks_are_part_of_the_own_directory(
@@ -292,6 +351,33 @@ def test_a_probe_finds_objects_up_to_the_first_that_is_not_there(
     assert keeper.until(ProbeAnswer) == [ProbeAnswer(6, [])]
 
 
+def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    name = housekeeping.object_name
+
+    def hanging(key: bytes) -> str:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return name(key)
+
+    monkeypatch.setattr(housekeeping, "object_name", hanging)
+    for number in range(4):
+        keeper.thread.probe(number, KEYS)
+    assert has_begun.wait(30)
+    keeper.thread.forget(0)  # too late
+    keeper.thread.forget(1)
+    keeper.thread.forget(2)
+    may_go_on.set()
+    answers: list[News] = []
+    while ProbeAnswer(3, []) not in answers:
+        answers += keeper.until(ProbeAnswer)
+    assert answers == [ProbeAnswer(0, []), ProbeAnswer(3, [])]
+
+
 def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: Open) -> None:
     keeper = keep(own)
     keeper.until(ScanEnded)
@@ -355,6 +441,22 @@ def test_a_rescan_lists_what_has_changed_only(
     assert listed(news, 1) == {1: {key for key in KEYS[2:] if key[0] == 1}}
 
 
+def test_a_rescan_tells_one_by_one_only_what_was_used_since(own: KVDirectory, keep: Open) -> None:
+    keys = [bytes([0, number]) * 16 for number in range(20)]
+    put(own, keys, age_s=5000)
+    keeper = keep(own)
+    assert found(keeper.until(ScanEnded)) == set(keys)
+    put(own, keys[3:4])  # used by another server
+    new, copied = b"\0" + b"n" * 31, b"\0" + b"c" * 31
+    put(own, [new])
+    put(own, [copied], age_s=9000)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    news = keeper.until(ScanEnded)
+    assert found(news) == {keys[3], new}
+    assert listed(news) == {0: {*keys, new, copied}}
+
+
 def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
     own: KVDirectory, keep: Open
 ) -> None:
@@ -365,6 +467,20 @@ def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
     keeper.clock.advance_to(11)
     keeper.thread.rescan()
     assert listed(keeper.until(ScanEnded)) == {0: {KEYS[0]}}
+
+
+def test_nobody_misses_the_directory_of_another_model(
+    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    put(other, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    shutil.rmtree(other.path)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    assert listed(keeper.until(ScanEnded), 1) == {fan_out: set() for fan_out in range(5)}
+    assert not caplog.messages
 
 
 def test_directories_that_are_gone_are_empty_and_one_warning(

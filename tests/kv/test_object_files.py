@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -18,7 +19,14 @@ import pytest
 
 from pagoda.kv import object_files
 from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import HEADER_BYTES, Manifest, ObjectError, object_name, open_directory
+from pagoda.kv.objects import (
+    HEADER_BYTES,
+    Manifest,
+    ObjectError,
+    ObjectUnreadableError,
+    object_name,
+    open_directory,
+)
 
 ReadOnly = Callable[[Path], AbstractContextManager[None]]
 KEY = bytes(range(32))
@@ -114,6 +122,45 @@ def test_a_flipped_byte_on_disk_is_an_error(files: ObjectFiles, offset: int) -> 
         file.write(bytes([byte ^ 0x10]))
     with pytest.raises(ObjectError):
         read(files)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_an_object_that_somebody_else_put_there_is_an_error(files: ObjectFiles) -> None:
+    write(files)
+    os.chown(path_of(files), 65534, -1)
+    with pytest.raises(ObjectError, match="belongs to another user"):
+        read(files)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_what_the_system_cannot_read_now_is_not_called_bad(
+    files: ObjectFiles, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    write(files)
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(ObjectUnreadableError, match=os.strerror(number)):
+            read(files)
+    assert read(files) == content(files, 1)
+
+
+def test_what_is_bad_or_not_there_is_not_called_unreadable(files: ObjectFiles) -> None:
+    write(files)
+    damaged, link, below_a_file = bytes([1]) * 32, bytes([2]) * 32, bytes([3]) * 32
+    write(files, damaged)
+    os.truncate(path_of(files, damaged), 5)
+    path_of(files, link).parent.mkdir()
+    path_of(files, link).symlink_to(path_of(files))
+    path_of(files, below_a_file).parent.touch()
+    for key in (damaged, link, below_a_file, OTHER):
+        with pytest.raises(ObjectError) as caught:
+            read(files, key)
+        assert not isinstance(caught.value, ObjectUnreadableError)
 
 
 def test_a_whole_object_under_the_name_of_another_is_an_error(files: ObjectFiles) -> None:

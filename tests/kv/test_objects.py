@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -208,6 +209,40 @@ def test_the_manifest_of_another_model_is_refused(tmp_path: Path, manifest: Mani
     (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(other))
     with pytest.raises(ConfigError, match="is that of other blocks, of other-model"):
         open_directory(tmp_path, manifest)
+
+
+def test_a_directory_that_others_can_write_in_is_refused(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    directory = open_directory(tmp_path, manifest)
+    for mode in (0o777, 0o770, 0o702):
+        directory.chmod(mode)
+        with pytest.raises(
+            ConfigError, match=rf"can be written by other users.*chmod 700 {directory}"
+        ):
+            open_directory(tmp_path, manifest)
+    directory.chmod(0o755)
+    assert open_directory(tmp_path, manifest) == directory
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_directory(tmp_path, manifest)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(
+        ConfigError, match=r"belongs to another user, .*; name a directory of your own\.$"
+    ):
+        open_directory(tmp_path, manifest)
+
+
+def test_a_link_in_place_of_a_directory_is_refused(tmp_path: Path, manifest: Manifest) -> None:
+    elsewhere = open_directory(tmp_path / "elsewhere", manifest)
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / manifest.digest).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="but is not a directory"):
+        open_directory(tmp_path / "kv", manifest)
 
 
 def test_a_directory_without_permission_is_refused(

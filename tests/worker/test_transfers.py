@@ -192,9 +192,26 @@ def test_a_damaged_object_fails_alone_and_writes_nothing(rig: Rig, damage, reaso
     end = rig.run(objects(2, 1, 3), blocks(3, 4, 5))
     assert end.failed == [1]
     assert reason in end.error
+    assert not end.unreadable
     assert rig.memory.blocks[3] == b"B" * BLOCK_BYTES
     assert rig.memory.blocks[4] == b"E" * BLOCK_BYTES
     assert rig.memory.blocks[5] == b"C" * BLOCK_BYTES
+
+
+def test_an_object_that_cannot_be_read_now_is_told_from_a_bad_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.run(blocks(0, 1), objects(1, 2))
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        end = rig.run(objects(1, 9, 2), blocks(3, 4, 5))
+    assert (end.failed, end.unreadable) == ([0, 1, 2], [0, 2])
+    end = rig.run(objects(1, 2), blocks(3, 99))
+    assert (end.failed, end.unreadable) == ([1], [1])  # it is the device that failed
 
 
 def test_a_full_disk_fails_and_leaves_nothing(rig: Rig) -> None:
