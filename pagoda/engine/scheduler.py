@@ -6,7 +6,7 @@ and recovery only change the two numbers. A request samples when its computed to
 
 The scheduler is pure: it knows no sockets, no devices and no time. `schedule` makes a plan, `update` takes the
 results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
-which is why a block that is freed while a step still writes to it can be handed to a later plan at once. The same
+which is why a block that is freed while a step still uses it can be handed to a later plan at once. The same
 holds for a worker of several stages, each of which has KV of its own and executes the plans in order. Transfers go
 on beside the steps; what they must wait for is noted in the block.
 
@@ -248,13 +248,9 @@ class Scheduler:
         self._free_blocks(request)
 
     def _free_blocks(self, request: Request) -> None:
-        """Steps under way may still write to blocks whose tokens are not confirmed."""
+        """Steps under way may still use the blocks: what a preempted request samples in them counts."""
         is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
-        self.kv.free(
-            request.table,
-            num_computed_tokens=request.num_computed_tokens,
-            last_step=-1 if is_confirmed else self._step - 1,
-        )
+        self.kv.free(request.table, last_step=-1 if is_confirmed else self._step - 1)
 
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot

@@ -171,7 +171,7 @@ class ConnectorStack:
             first, end = segment.start - start, min(segment.end - start, len(blocks))
             if first < end:
                 part = blocks[first:end]
-                after_step = max(block.written_by for block in part)
+                after_step = max(block.used_by for block in part)
                 transfer_id = segment.connector.load(demand, segment.start, part, after_step)
                 self._parts[transfer_id] = _Part(load, segment.connector, first, end)
                 load.num_open += 1

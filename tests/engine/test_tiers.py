@@ -187,6 +187,32 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
     it.check_nothing_left()
 
 
+def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed() -> None:
+    """What the request samples in such a step counts, though it has lost its blocks."""
+    it = Tiered()
+    it.fill_tiers()
+    low = make_request("low", [9] * 40, max_tokens=20, priority=5)
+    it.add(low)
+    for _ in range(4):
+        it.tick()
+    table = it.scheduler._requests["low"].table
+    computed = {block.block_id for block in table.blocks[: table.num_published]}
+    first, second = make_request("first", [8] * 20, max_tokens=1), document("second", 1)
+    for request in (first, second):  # the first takes what the step under way writes to
+        it.tokens[request.request_id] = []
+        assert it.core.add(request) == []
+    while it.scheduler.num_preemptions == 0:
+        last_step = it.scheduler._step - 1
+        assert it.tick()
+    (load,) = it.fates.loads()
+    assert isinstance(load.target, DeviceBlocks)
+    assert computed.issuperset(load.target.block_ids[-1:])
+    assert load.after_step == last_step
+    it.run()
+    assert_complete(it, [low, first, second])
+    it.check_nothing_left()
+
+
 def test_two_requests_never_load_the_same_block() -> None:
     it = Tiered(num_blocks=24)
     it.fill_tiers()

@@ -101,7 +101,7 @@ def test_transfers_wait_for_steps_that_may_write_to_their_blocks() -> None:
     it = Stack()
     it.have(near=[0, 1], far=[2])
     for block, step in zip(it.pool._blocks, (3, 9, 4), strict=False):
-        block.written_by = step
+        block.used_by = step
     assert [transfer.after_step for transfer in it.load(3)] == [9, 4]
 
 
