@@ -12,6 +12,7 @@ farewell.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum, auto
 from typing import NamedTuple
 
 from pagoda.engine.request import Request
@@ -19,6 +20,17 @@ from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
+
+
+class Begin(Enum):
+    """What a request does for which there is room."""
+
+    WAITS = auto()
+    """It waits for KV now, or goes on doing so."""
+    STAYS = auto()
+    """It stays in line: so many wait for an answer that it must not be asked yet."""
+    COMPUTES = auto()
+    """There is nothing to wait for."""
 
 
 class Arrival(NamedTuple):
@@ -77,30 +89,30 @@ class KVWaiting:
 
     # ---- waiting
 
-    def begin(self, request: Request, hits: list[Block]) -> bool:
-        """Whether the request, for which there is room, waits for KV now or goes on doing so.
+    def begin(self, request: Request, hits: list[Block]) -> Begin:
+        """Lets the request, for which there is room, wait for KV if there may be some.
 
         It tries to load once for each time that it is queued: KV that is evicted again before it is admitted must
         not keep it here for ever.
         """
         demand = request.demand
         if demand is None or request.load_tried:
-            return False
+            return Begin.COMPUTES
         count = self._tiers.lookup(demand, len(hits))
         if count is None:
             return self._wait_for_answer(request)
         if count == 0:
-            return False
+            return Begin.COMPUTES
         self._load(request, demand, hits, count)
-        return True
+        return Begin.WAITS
 
-    def _wait_for_answer(self, request: Request) -> bool:
+    def _wait_for_answer(self, request: Request) -> Begin:
         if request.request_id not in self._unanswered:
             if len(self._unanswered) >= self._max_unanswered:
-                return False
+                return Begin.STAYS
             self._unanswered[request.request_id] = request
         self._tiers.wait(request.request_id)
-        return True
+        return Begin.WAITS
 
     def _load(self, request: Request, demand: Demand, hits: list[Block], count: int) -> None:
         self._unanswered.pop(request.request_id, None)

@@ -288,10 +288,25 @@ def test_only_so_many_wait_for_an_answer() -> None:
     for request in requests:
         it.add(request)
     report = it.core.load()
-    assert report.num_awaiting_kv == 2
-    assert report.num_running == 1
+    assert (report.num_awaiting_kv, report.num_waiting, report.num_running) == (2, 3, 0)
     it.run()
     assert_complete(it, requests)
+
+
+def test_nobody_computes_what_is_there_because_many_wait_for_an_answer() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0, num_blocks=64).serve(
+        *(document(f"{index}", index, max_tokens=1) for index in range(5))
+    )
+    slow = SimDisk(lambda: 1.0)
+    slow.objects.update(disk.objects)
+    it = Tiered(disk=slow, kv_tiers=DISK, kv_host_slots=0, max_num_seqs=2, num_blocks=64)
+    requests = [document(f"{index} again", index, max_tokens=1) for index in range(5)]
+    for request in requests:
+        it.add(request)
+    it.run()
+    assert_complete(it, requests)
+    assert [it.num_cached(request.request_id) for request in requests] == [36] * 5
 
 
 def test_an_answer_that_never_comes_is_waited_for_until_patience_ends() -> None:
