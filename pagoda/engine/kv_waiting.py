@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, auto
+from heapq import nsmallest
 from typing import NamedTuple
 
 from pagoda.engine.request import Request
@@ -20,6 +21,10 @@ from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
+
+
+_NUM_PREFETCHED = 4
+"""So many of those in line, the first, are looked at again when there is news: a look at a long prompt costs time."""
 
 
 class Begin(Enum):
@@ -50,6 +55,8 @@ class KVWaiting:
         self._max_unanswered = max_unanswered
         self._unanswered: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
+        self._in_line: dict[str, Request] = {}
+        """Those that wait for room, and of whose KV more may be brought nearer."""
 
     @property
     def num_requests(self) -> int:
@@ -76,6 +83,7 @@ class KVWaiting:
 
     def forget(self, request: Request) -> None:
         """The request is admitted or ends."""
+        self._in_line.pop(request.request_id, None)
         if request.demand is not None:
             request.demand = None
             self._tiers.forget(request.request_id)
@@ -111,11 +119,13 @@ class KVWaiting:
             if len(self._unanswered) >= self._max_unanswered:
                 return Begin.STAYS
             self._unanswered[request.request_id] = request
+            self._in_line.pop(request.request_id, None)
         self._tiers.wait(request.request_id)
         return Begin.WAITS
 
     def _load(self, request: Request, demand: Demand, hits: list[Block], count: int) -> None:
         self._unanswered.pop(request.request_id, None)
+        self._in_line.pop(request.request_id, None)
         self._loading[request.request_id] = request
         request.load_tried = True
         table = request.table
@@ -125,9 +135,19 @@ class KVWaiting:
         self._tiers.load(demand, len(hits), table.blocks[len(hits) :])
 
     def prefetch(self, request: Request, num_hits: int) -> None:
-        """There is no room for the request now: brings what it will need nearer."""
-        if request.demand is not None and not request.load_tried:
-            self._tiers.prefetch(request.demand, num_hits)
+        """There is no room for the request now: brings what it will need nearer, and more with later news."""
+        self._in_line.pop(request.request_id, None)
+        if request.demand is None or request.load_tried:
+            return
+        if not self._tiers.prefetch(request.demand, num_hits):
+            self._in_line[request.request_id] = request
+
+    def prefetch_more(self) -> None:
+        """There is news of what could not be found, or had no place, when it was asked for."""
+        first = nsmallest(_NUM_PREFETCHED, self._in_line.values(), key=lambda it: it.rank)
+        for request in first:
+            hits = self._kv.find_prefix(request.table, request.token_ids)
+            self.prefetch(request, len(hits))
 
     def leave(self, request: Request) -> bool:
         """The request waits for KV no longer; returns whether it did."""

@@ -595,6 +595,7 @@ class Scheduler:
             for request in kv_waiting.unanswered:
                 hits = self.kv.find_prefix(request.table, request.token_ids)
                 self._queue(request, hits, kv_waiting)
+            kv_waiting.prefetch_more()
         return chunks
 
     # ---- when the worker is lost

@@ -106,12 +106,23 @@ class ConnectorStack:
         for connector in self._connectors:
             connector.forget(request_id)
 
-    def prefetch(self, demand: Demand, start: int) -> None:
-        """The request must wait: brings what it will need nearer."""
-        if self._has_workers:
-            for connector in self._connectors:
-                connector.prefetch(demand, start)
-                start += connector.lookup(demand, start) or 0
+    def prefetch(self, demand: Demand, start: int) -> bool:
+        """The request must wait: brings what it will need nearer. Returns whether all of it is at the nearest.
+
+        If not, it is worth while to ask again when `poll` has news.
+        """
+        is_near = self._has_workers
+        for index, connector in enumerate(self._connectors if self._has_workers else ()):
+            if start >= len(demand.keys):
+                break
+            if connector in self._overdue.values():
+                is_near = False
+                continue
+            connector.prefetch(demand, start)
+            count = connector.lookup(demand, start)
+            is_near = is_near and (count == 0 or (index == 0 and count is not None))
+            start += count or 0
+        return is_near
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         """How many blocks from `keys[start]` on can be loaded; None: ask again when `poll` says so."""

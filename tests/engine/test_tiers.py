@@ -379,6 +379,26 @@ def test_where_there_is_no_room_blocks_are_brought_nearer() -> None:
     it.check_nothing_left()
 
 
+def test_blocks_are_brought_nearer_as_soon_as_they_are_found_and_as_there_is_a_place() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0).serve(document("a", 1))
+    slow = SimDisk(lambda: 0.1)
+    slow.objects.update(disk.objects)
+    it = Tiered(disk=slow, kv_tiers=DISK, kv_host_slots=16, max_num_seqs=1)
+    running = make_request("running", [2] * 3, max_tokens=30)
+    it.add(running)
+    it.tick_until_started("running")
+    waiting = document("waiting", 1)
+    it.add(waiting)
+    assert it.fates.prefetches() == []
+    it.run()
+    assert_complete(it, [running, waiting])
+    sizes = [len(prefetch.source.keys) for prefetch in it.fates.prefetches()]  # type: ignore[union-attr]
+    assert sizes == [4, 4, 1]
+    assert it.num_cached("waiting") == 36
+    it.check_nothing_left()
+
+
 def test_a_request_that_was_loaded_is_not_loaded_again_before_it_runs() -> None:
     """Else two that evict each other's blocks would never run."""
     it = Tiered()

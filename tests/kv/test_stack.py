@@ -261,6 +261,32 @@ def test_prefetching_starts_behind_what_is_nearer() -> None:
     assert ("prefetch", "r", 4) in it.far.calls
 
 
+def test_prefetching_is_over_when_all_is_near() -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=[2])
+    assert not it.stack.prefetch(DEMAND, 0)
+    it.near.has.add(DEMAND.keys[2])
+    assert it.stack.prefetch(DEMAND, 0)
+    it.far.is_unsure = True
+    assert not it.stack.prefetch(DEMAND, 0)
+    assert it.stack.prefetch(DEMAND, 16)
+    it.stack.workers_lost()
+    assert not it.stack.prefetch(DEMAND, 0)
+
+
+def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> None:
+    it = Stack()
+    it.have(near=[], far=range(16))
+    (transfer,) = it.load(4)
+    it.pass_time(PATIENCE_S)
+    it.stack.take_ended()
+    assert not it.stack.prefetch(OTHER, 0)
+    assert ("prefetch", "other", 0) not in it.far.calls
+    it.end(transfer)
+    it.stack.prefetch(OTHER, 0)
+    assert ("prefetch", "other", 0) in it.far.calls
+
+
 def test_all_hear_of_a_request_and_of_its_end() -> None:
     it = Stack()
     it.stack.announce(DEMAND, 3)
