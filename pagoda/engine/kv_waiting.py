@@ -20,11 +20,10 @@ from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import ConnectorStack
-
+from pagoda.kv.stack import ConnectorStack, Found
 
 _NUM_PREFETCHED = 4
-"""So many of those in line, the first, are looked at again when there is news: a look at a long prompt costs time."""
+"""So many of those in line, the first, are looked at again when there is news: a long prompt takes time."""
 
 
 class Begin(Enum):
@@ -106,12 +105,12 @@ class KVWaiting:
         demand = request.demand
         if demand is None or request.load_tried:
             return Begin.COMPUTES
-        count = self._tiers.lookup(demand, len(hits))
-        if count is None:
+        found = self._tiers.lookup(demand, len(hits))
+        if found is None:
             return self._wait_for_answer(request)
-        if count == 0:
+        if found.num_blocks == 0:
             return Begin.COMPUTES
-        self._load(request, demand, hits, count)
+        self._load(request, hits, found)
         return Begin.WAITS
 
     def _wait_for_answer(self, request: Request) -> Begin:
@@ -123,16 +122,16 @@ class KVWaiting:
         self._tiers.wait(request.request_id)
         return Begin.WAITS
 
-    def _load(self, request: Request, demand: Demand, hits: list[Block], count: int) -> None:
+    def _load(self, request: Request, hits: list[Block], found: Found) -> None:
         self._unanswered.pop(request.request_id, None)
         self._in_line.pop(request.request_id, None)
         self._loading[request.request_id] = request
         request.load_tried = True
         table = request.table
         self._kv.adopt(table, hits)
-        if self._kv.grow(table, (len(hits) + count) * self._kv.block_size) is None:
+        if self._kv.grow(table, (len(hits) + found.num_blocks) * self._kv.block_size) is None:
             raise RuntimeError("KV is loaded for a request that does not fit.")
-        self._tiers.load(demand, len(hits), table.blocks[len(hits) :])
+        self._tiers.load(found, table.blocks[len(hits) :])
 
     def prefetch(self, request: Request, num_hits: int) -> None:
         """There is no room for the request now: brings what it will need nearer, and more with later news."""

@@ -26,7 +26,7 @@ from pagoda.kv.transfers import TransferLedger
 _PREFETCH_SHARE = 4
 """At most this part of the slots is waiting for a slower tier to fill it."""
 _PREFETCH_BYTES = 2**30
-"""And at most so much of the memory of one rank, about a second of reading: whoever gets room meanwhile and wants the
+"""And at most so much of one rank's memory, about a second of reading: whoever gets room meanwhile and wants the
 last of it waits for all of it."""
 
 
