@@ -76,7 +76,8 @@ class KVWaiting:
     def announce(self, request: Request, num_hits: int) -> None:
         """The request is queued, and finds so many blocks on the device."""
         keys = self._kv.prefix_keys(request.table, request.token_ids)
-        request.demand = Demand(request.request_id, keys, request.token_ids)
+        token_ids = request.token_ids[: len(keys) * self._kv.block_size]
+        request.demand = Demand(request.request_id, keys, token_ids)
         request.load_tried = False
         self._tiers.announce(request.demand, min(num_hits, len(keys)))
 
@@ -179,7 +180,6 @@ class KVWaiting:
     def start_over(self, requests: Iterable[Request]) -> None:
         """The workers are lost: requests that did not wait for KV may do so from now on."""
         for request in requests:
-            request.num_offered = 0
             request.load_tried = False
             if request.demand is None:
                 self.announce(request, 0)
@@ -195,5 +195,4 @@ class KVWaiting:
         self._loading.clear()
         for request in requests:
             self._kv.free(request.table)
-            request.num_offered = 0
         return requests

@@ -620,8 +620,7 @@ class Scheduler:
             for request in self._kv_waiting.lose_workers():
                 insort(self._waiting, request, key=_by_rank)
         for request in self._waiting:
-            request.forget_kv()
-            request.num_pending_samples = 0
+            request.lose_workers()
         self.kv.pool.clear_cache()
         self._freed_slots.clear()
         self._blocked = None

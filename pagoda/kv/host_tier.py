@@ -83,7 +83,7 @@ class HostTier:
             key = demand.keys[index]
             if self._slots.find(key) is None:
                 return None if key in self._landing else index - start
-        return len(demand.keys) - start
+        return max(0, len(demand.keys) - start)
 
     def prefetch(self, demand: Demand, start: int) -> None:
         """There is nothing nearer to bring blocks to."""

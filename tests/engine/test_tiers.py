@@ -213,6 +213,27 @@ def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed(
     it.check_nothing_left()
 
 
+def test_what_connectors_were_told_of_a_request_does_not_change() -> None:
+    """Not even where the last sample of a preempted request comes later."""
+    it = Tiered(max_num_seqs=1)
+    low = document("low", 1, max_tokens=20, priority=5)
+    it.add(low)
+    it.tick_until_started("low")
+    it.add(make_request("high", [2] * 56, max_tokens=4))
+    while it.scheduler.num_preemptions == 0:
+        assert it.tick()
+    request = it.scheduler._requests["low"]
+    told = request.demand
+    assert request.num_pending_samples == 1
+    assert len(told.token_ids) == 4 * len(told.keys)
+    before = list(told.token_ids)
+    while request.num_pending_samples:
+        it.tick()
+    assert told.token_ids == before
+    it.run()
+    assert_complete(it, [low])
+
+
 def test_two_requests_never_load_the_same_block() -> None:
     it = Tiered(num_blocks=24)
     it.fill_tiers()

@@ -56,6 +56,7 @@ def test_what_is_offered_is_stored_once_and_found_from_then_on() -> None:
     assert host.tier.lookup(DEMAND, 0) == 3
     assert host.tier.lookup(DEMAND, 2) == 1
     assert host.tier.lookup(DEMAND, 3) == 0
+    assert host.tier.lookup(DEMAND, len(DEMAND.keys) + 1) == 0
     assert host.store(0, 3) == []
     assert host.tier.load_report().num_stored == 3
 
