@@ -12,13 +12,29 @@ farewell.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum, auto
+from heapq import nsmallest
 from typing import NamedTuple
 
 from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import ConnectorStack
+from pagoda.kv.stack import ConnectorStack, Found
+
+_NUM_PREFETCHED = 4
+"""So many of those in line, the first, are looked at again when there is news: a long prompt takes time."""
+
+
+class Begin(Enum):
+    """What a request does for which there is room."""
+
+    WAITS = auto()
+    """It waits for KV now, or goes on doing so."""
+    STAYS = auto()
+    """It stays in line: so many wait for an answer that it must not be asked yet."""
+    COMPUTES = auto()
+    """There is nothing to wait for."""
 
 
 class Arrival(NamedTuple):
@@ -38,6 +54,8 @@ class KVWaiting:
         self._max_unanswered = max_unanswered
         self._unanswered: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
+        self._in_line: dict[str, Request] = {}
+        """Those that wait for room, and of whose KV more may be brought nearer."""
 
     @property
     def num_requests(self) -> int:
@@ -58,12 +76,14 @@ class KVWaiting:
     def announce(self, request: Request, num_hits: int) -> None:
         """The request is queued, and finds so many blocks on the device."""
         keys = self._kv.prefix_keys(request.table, request.token_ids)
-        request.demand = Demand(request.request_id, keys, request.token_ids)
+        token_ids = request.token_ids[: len(keys) * self._kv.block_size]
+        request.demand = Demand(request.request_id, keys, token_ids)
         request.load_tried = False
         self._tiers.announce(request.demand, min(num_hits, len(keys)))
 
     def forget(self, request: Request) -> None:
         """The request is admitted or ends."""
+        self._in_line.pop(request.request_id, None)
         if request.demand is not None:
             request.demand = None
             self._tiers.forget(request.request_id)
@@ -77,45 +97,57 @@ class KVWaiting:
 
     # ---- waiting
 
-    def begin(self, request: Request, hits: list[Block]) -> bool:
-        """Whether the request, for which there is room, waits for KV now or goes on doing so.
+    def begin(self, request: Request, hits: list[Block]) -> Begin:
+        """Lets the request, for which there is room, wait for KV if there may be some.
 
         It tries to load once for each time that it is queued: KV that is evicted again before it is admitted must
         not keep it here for ever.
         """
         demand = request.demand
         if demand is None or request.load_tried:
-            return False
-        count = self._tiers.lookup(demand, len(hits))
-        if count is None:
+            return Begin.COMPUTES
+        found = self._tiers.lookup(demand, len(hits))
+        if found is None:
             return self._wait_for_answer(request)
-        if count == 0:
-            return False
-        self._load(request, demand, hits, count)
-        return True
+        if found.num_blocks == 0:
+            return Begin.COMPUTES
+        self._load(request, hits, found)
+        return Begin.WAITS
 
-    def _wait_for_answer(self, request: Request) -> bool:
+    def _wait_for_answer(self, request: Request) -> Begin:
         if request.request_id not in self._unanswered:
             if len(self._unanswered) >= self._max_unanswered:
-                return False
+                return Begin.STAYS
             self._unanswered[request.request_id] = request
+            self._in_line.pop(request.request_id, None)
         self._tiers.wait(request.request_id)
-        return True
+        return Begin.WAITS
 
-    def _load(self, request: Request, demand: Demand, hits: list[Block], count: int) -> None:
+    def _load(self, request: Request, hits: list[Block], found: Found) -> None:
         self._unanswered.pop(request.request_id, None)
+        self._in_line.pop(request.request_id, None)
         self._loading[request.request_id] = request
         request.load_tried = True
         table = request.table
         self._kv.adopt(table, hits)
-        if self._kv.grow(table, (len(hits) + count) * self._kv.block_size) is None:
+        if self._kv.grow(table, (len(hits) + found.num_blocks) * self._kv.block_size) is None:
             raise RuntimeError("KV is loaded for a request that does not fit.")
-        self._tiers.load(demand, len(hits), table.blocks[len(hits) :])
+        self._tiers.load(found, table.blocks[len(hits) :])
 
     def prefetch(self, request: Request, num_hits: int) -> None:
-        """There is no room for the request now: brings what it will need nearer."""
-        if request.demand is not None and not request.load_tried:
-            self._tiers.prefetch(request.demand, num_hits)
+        """There is no room for the request now: brings what it will need nearer, and more with later news."""
+        self._in_line.pop(request.request_id, None)
+        if request.demand is None or request.load_tried:
+            return
+        if not self._tiers.prefetch(request.demand, num_hits):
+            self._in_line[request.request_id] = request
+
+    def prefetch_more(self) -> None:
+        """There is news of what could not be found, or had no place, when it was asked for."""
+        first = nsmallest(_NUM_PREFETCHED, self._in_line.values(), key=lambda it: it.rank)
+        for request in first:
+            hits = self._kv.find_prefix(request.table, request.token_ids)
+            self.prefetch(request, len(hits))
 
     def leave(self, request: Request) -> bool:
         """The request waits for KV no longer; returns whether it did."""
@@ -148,7 +180,6 @@ class KVWaiting:
     def start_over(self, requests: Iterable[Request]) -> None:
         """The workers are lost: requests that did not wait for KV may do so from now on."""
         for request in requests:
-            request.num_offered = 0
             request.load_tried = False
             if request.demand is None:
                 self.announce(request, 0)
@@ -164,5 +195,4 @@ class KVWaiting:
         self._loading.clear()
         for request in requests:
             self._kv.free(request.table)
-            request.num_offered = 0
         return requests

@@ -554,8 +554,8 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     source: TransferPlace
     target: TransferPlace
     after_step: int = -1
-    """Steps up to this one may still write to device blocks of `target`: a worker waits until it has executed
-    them; -1 for none."""
+    """Steps up to this one may still use device blocks of `target`: a worker waits until it has executed them;
+    -1 for none."""
 
 
 class Transfers(msgspec.Struct, frozen=True, tag="transfers"):

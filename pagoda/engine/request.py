@@ -110,6 +110,12 @@ class Request:
             return 0
         return expected - self.num_scheduled_tokens
 
+    def lose_workers(self) -> None:
+        """No step of it is under way any more, and what was offered may be gone."""
+        self.forget_kv()
+        self.num_pending_samples = 0
+        self.num_offered = 0
+
     def forget_kv(self) -> None:
         """Back to a value: all tokens are kept, none is computed."""
         self.slot = None

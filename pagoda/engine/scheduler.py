@@ -6,7 +6,7 @@ and recovery only change the two numbers. A request samples when its computed to
 
 The scheduler is pure: it knows no sockets, no devices and no time. `schedule` makes a plan, `update` takes the
 results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
-which is why a block that is freed while a step still writes to it can be handed to a later plan at once. The same
+which is why a block that is freed while a step still uses it can be handed to a later plan at once. The same
 holds for a worker of several stages, each of which has KV of its own and executes the plans in order. Transfers go
 on beside the steps; what they must wait for is noted in the block.
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda.engine.kv_waiting import KVWaiting
+from pagoda.engine.kv_waiting import Begin, KVWaiting
 from pagoda.engine.messages import (
     Capabilities,
     FinishReason,
@@ -209,7 +209,7 @@ class Scheduler:
         """Lets the request wait for KV at once if there is room besides those in line before it, else in line."""
         num_ahead = bisect_left(self._waiting, request.rank, key=_by_rank)
         has_room = not self._suspects and self._has_room(request, hits, num_ahead)
-        if not has_room or not kv_waiting.begin(request, hits):
+        if not has_room or kv_waiting.begin(request, hits) is not Begin.WAITS:
             kv_waiting.leave(request)
             self._waiting.insert(num_ahead, request)
             kv_waiting.prefetch(request, len(hits))
@@ -248,13 +248,9 @@ class Scheduler:
         self._free_blocks(request)
 
     def _free_blocks(self, request: Request) -> None:
-        """Steps under way may still write to blocks whose tokens are not confirmed."""
+        """Steps under way may still use the blocks: what a preempted request samples in them counts."""
         is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
-        self.kv.free(
-            request.table,
-            num_computed_tokens=request.num_computed_tokens,
-            last_step=-1 if is_confirmed else self._step - 1,
-        )
+        self.kv.free(request.table, last_step=-1 if is_confirmed else self._step - 1)
 
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot
@@ -333,7 +329,7 @@ class Scheduler:
     def _fill(self, draft: _Draft) -> None:
         """Gives tokens in order of priority; among equals to those that run before those that wait.
 
-        Nobody is admitted once somebody was preempted, or behind a request that does not fit.
+        Nobody is admitted once somebody was preempted, or behind a request that does not fit or may not ask yet.
         """
         preemptions = self.num_preemptions
         admitting = True
@@ -343,10 +339,13 @@ class Scheduler:
             first = self._waiting[0] if self._waiting and admitting else None
             if first is not None and (request is None or first.rank[0] < request.rank[0]):
                 hits = self._fitting_prefix(first)
-                if hits is not None and self._begins_to_load(first, hits):
+                begin = Begin.STAYS if hits is None else self._begin(first, hits)
+                if begin is Begin.WAITS:
                     del self._waiting[0]
                     continue
-                admitting = hits is not None and self._admit(first, hits, draft)
+                admitting = (
+                    hits is not None and begin is Begin.COMPUTES and self._admit(first, hits, draft)
+                )
                 index += admitting  # it now stands before the next one
             elif request is not None:
                 num_behind = self._num_decodes_behind(index) if draft.mixed else 0
@@ -356,8 +355,10 @@ class Scheduler:
             else:
                 return
 
-    def _begins_to_load(self, request: Request, hits: list[Block]) -> bool:
-        return self._kv_waiting is not None and self._kv_waiting.begin(request, hits)
+    def _begin(self, request: Request, hits: list[Block]) -> Begin:
+        if self._kv_waiting is None:
+            return Begin.COMPUTES
+        return self._kv_waiting.begin(request, hits)
 
     def _num_decodes_behind(self, index: int) -> int:
         """If running request `index` computes a chunk: how many of its priority wait behind it for one token."""
@@ -594,6 +595,7 @@ class Scheduler:
             for request in kv_waiting.unanswered:
                 hits = self.kv.find_prefix(request.table, request.token_ids)
                 self._queue(request, hits, kv_waiting)
+            kv_waiting.prefetch_more()
         return chunks
 
     # ---- when the worker is lost
@@ -618,8 +620,7 @@ class Scheduler:
             for request in self._kv_waiting.lose_workers():
                 insort(self._waiting, request, key=_by_rank)
         for request in self._waiting:
-            request.forget_kv()
-            request.num_pending_samples = 0
+            request.lose_workers()
         self.kv.pool.clear_cache()
         self._freed_slots.clear()
         self._blocked = None

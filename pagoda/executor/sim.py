@@ -8,7 +8,8 @@ first of them was not told of.
 
 Transfers copy such cells to and from slots of a host arena and objects on a disk, which outlives the worker. From
 begin to end, nobody else may write to what they read, or touch what they write to; steps neither, unless the
-transfer waits for them.
+transfer waits for them. A step uses its blocks until it has been executed: it reads all that its requests have
+computed, and writes behind that.
 """
 
 from __future__ import annotations
@@ -205,8 +206,10 @@ class SimWorker:
         self._device: dict[int, Cells] = {}
         self._host: dict[int, Cells] = {}
         self._disk = {} if disk is None else disk
-        self._writes: dict[int, set[int]] = {}
+        self._step_writes: dict[int, set[int]] = {}
         """Step under way -> blocks that it writes to."""
+        self._step_reads: dict[int, set[int]] = {}
+        """Step under way -> blocks that it reads."""
         self._reading: Counter[tuple[str, int]] = Counter()
         self._writing: set[tuple[str, int]] = set()
         """Device blocks and host slots that transfers use."""
@@ -236,7 +239,7 @@ class SimWorker:
         for slot_id in plan.slots:
             slot = self._slots[slot_id]
             if self._check_kv:
-                self._read(slot_id, slot)
+                self._read(plan.step, slot_id, slot)
             if slot.num_computed_tokens == len(slot.token_ids):
                 token_id = slot.sample(self._config.vocab_size)
                 sampled.append(slot_id)
@@ -249,11 +252,12 @@ class SimWorker:
         return StepResult(plan.step, sampled, token_ids, logprobs, step_time_s=cost_s)
 
     def step_done(self, step: int) -> None:
-        """The step has been executed; until then transfers keep away from what it writes to."""
-        self._writes.pop(step, None)
+        """The step has been executed; until then transfers keep away from what it uses."""
+        self._step_writes.pop(step, None)
+        self._step_reads.pop(step, None)
 
     def _write(self, step: int, slot: _Slot, count: int) -> None:
-        written = self._writes.setdefault(step, set())
+        written = self._step_writes.setdefault(step, set())
         for position in range(slot.num_computed_tokens, slot.num_computed_tokens + count):
             block_id, offset = self._cell(slot, position)
             place = ("device", block_id)
@@ -265,7 +269,13 @@ class SimWorker:
             cells = self._device.setdefault(block_id, {})
             cells[offset] = tuple(slot.token_ids[: position + 1])
 
-    def _read(self, slot_id: int, slot: _Slot) -> None:
+    def _read(self, step: int, slot_id: int, slot: _Slot) -> None:
+        num_blocks = -(-slot.num_computed_tokens // self._config.block_size)
+        block_ids = slot.block_ids[:num_blocks]
+        self._step_reads.setdefault(step, set()).update(block_ids)
+        for block_id in block_ids:
+            if ("device", block_id) in self._writing:
+                raise ValueError(f"Step {step} reads block {block_id}, which is under transfer.")
         for position in range(slot.num_computed_tokens):
             block_id, offset = self._cell(slot, position)
             cells = self._device.get(block_id, {})
@@ -287,10 +297,14 @@ class SimWorker:
             ValueError: something else reads what is written, or writes what is read.
         """
         sources, targets = _places(transfer.source), _places(transfer.target)
-        for step, blocks in self._writes.items():
-            early = targets if step > transfer.after_step else []
-            if any(name == "device" and number in blocks for name, number in [*sources, *early]):
+        early = [step for step in self._step_reads if step > transfer.after_step]
+        for step, blocks in self._step_writes.items():
+            touched = [*sources, *targets] if step in early else sources
+            if _on_device(touched, blocks):
                 raise ValueError(f"{transfer} uses what step {step} writes to.")
+        for step in early:
+            if _on_device(targets, self._step_reads[step]):
+                raise ValueError(f"{transfer} writes to what step {step} reads.")
         if any(self._reading[place] for place in targets):
             raise ValueError(f"{transfer} writes to what another transfer reads.")
         if not self._writing.isdisjoint([*sources, *targets]):
@@ -347,6 +361,10 @@ def _places(place: TransferPlace) -> list[tuple[str, int]]:
             return [("host", slot) for slot in place.slots]
         case DiskObjects():
             return []
+
+
+def _on_device(places: Sequence[tuple[str, int]], blocks: set[int]) -> bool:
+    return any(name == "device" and number in blocks for name, number in places)
 
 
 class _Slot:

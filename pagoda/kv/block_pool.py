@@ -22,15 +22,15 @@ from pagoda.kv.events import KVEventRecorder, Medium
 class Block:
     """One block of the KV cache; identified by its index into the device tensors, or into an arena of slots."""
 
-    __slots__ = ("block_id", "key", "next", "previous", "ref_count", "written_by")
+    __slots__ = ("block_id", "key", "next", "previous", "ref_count", "used_by")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: bytes | None = None
         """Digest of all tokens up to the end of this block, once it is full and computed."""
-        self.written_by = -1
-        """The last step that may still have written to it after it was freed; -1 if none had."""
+        self.used_by = -1
+        """The last step that may still have read it or written to it after it was freed; -1 if none had."""
         self.previous: Block = self
         self.next: Block = self
 
@@ -145,7 +145,7 @@ class BlockPool:
     def clear_cache(self) -> None:
         """Forgets all keys: the device's memory has been lost. References stay."""
         for block in self._blocks:
-            block.written_by = -1
+            block.used_by = -1
         for block in self._by_key.values():
             block.key = None
         self.num_removed += len(self._by_key)

@@ -28,7 +28,7 @@ class Demand(msgspec.Struct, frozen=True):
     keys: Sequence[bytes]
     """Of the full blocks of its tokens, root first, without the block of its last token, which is computed."""
     token_ids: Sequence[int]
-    """Of these blocks and what follows them."""
+    """Of these blocks, as they were when the request was queued."""
 
 
 class Offer(NamedTuple):
@@ -59,6 +59,8 @@ class KVConnector(Protocol):
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         """How many blocks from `keys[start]` on, without a gap, can come from here; None: not known yet.
+
+        0 where there are no such keys: a request may have got further on the device than it was announced.
 
         Free of side effects, and may be asked again.
         """

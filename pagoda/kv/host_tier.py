@@ -25,6 +25,9 @@ from pagoda.kv.transfers import TransferLedger
 
 _PREFETCH_SHARE = 4
 """At most this part of the slots is waiting for a slower tier to fill it."""
+_PREFETCH_BYTES = 2**30
+"""And at most so much of one rank's memory, about a second of reading: whoever gets room meanwhile and wants the
+last of it waits for all of it."""
 
 
 class _Copy(NamedTuple):
@@ -59,6 +62,7 @@ class HostTier:
         self._ledger = ledger
         self._events = events
         self._slots = BlockPool(num_slots, events, Medium.HOST)
+        self._most_landing = max(1, num_slots // _PREFETCH_SHARE)
         self._copies: dict[int, _Copy] = {}
         """By transfer."""
         self._landing: dict[bytes, _Landing] = {}
@@ -79,7 +83,7 @@ class HostTier:
             key = demand.keys[index]
             if self._slots.find(key) is None:
                 return None if key in self._landing else index - start
-        return len(demand.keys) - start
+        return max(0, len(demand.keys) - start)
 
     def prefetch(self, demand: Demand, start: int) -> None:
         """There is nothing nearer to bring blocks to."""
@@ -167,8 +171,7 @@ class HostTier:
     def reserve(self, demand: Demand, index: int) -> int | None:
         key = demand.keys[index]
         is_known = self._slots.find(key) is not None or key in self._landing
-        most = max(1, self._slots.num_blocks // _PREFETCH_SHARE)
-        if is_known or key in self._storing or len(self._landing) >= most:
+        if is_known or key in self._storing or len(self._landing) >= self._most_landing:
             return None
         if not self._slots.num_available:
             return None
@@ -200,6 +203,9 @@ class HostTier:
                 f"The arenas in host memory have {ready.kv_host_slots} slots, "
                 f"those before had {self._slots.num_blocks}."
             )
+        each = max((directory.object_bytes for directory in ready.kv_directories), default=1)
+        most = min(self._slots.num_blocks // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
+        self._most_landing = max(1, most)
 
     def workers_lost(self) -> None:
         self._slots.release([landing.slot for landing in self._landing.values()])

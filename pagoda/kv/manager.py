@@ -120,14 +120,14 @@ class KVManager:
                 offers.append(Offer(block, key, table.keys[index] if index else None, tokens))
         return offers
 
-    def free(self, table: BlockTable, *, num_computed_tokens: int = 0, last_step: int = -1) -> None:
+    def free(self, table: BlockTable, *, last_step: int = -1) -> None:
         """Returns all blocks; what was published stays cached until it is evicted.
 
-        Steps up to `last_step` may still write behind the first `num_computed_tokens` tokens.
+        Steps up to `last_step` may still use them. They write behind what is computed only, but read all of it.
         """
         if last_step >= 0:
-            for block in table.blocks[num_computed_tokens // self.block_size :]:
-                block.written_by = max(block.written_by, last_step)
+            for block in table.blocks:
+                block.used_by = max(block.used_by, last_step)
         self.pool.release(table.blocks)
         table.blocks.clear()
         table.num_published = 0

@@ -32,12 +32,25 @@ class LoadEnd(NamedTuple):
     """Why the request fails, in a sentence; None if it goes on by computing what did not come."""
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """A part of a prefix, and who has it."""
 
     connector: KVConnector
     start: int
     end: int
+
+
+class Found(NamedTuple):
+    """What can be loaded of a prefix from `start` on."""
+
+    demand: Demand
+    start: int
+    segments: Sequence[Segment]
+    """Without a gap."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.segments[-1].end - self.start if self.segments else 0
 
 
 @dataclass
@@ -106,33 +119,39 @@ class ConnectorStack:
         for connector in self._connectors:
             connector.forget(request_id)
 
-    def prefetch(self, demand: Demand, start: int) -> None:
-        """The request must wait: brings what it will need nearer."""
-        if self._has_workers:
-            for connector in self._connectors:
-                connector.prefetch(demand, start)
-                start += connector.lookup(demand, start) or 0
+    def prefetch(self, demand: Demand, start: int) -> bool:
+        """The request must wait: brings what it will need nearer. Returns whether all of it is at the nearest.
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
-        """How many blocks from `keys[start]` on can be loaded; None: ask again when `poll` says so."""
-        segments = self._segments(demand, start)
-        if segments is None:
-            return None
-        return segments[-1].end - start if segments else 0
+        If not, it is worth while to ask again when `poll` has news.
+        """
+        is_near = self._has_workers
+        for index, connector in enumerate(self._connectors if self._has_workers else ()):
+            if start >= len(demand.keys):
+                break
+            if connector in self._overdue.values():
+                is_near = False
+                continue
+            connector.prefetch(demand, start)
+            count = connector.lookup(demand, start)
+            is_near = is_near and (count == 0 or (index == 0 and count is not None))
+            start += count or 0
+        return is_near
 
-    def _segments(self, demand: Demand, start: int) -> list[_Segment] | None:
-        segments: list[_Segment] = []
-        while self._has_workers and start < len(demand.keys):
-            segment = self._next_segment(demand, start)
+    def lookup(self, demand: Demand, start: int) -> Found | None:
+        """What can be loaded from `keys[start]` on; None: ask again when `poll` says so."""
+        segments: list[Segment] = []
+        end = start
+        while self._has_workers and end < len(demand.keys):
+            segment = self._next_segment(demand, end)
             if segment is None or self._is_loading(demand.keys[segment.start : segment.end + 1]):
                 return None
-            if segment.end == start:
+            if segment.end == end:
                 break
             segments.append(segment)
-            start = segment.end
-        return segments
+            end = segment.end
+        return Found(demand, start, segments)
 
-    def _next_segment(self, demand: Demand, start: int) -> _Segment | None:
+    def _next_segment(self, demand: Demand, start: int) -> Segment | None:
         """What the first connector that has `keys[start]` has; empty if none has, None if that is not known.
 
         One that still holds blocks of an overdue load is not asked: it would come to hold all of them.
@@ -144,8 +163,8 @@ class ConnectorStack:
             if count is None:
                 return None
             if count:
-                return _Segment(connector, start, start + count)
-        return _Segment(self._connectors[-1], start, start)
+                return Segment(connector, start, start + count)
+        return Segment(self._connectors[-1], start, start)
 
     def _is_loading(self, keys: Sequence[bytes]) -> bool:
         return bool(self._loading) and not self._loading.isdisjoint(keys)
@@ -156,25 +175,25 @@ class ConnectorStack:
         """The request waits for an answer to `lookup`, with patience that began when it first did."""
         self._deadlines.setdefault(request_id, self._clock.now() + PATIENCE_S)
 
-    def load(self, demand: Demand, start: int, blocks: Sequence[Block]) -> None:
-        """Fills `blocks` with `keys[start:]`, as many as `lookup` has just found. A `LoadEnd` follows.
+    def load(self, found: Found, blocks: Sequence[Block]) -> None:
+        """Fills `blocks` with what `lookup` has just found. A `LoadEnd` follows.
 
         Raises:
-            ValueError: there are more than that.
+            ValueError: these are not as many.
         """
-        segments = self._segments(demand, start)
-        if not segments or segments[-1].end < start + len(blocks):
-            raise ValueError(f"{len(blocks)} blocks were found nowhere.")
+        demand, start, segments = found
+        if not blocks or len(blocks) != found.num_blocks:
+            raise ValueError(
+                f"{found.num_blocks} blocks were found, {len(blocks)} are to be filled."
+            )
         keys = demand.keys[start : start + len(blocks)]
-        load = _Load(demand.request_id, keys, 0, len(blocks))
+        load = _Load(demand.request_id, keys, len(segments), len(blocks))
         for segment in segments:
-            first, end = segment.start - start, min(segment.end - start, len(blocks))
-            if first < end:
-                part = blocks[first:end]
-                after_step = max(block.written_by for block in part)
-                transfer_id = segment.connector.load(demand, segment.start, part, after_step)
-                self._parts[transfer_id] = _Part(load, segment.connector, first, end)
-                load.num_open += 1
+            first, end = segment.start - start, segment.end - start
+            part = blocks[first:end]
+            after_step = max(block.used_by for block in part)
+            transfer_id = segment.connector.load(demand, segment.start, part, after_step)
+            self._parts[transfer_id] = _Part(load, segment.connector, first, end)
         self._loads[demand.request_id] = load
         self._loading.update(keys)
         self.stop_waiting(demand.request_id)

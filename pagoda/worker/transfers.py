@@ -259,7 +259,7 @@ class Transfers:
             self._state.wait_for(lambda: self._num_reads == 0 or self._is_closing, patience_s)
 
     def _await_step(self, step: int) -> None:
-        """Until no step that is under way may write to the blocks any more."""
+        """Until no step that is under way may use the blocks any more."""
         with self._state:
             self._state.wait_for(lambda: self._executed_step >= step or self._is_closing)
             if self._executed_step < step:

@@ -238,6 +238,7 @@ def check_books(scheduler: Scheduler) -> None:
     places = [*scheduler._running, *scheduler._waiting, *loading.values(), *unanswered.values()]
     assert sorted(r.request_id for r in places) == sorted(scheduler._requests)
     assert tiers._ledger.store_room >= 0
+    assert all(it in scheduler._waiting for it in kv_waiting._in_line.values())
 
 
 def assert_nothing_under_way(tiers: ConnectorStack) -> None:

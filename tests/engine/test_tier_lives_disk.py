@@ -17,7 +17,7 @@ def test_seeds(first: int) -> None:
 
 def test_the_seeds_meet_what_can_go_wrong() -> None:
     met: Counter[str] = Counter()
-    for seed in range(150):
+    for seed in range(400):
         met += Life(seed, host=False, disk=True).met
     assert met["loaded from disk"] > 300
     for what in (

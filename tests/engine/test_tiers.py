@@ -187,6 +187,53 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
     it.check_nothing_left()
 
 
+def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed() -> None:
+    """What the request samples in such a step counts, though it has lost its blocks."""
+    it = Tiered()
+    it.fill_tiers()
+    low = make_request("low", [9] * 40, max_tokens=20, priority=5)
+    it.add(low)
+    for _ in range(4):
+        it.tick()
+    table = it.scheduler._requests["low"].table
+    computed = {block.block_id for block in table.blocks[: table.num_published]}
+    first, second = make_request("first", [8] * 20, max_tokens=1), document("second", 1)
+    for request in (first, second):  # the first takes what the step under way writes to
+        it.tokens[request.request_id] = []
+        assert it.core.add(request) == []
+    while it.scheduler.num_preemptions == 0:
+        last_step = it.scheduler._step - 1
+        assert it.tick()
+    (load,) = it.fates.loads()
+    assert isinstance(load.target, DeviceBlocks)
+    assert computed.issuperset(load.target.block_ids[-1:])
+    assert load.after_step == last_step
+    it.run()
+    assert_complete(it, [low, first, second])
+    it.check_nothing_left()
+
+
+def test_what_connectors_were_told_of_a_request_does_not_change() -> None:
+    """Not even where the last sample of a preempted request comes later."""
+    it = Tiered(max_num_seqs=1)
+    low = document("low", 1, max_tokens=20, priority=5)
+    it.add(low)
+    it.tick_until_started("low")
+    it.add(make_request("high", [2] * 56, max_tokens=4))
+    while it.scheduler.num_preemptions == 0:
+        assert it.tick()
+    request = it.scheduler._requests["low"]
+    told = request.demand
+    assert request.num_pending_samples == 1
+    assert len(told.token_ids) == 4 * len(told.keys)
+    before = list(told.token_ids)
+    while request.num_pending_samples:
+        it.tick()
+    assert told.token_ids == before
+    it.run()
+    assert_complete(it, [low])
+
+
 def test_two_requests_never_load_the_same_block() -> None:
     it = Tiered(num_blocks=24)
     it.fill_tiers()
@@ -262,10 +309,25 @@ def test_only_so_many_wait_for_an_answer() -> None:
     for request in requests:
         it.add(request)
     report = it.core.load()
-    assert report.num_awaiting_kv == 2
-    assert report.num_running == 1
+    assert (report.num_awaiting_kv, report.num_waiting, report.num_running) == (2, 3, 0)
     it.run()
     assert_complete(it, requests)
+
+
+def test_nobody_computes_what_is_there_because_many_wait_for_an_answer() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0, num_blocks=64).serve(
+        *(document(f"{index}", index, max_tokens=1) for index in range(5))
+    )
+    slow = SimDisk(lambda: 1.0)
+    slow.objects.update(disk.objects)
+    it = Tiered(disk=slow, kv_tiers=DISK, kv_host_slots=0, max_num_seqs=2, num_blocks=64)
+    requests = [document(f"{index} again", index, max_tokens=1) for index in range(5)]
+    for request in requests:
+        it.add(request)
+    it.run()
+    assert_complete(it, requests)
+    assert [it.num_cached(request.request_id) for request in requests] == [36] * 5
 
 
 def test_an_answer_that_never_comes_is_waited_for_until_patience_ends() -> None:
@@ -334,6 +396,26 @@ def test_where_there_is_no_room_blocks_are_brought_nearer() -> None:
     it.run()
     assert_complete(it, [running, waiting])
     assert [type(transfer.source) for transfer in it.fates.loads()] == [HostSlots]
+    assert it.num_cached("waiting") == 36
+    it.check_nothing_left()
+
+
+def test_blocks_are_brought_nearer_as_soon_as_they_are_found_and_as_there_is_a_place() -> None:
+    disk = SimDisk()
+    Tiered(disk=disk, kv_tiers=DISK, kv_host_slots=0).serve(document("a", 1))
+    slow = SimDisk(lambda: 0.1)
+    slow.objects.update(disk.objects)
+    it = Tiered(disk=slow, kv_tiers=DISK, kv_host_slots=16, max_num_seqs=1)
+    running = make_request("running", [2] * 3, max_tokens=30)
+    it.add(running)
+    it.tick_until_started("running")
+    waiting = document("waiting", 1)
+    it.add(waiting)
+    assert it.fates.prefetches() == []
+    it.run()
+    assert_complete(it, [running, waiting])
+    sizes = [len(prefetch.source.keys) for prefetch in it.fates.prefetches()]  # type: ignore[union-attr]
+    assert sizes == [4, 4, 1]
     assert it.num_cached("waiting") == 36
     it.check_nothing_left()
 

@@ -156,6 +156,26 @@ def test_transfers_keep_away_from_what_steps_write_to() -> None:
     worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([6]), after_step=0))
 
 
+def test_transfers_do_not_write_to_what_steps_read() -> None:
+    worker = worker_with_blocks()
+    worker.step_done(0)
+    read_back(worker, [5, 6])
+    with pytest.raises(ValueError, match="writes to what step 1 reads"):
+        worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
+    worker.begin(Transfer(0, 0, DeviceBlocks([5]), HostSlots([0])))
+    worker.begin(Transfer(1, 0, DiskObjects([b"a"]), DeviceBlocks([6]), after_step=1))
+    worker.step_done(1)
+    worker.begin(Transfer(2, 0, DiskObjects([b"a"]), DeviceBlocks([30])))
+
+
+def test_steps_do_not_read_what_a_transfer_writes_to() -> None:
+    worker = worker_with_blocks()
+    worker.step_done(0)
+    worker.begin(Transfer(0, 0, DiskObjects([b"a"]), DeviceBlocks([5])))
+    with pytest.raises(ValueError, match="reads block 5, which is under transfer"):
+        read_back(worker, [5, 6])
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [

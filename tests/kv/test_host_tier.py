@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from kv_tiers import DEMAND, READY, chain, end_of, offers_of
 
-from pagoda.engine.messages import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    KVDirectory,
+    Transfer,
+    TransferEnd,
+)
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import Demand, LandingPlace
 from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
@@ -48,6 +56,7 @@ def test_what_is_offered_is_stored_once_and_found_from_then_on() -> None:
     assert host.tier.lookup(DEMAND, 0) == 3
     assert host.tier.lookup(DEMAND, 2) == 1
     assert host.tier.lookup(DEMAND, 3) == 0
+    assert host.tier.lookup(DEMAND, len(DEMAND.keys) + 1) == 0
     assert host.store(0, 3) == []
     assert host.tier.load_report().num_stored == 3
 
@@ -132,6 +141,13 @@ def test_a_slower_tier_may_fill_a_quarter_of_the_slots_at_a_time() -> None:
     assert host.tier.lookup(DEMAND, 0) == 1
     place.settle(DEMAND.keys[2], is_good=True)
     assert host.num_free == 8
+
+
+def test_no_more_is_on_its_way_than_can_be_read_in_about_a_second() -> None:
+    directories = tuple(KVDirectory(f"/{rank}", 300 * 2**20) for rank in range(2))
+    tier = Host(64).tier
+    tier.workers_ready(msgspec.structs.replace(READY, kv_host_slots=64, kv_directories=directories))
+    assert [tier.reserve(DEMAND, index) for index in range(5)] == [0, 1, 2, None, None]
 
 
 def test_a_block_on_its_way_is_waited_for_rather_than_stored_or_read_from_afar() -> None:

@@ -108,19 +108,23 @@ def test_offers_are_blocks_as_others_find_them() -> None:
     assert root.parent is None
 
 
-def test_freed_blocks_remember_which_step_may_still_write_to_them() -> None:
+def test_freed_blocks_remember_which_step_may_still_use_them() -> None:
+    """All of them: a step reads also what was computed before it."""
     kv = KVManager(16, 4)
     table = kv.new_table()
     kv.grow(table, 14)
     blocks = list(table.blocks)
-    kv.free(table, num_computed_tokens=6, last_step=9)
-    assert [block.written_by for block in blocks] == [-1, 9, 9, 9]
-    kv.grow(table, 16)
     kv.free(table, last_step=5)
-    assert [block.written_by for block in blocks] == [5, 9, 9, 9]
+    assert [block.used_by for block in blocks] == [5, 5, 5, 5]
+    kv.grow(table, 5)
+    kv.free(table, last_step=9)
+    assert sorted(block.used_by for block in blocks) == [5, 5, 9, 9]
+    kv.grow(table, 16)
+    kv.free(table, last_step=7)
+    assert sorted(block.used_by for block in blocks) == [7, 7, 9, 9]
     kv.grow(table, 16)
     kv.free(table)
-    assert [block.written_by for block in blocks] == [5, 9, 9, 9]
+    assert sorted(block.used_by for block in blocks) == [7, 7, 9, 9]
 
 
 class ManagerMachine(RuleBasedStateMachine):

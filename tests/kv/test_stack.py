@@ -37,10 +37,18 @@ class Stack:
         self.near.has = {DEMAND.keys[index] for index in near}
         self.far.has = {DEMAND.keys[index] for index in far}
 
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        found = self.stack.lookup(demand, start)
+        return None if found is None else found.num_blocks
+
     def load(self, count: int, start: int = 0, demand: Demand = DEMAND) -> list[Transfer]:
         """As a request does that holds the blocks only while it waits."""
+        found = self.stack.lookup(demand, start)
+        assert found is not None
+        end = start + count
+        segments = [s._replace(end=min(s.end, end)) for s in found.segments if s.start < end]
         self.blocks = self.pool.take(count)
-        self.stack.load(demand, start, self.blocks)
+        self.stack.load(found._replace(segments=segments), self.blocks)
         return self.stack.take_transfers()
 
     def end(self, transfer: Transfer, failed: list[int] | None = None, error: str = "") -> None:
@@ -57,24 +65,24 @@ def numbers(blocks: list[Block]) -> list[int]:
 def test_a_prefix_is_found_as_far_as_any_connector_goes_on() -> None:
     it = Stack()
     it.have(near=[0, 1, 4], far=range(2, 8))
-    assert it.stack.lookup(DEMAND, 0) == 8
-    assert it.stack.lookup(DEMAND, 5) == 3
-    assert it.stack.lookup(DEMAND, 8) == 0
-    assert it.stack.lookup(DEMAND, 16) == 0
-    assert it.stack.lookup(DEMAND, 17) == 0
+    assert it.lookup(DEMAND, 0) == 8
+    assert it.lookup(DEMAND, 5) == 3
+    assert it.lookup(DEMAND, 8) == 0
+    assert it.lookup(DEMAND, 16) == 0
+    assert it.lookup(DEMAND, 17) == 0
 
 
 def test_an_answer_may_be_due_later() -> None:
     it = Stack()
     it.have(near=[0, 1], far=[])
     it.far.is_unsure = True
-    assert it.stack.lookup(DEMAND, 0) is None
+    assert it.lookup(DEMAND, 0) is None
     assert not it.stack.poll()
     it.far.is_unsure = False
     it.far.has_news = True
     assert it.stack.poll()
     assert not it.stack.poll()
-    assert it.stack.lookup(DEMAND, 0) == 2
+    assert it.lookup(DEMAND, 0) == 2
 
 
 def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
@@ -97,18 +105,30 @@ def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
     assert ("loaded", list(DEMAND.keys[3:5]), []) in it.far.calls
 
 
-def test_transfers_wait_for_steps_that_may_write_to_their_blocks() -> None:
+def test_what_was_found_is_not_looked_up_again() -> None:
+    it = Stack()
+    it.have(near=[0], far=[1, 2])
+    found = it.stack.lookup(DEMAND, 0)
+    assert found is not None
+    it.have(near=[], far=[])
+    it.stack.load(found, it.pool.take(3))
+    near, far = it.stack.take_transfers()
+    assert near.source == DiskObjects([DEMAND.keys[0]])
+    assert far.source == DiskObjects(list(DEMAND.keys[1:3]))
+
+
+def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
     it = Stack()
     it.have(near=[0, 1], far=[2])
     for block, step in zip(it.pool._blocks, (3, 9, 4), strict=False):
-        block.written_by = step
+        block.used_by = step
     assert [transfer.after_step for transfer in it.load(3)] == [9, 4]
 
 
-def test_what_was_found_nowhere_cannot_be_loaded() -> None:
+def test_only_what_was_found_can_be_loaded() -> None:
     it = Stack()
     it.have(near=[0], far=[])
-    with pytest.raises(ValueError, match="2 blocks were found nowhere"):
+    with pytest.raises(ValueError, match="1 blocks were found, 2 are to be filled"):
         it.load(2)
 
 
@@ -140,13 +160,13 @@ def test_two_requests_never_load_the_same_block() -> None:
     it = Stack()
     it.have(near=range(8), far=[])
     (transfer,) = it.load(4)
-    assert it.stack.lookup(OTHER, 0) is None
-    assert it.stack.lookup(OTHER, 2) is None
-    assert it.stack.lookup(OTHER, 4) == 4
+    assert it.lookup(OTHER, 0) is None
+    assert it.lookup(OTHER, 2) is None
+    assert it.lookup(OTHER, 4) == 4
     it.stack.poll()
     it.end(transfer)
     assert it.stack.poll()
-    assert it.stack.lookup(OTHER, 0) == 8
+    assert it.lookup(OTHER, 0) == 8
 
 
 def test_when_the_first_gives_up_the_second_may_load() -> None:
@@ -156,7 +176,7 @@ def test_when_the_first_gives_up_the_second_may_load() -> None:
     it.stack.poll()
     it.stack.abandon("r")
     assert it.stack.poll()
-    assert it.stack.lookup(OTHER, 0) == 4
+    assert it.lookup(OTHER, 0) == 4
     it.pool.release(it.blocks)
     assert it.pool.num_available == 60
     it.end(transfer)
@@ -203,10 +223,10 @@ def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None
     it.end(near)
     it.pass_time(PATIENCE_S)
     it.stack.take_ended()
-    assert it.stack.lookup(DEMAND, 0) == 2
-    assert it.stack.lookup(DEMAND, 2) == 0
+    assert it.lookup(DEMAND, 0) == 2
+    assert it.lookup(DEMAND, 2) == 0
     it.end(far)
-    assert it.stack.lookup(DEMAND, 0) == 16
+    assert it.lookup(DEMAND, 0) == 16
 
 
 def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
@@ -261,6 +281,32 @@ def test_prefetching_starts_behind_what_is_nearer() -> None:
     assert ("prefetch", "r", 4) in it.far.calls
 
 
+def test_prefetching_is_over_when_all_is_near() -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=[2])
+    assert not it.stack.prefetch(DEMAND, 0)
+    it.near.has.add(DEMAND.keys[2])
+    assert it.stack.prefetch(DEMAND, 0)
+    it.far.is_unsure = True
+    assert not it.stack.prefetch(DEMAND, 0)
+    assert it.stack.prefetch(DEMAND, 16)
+    it.stack.workers_lost()
+    assert not it.stack.prefetch(DEMAND, 0)
+
+
+def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> None:
+    it = Stack()
+    it.have(near=[], far=range(16))
+    (transfer,) = it.load(4)
+    it.pass_time(PATIENCE_S)
+    it.stack.take_ended()
+    assert not it.stack.prefetch(OTHER, 0)
+    assert ("prefetch", "other", 0) not in it.far.calls
+    it.end(transfer)
+    it.stack.prefetch(OTHER, 0)
+    assert ("prefetch", "other", 0) in it.far.calls
+
+
 def test_all_hear_of_a_request_and_of_its_end() -> None:
     it = Stack()
     it.stack.announce(DEMAND, 3)
@@ -287,12 +333,12 @@ def test_nothing_of_lost_workers_remains() -> None:
     it.end(transfer)
     it.pass_time(PATIENCE_S)
     assert it.stack.take_ended() == []
-    assert it.stack.lookup(DEMAND, 0) == 0
+    assert it.lookup(DEMAND, 0) == 0
     it.stack.prefetch(DEMAND, 0)
     it.stack.offer(offers_of(it.pool, 0, 2))
     assert it.near.calls[-1] == ("workers lost",)
     assert it.stack.take_transfers() == []
     it.stack.workers_ready(READY)
-    assert it.stack.lookup(DEMAND, 0) == 4
+    assert it.lookup(DEMAND, 0) == 4
     it.load(4)
     assert it.stack.next_event_at() == 2 * PATIENCE_S
