@@ -27,6 +27,7 @@ from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand, LandingPlace, Offer
 from pagoda.kv.disk_index import DiskIndex
 from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.evictor import Evictor
 from pagoda.kv.housekeeper import (
     OWN,
     DirectoryFound,
@@ -44,11 +45,6 @@ from pagoda.kv.transfers import TransferLedger
 
 logger = logging.getLogger(__name__)
 
-_HIGH_PERCENT = 95
-_LOW_PERCENT = 85
-"""Of the quota: when it is filled to the high mark, blocks are removed down to the low one."""
-_MAX_REMOVING = 512
-"""Objects that the housekeeper is asked to remove at a time."""
 _PATIENCE_S = 10.0
 """When the housekeeper owes an answer and has said nothing for so long, the disk hangs."""
 _WARNING_INTERVAL_S = 10.0
@@ -82,8 +78,6 @@ class DiskTier:
         self._clock = clock
         self._open_housekeeper = open_housekeeper
         self._quota_bytes = quota_bytes
-        self._high_bytes = quota_bytes * _HIGH_PERCENT // 100
-        self._low_bytes = quota_bytes * _LOW_PERCENT // 100
         self._epoch_s = epoch_s
         self._landing = landing
         self._events = events
@@ -115,17 +109,15 @@ class DiskTier:
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
-        self._removing: set[tuple[int, bytes]] = set()
-        """Directory and key; still on disk, and found by scans."""
-        self._removing_bytes = 0
-        self._is_evicting = False
-        """Since the high mark was passed, and until the low one is reached."""
         self._probes: dict[int, str] = {}
         """Probe to request."""
         self._probing: dict[str, int] = {}
         self._unheard_since: float | None = None
         """When the housekeeper was asked, or last said anything; None if it owes no answer."""
         self._housekeeper = self._open_housekeeper(directories)
+        self._evictor = Evictor(
+            self._index, self._housekeeper, self._quota_bytes, self._forget_object
+        )
 
     # ---- what requests find
 
@@ -220,17 +212,12 @@ class DiskTier:
 
     def _is_absent(self, key: bytes) -> bool:
         """Whether it is neither being written nor being removed."""
-        return key not in self._storing and (OWN, key) not in self._removing
+        return key not in self._storing and not self._evictor.is_removing(OWN, key)
 
     def _store(self, offers: Sequence[Offer]) -> None:
         if not offers:
             return
-        # No more than evictions make room for: one long prompt is not to take the place of everything else.
-        room = self._high_bytes - min(self._used_bytes(), self._low_bytes)
-        offers = offers[: max(1, room // self._block_bytes)]
-        self._make_room(len(offers) * self._block_bytes)
-        taken = self._used_bytes() + self._removing_bytes
-        offers = offers[: max(0, self._quota_bytes - taken) // self._block_bytes]
+        offers = offers[: self._evictor.make_room(len(offers), len(self._storing))]
         if not offers:
             return
         keys = [offer.key for offer in offers]
@@ -239,41 +226,6 @@ class DiskTier:
         transfer_id = self._ledger.open(self, source, DiskObjects(keys), blocks)
         self._stores[transfer_id] = offers
         self._storing.update(keys)
-
-    def _used_bytes(self) -> int:
-        """What is there, and what is being written."""
-        return self._index.num_bytes + len(self._storing) * self._block_bytes
-
-    def _make_room(self, num_bytes: int) -> None:
-        if self._used_bytes() + num_bytes > self._high_bytes:
-            self._is_evicting = True
-            self._evict()
-
-    def _evict(self) -> None:
-        """Removes what was used longest ago, a part at a time; goes on when that is gone."""
-        keys: dict[int, list[bytes]] = {}
-        while self._is_evicting and len(self._removing) < _MAX_REMOVING:
-            oldest = self._index.oldest()
-            if oldest is None or self._used_bytes() <= self._low_bytes:
-                self._is_evicting = False
-                break
-            directory, key = oldest
-            keys.setdefault(directory, []).append(key)
-            self._forget_object(directory, key)
-            self._removing.add((directory, key))
-            self._removing_bytes += self._index.object_bytes(directory)
-        for directory, some in keys.items():
-            self._housekeeper.remove(directory, some)
-
-    def _discard(self, keys: Sequence[bytes]) -> None:
-        """Objects that are not good; also where they are not known: another rank's may be."""
-        fresh = [key for key in keys if (OWN, key) not in self._removing]
-        for key in fresh:
-            self._forget_object(OWN, key)
-            self._removing.add((OWN, key))
-            self._removing_bytes += self._block_bytes
-        if fresh:
-            self._housekeeper.remove(OWN, fresh)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
         if self._index.remove(directory, key) and directory == OWN:
@@ -311,7 +263,7 @@ class DiskTier:
         unreadable = set(end.unreadable)
         for index in end.unreadable:
             self._forget_object(OWN, keys[index])
-        self._discard([keys[index] for index in end.failed if index not in unreadable])
+        self._evictor.discard([keys[index] for index in end.failed if index not in unreadable])
 
     def transfer_lost(self, transfer: Transfer) -> None:
         """What was written of a store is found by a later scan."""
@@ -334,7 +286,7 @@ class DiskTier:
         if failed:
             self._stores_failed(end.error)
             if len(self._directories) > 1:  # some ranks may have written theirs
-                self._discard([offers[index].key for index in end.failed])
+                self._evictor.discard([offers[index].key for index in end.failed])
         elif self._pause.succeeded():
             logger.info("KV blocks are written to %s again.", self._path)
         if good:
@@ -385,7 +337,7 @@ class DiskTier:
             self._take(news)
         if everything:
             self._unheard_since = self._clock.now() if self._probing else None
-        self._evict()
+        self._evictor.go_on(len(self._storing))
         return len(self._probing) < num_probing or (num_probing > 0 and self._is_hanging())
 
     def _take(self, news: News) -> None:
@@ -398,9 +350,7 @@ class DiskTier:
             case FanOutListed():
                 self._compare(news)
             case Removed():
-                self._removing.difference_update((news.directory, key) for key in news.keys)
-                each = self._index.object_bytes(news.directory)
-                self._removing_bytes -= len(news.keys) * each
+                self._evictor.removed(news)
             case DirectoryFound():
                 self._index.add_directory(news.directory, news.object_bytes)
             case ScanEnded():
@@ -415,7 +365,7 @@ class DiskTier:
             del self._probing[request_id]
 
     def _found(self, directory: int, key: bytes, used_at: int) -> None:
-        if (directory, key) not in self._removing:
+        if not self._evictor.is_removing(directory, key):
             self._index.add(directory, key, used_at)
 
     def _compare(self, listed: FanOutListed) -> None:
@@ -435,7 +385,7 @@ class DiskTier:
                 self._path,
                 scan.seconds,
             )
-        self._make_room(0)
+        self._evictor.check(len(self._storing))
 
     def pollables(self) -> list[object]:
         return [self._housekeeper.fileno()]

@@ -193,12 +193,20 @@ def test_a_manifest_that_nobody_understands_is_refused(
         open_directory(tmp_path, manifest)
 
 
-@pytest.mark.parametrize("field", ["payload_bytes", "block_size"])
-def test_a_manifest_of_nothing_is_not_understood(
-    tmp_path: Path, manifest: Manifest, field: str
+@pytest.mark.parametrize(
+    ("field", "length"),
+    [
+        ("payload_bytes", 0),
+        ("block_size", 0),
+        ("payload_bytes", -(10**12)),
+        ("payload_bytes", 2**41),
+    ],
+)
+def test_a_manifest_of_impossible_lengths_is_not_understood(
+    tmp_path: Path, manifest: Manifest, field: str, length: int
 ) -> None:
     directory = open_directory(tmp_path, manifest)
-    nothing = msgspec.structs.replace(manifest, **{field: 0})
+    nothing = msgspec.structs.replace(manifest, **{field: length})
     (directory / MANIFEST_NAME).write_bytes(msgspec.json.encode(nothing))
     assert read_manifest(directory) is None
 
