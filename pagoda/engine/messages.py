@@ -324,6 +324,8 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that should have been loaded or stored, and were not."""
     is_indexed: bool = True
     """False while it is still finding out what it holds."""
+    is_shared: bool = False
+    """Whether engines beside each other have it together, so that what is in it counts once."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -514,7 +514,6 @@ _SUMS = (
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
 )
-_SHARED_TIER = "disk"
 
 
 def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadReport:
@@ -534,14 +533,14 @@ def _sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadRe
 
 
 def _sum_of_tiers(tiers: Sequence[TierLoad]) -> tuple[TierLoad, ...]:
-    """By name, in the order of the first. All replicas see the same directory, so what is in it counts once."""
+    """By name, in the order of the first. What is in a tier that all replicas see counts once."""
     sums: dict[str, TierLoad] = {}
     for tier in tiers:
         so_far = sums.get(tier.name)
         if so_far is None:
             sums[tier.name] = tier
             continue
-        join = max if tier.name == _SHARED_TIER else operator.add
+        join = max if tier.is_shared else operator.add
         sums[tier.name] = TierLoad(
             name=tier.name,
             num_blocks=join(so_far.num_blocks, tier.num_blocks),
@@ -551,6 +550,7 @@ def _sum_of_tiers(tiers: Sequence[TierLoad]) -> tuple[TierLoad, ...]:
             num_loaded=so_far.num_loaded + tier.num_loaded,
             num_failed=so_far.num_failed + tier.num_failed,
             is_indexed=so_far.is_indexed and tier.is_indexed,
+            is_shared=tier.is_shared,
         )
     return tuple(sums.values())
 

@@ -137,7 +137,7 @@ class DiskTier:
             if not self._has(demand.keys[index]):
                 may_come = demand.request_id in self._probing and not self._is_hanging()
                 return None if may_come else index - start
-        return len(demand.keys) - start
+        return max(0, len(demand.keys) - start)
 
     def _is_hanging(self) -> bool:
         """Whether the disk does not answer. Until it does, what is not known counts as not there."""
@@ -400,6 +400,7 @@ class DiskTier:
             num_loaded=self._num_loaded,
             num_failed=self._num_failed,
             is_indexed=self._is_indexed,
+            is_shared=True,
         )
 
     def close(self) -> None:

@@ -359,6 +359,7 @@ def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
                 num_total_blocks=50,
                 num_stored=3,
                 is_indexed=index == 0,
+                is_shared=True,
             )
             report = msgspec.structs.replace(report, num_awaiting_kv=1, tiers=(host, disk))
             endpoint.load = partial(answered, report)  # type: ignore[method-assign]
@@ -367,7 +368,12 @@ def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
         assert load.tiers == (
             TierLoad(name="host", num_blocks=4, num_total_blocks=10, num_loaded=2),
             TierLoad(
-                name="disk", num_blocks=8, num_total_blocks=50, num_stored=6, is_indexed=False
+                name="disk",
+                num_blocks=8,
+                num_total_blocks=50,
+                num_stored=6,
+                is_indexed=False,
+                is_shared=True,
             ),
         )
         await dispatcher.close()
