@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from pagoda.worker.host_arena import HostArena, slot_bytes
@@ -31,3 +32,13 @@ def test_there_are_no_other_slots(index: int) -> None:
 def test_an_arena_has_room_for_a_block() -> None:
     with pytest.raises(ValueError, match="do not hold a block"):
         HostArena(100, 70)
+
+
+def test_memory_is_taken_before_slots_are_used() -> None:
+    before = psutil.Process().memory_info().rss
+    arena = HostArena(2**26, 2**20)
+    arena.slot(5)[:] = bytes([7]) * 2**20
+    arena.taking.join()
+    assert psutil.Process().memory_info().rss - before > 2**26 * 0.9
+    assert arena.slot(5) == bytes([7]) * 2**20
+    assert arena.slot(6) == bytes(2**20)
