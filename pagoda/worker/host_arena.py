@@ -16,8 +16,8 @@ _MADV_POPULATE_WRITE = 23
 class HostArena:
     """`num_slots` places of `block_bytes` each.
 
-    A thread takes the memory beforehand: a copy into new pages takes ten times as long as one into others, and those
-    that compute would wait for it. Slots can be used at once.
+    A thread takes the memory beforehand: a copy into new pages takes ten times as long as one into others, and
+    those that compute would wait for it. Slots can be used at once.
     """
 
     def __init__(self, num_bytes: int, block_bytes: int) -> None:
