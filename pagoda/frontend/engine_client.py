@@ -16,15 +16,12 @@ import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
-    AbortRequests,
     EngineFailed,
     EngineMessage,
     EngineReady,
-    FinishReason,
     FrontendMessage,
     GenerateRequest,
     Hello,
-    LoadQuery,
     LoadReport,
     RequestRefused,
     Shutdown,
@@ -33,7 +30,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.frontend.endpoint import Health, ReplicaState
-from pagoda.frontend.token_stream import TokenStream
+from pagoda.frontend.engine_session import EngineSession
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
@@ -64,15 +61,11 @@ class EngineClient:
         self._decode = Codec[EngineMessage](EngineMessage).decode
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
-        self._streams: dict[str, TokenStream] = {}
-        self._load_queries: dict[int, asyncio.Future[LoadReport]] = {}
-        self._num_load_queries = 0
+        self._session = EngineSession(self._send, self._check_open)
         self._limits: EngineReady | None = None
         self._engine: _Engine | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
         self._draining = False
@@ -112,47 +105,26 @@ class EngineClient:
 
     # ---- Endpoint
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        return self._session.generate(request)
+
+    def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         if not self._takes_requests:
             raise EngineLostError("The engine is not running.")
-        stream = TokenStream()
-        self._streams[request.request_id] = stream
-        self._idle.clear()
-        try:
-            await self._send(request)
-            async for chunk in stream:
-                yield chunk
-        finally:
-            if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
-            if not self._streams:
-                self._idle.set()
-            if not stream.finished:
-                await self._send(AbortRequests([request.request_id]))
 
     async def abort(self, request_id: str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.finished:
-            stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
-            await self._send(AbortRequests([request_id]))
+        await self._session.abort(request_id)
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
         if not self._takes_requests:
             raise EngineLostError("The engine is not running.")
-        query = self._num_load_queries = self._num_load_queries + 1
-        answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
-        self._load_queries[query] = answer
-        try:
-            await self._send(LoadQuery(query))
-            return await answer
-        finally:
-            self._load_queries.pop(query, None)
+        return await self._session.load()
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -176,11 +148,7 @@ class EngineClient:
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        for request_id in list(self._streams):
-            await self.abort(request_id)
+        await self._session.finish(timeout_s)
 
     async def close(self) -> None:
         if self._supervisor is not None:
@@ -267,28 +235,13 @@ class EngineClient:
     def _take(self, engine: _Engine, payload: bytes) -> None:
         message = self._decode(payload)
         match message:
-            case TokenChunks():
-                for chunk in message.chunks:
-                    stream = self._streams.get(chunk.request_id)
-                    if stream is not None:
-                        stream.push(chunk)
             case EngineReady():
                 self._be_ready(engine, message)
             case LoadReport(query_id=None):
                 ready = message.is_worker_ready
                 self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
-            case LoadReport():
-                answer = self._load_queries.get(message.query_id or 0)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-            case RequestRefused():
-                stream = self._streams.get(message.request_id)
-                if stream is not None:
-                    stream.fail(
-                        OverloadedError(
-                            "The waiting queue is full.", retry_after_s=message.retry_after_s
-                        )
-                    )
+            case TokenChunks() | LoadReport() | RequestRefused():
+                self._session.take(message)
             case EngineFailed():
                 self._refuse_start(message)
 
@@ -313,12 +266,7 @@ class EngineClient:
 
     def _lose_requests(self) -> None:
         """The engine has ended: what was in it may go on elsewhere."""
-        error = EngineLostError("The engine ended.")
-        for stream in self._streams.values():
-            stream.fail(error)
-        for answer in self._load_queries.values():
-            if not answer.done():
-                answer.set_exception(error)
+        self._session.fail(EngineLostError("The engine ended."))
 
     def _refuse_start(self, failure: EngineFailed) -> None:
         """At the first start the reason is the user's to know; later, an engine that gave up is one more death."""

@@ -1,0 +1,113 @@
+"""The requests that are with one engine or host, and what is asked of it, whatever way messages go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from pagoda.engine.messages import (
+    AbortRequests,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    LoadQuery,
+    LoadReport,
+    RequestRefused,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.errors import OverloadedError
+from pagoda.frontend.token_stream import TokenStream
+
+
+class EngineSession:
+    """Sends requests, gives what comes back to whoever waits for it, and fails all of them together.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(
+        self, send: Callable[[FrontendMessage], Awaitable[None]], check: Callable[[], None]
+    ) -> None:
+        """`send` takes a message; one that cannot be sent any more is nobody's loss.
+
+        `check` raises what `Endpoint.generate` does when no request can be taken.
+        """
+        self._send = send
+        self._check = check
+        self._streams: dict[str, TokenStream] = {}
+        self._queries: dict[int, asyncio.Future[LoadReport]] = {}
+        self._num_queries = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """As `Endpoint.generate`."""
+        self._check()
+        stream = TokenStream()
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        try:
+            await self._send(request)
+            async for chunk in stream:
+                yield chunk
+        finally:
+            if self._streams.get(request.request_id) is stream:
+                del self._streams[request.request_id]
+            if not self._streams:
+                self._idle.set()
+            if not stream.finished:
+                await self._send(AbortRequests([request.request_id]))
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.finished:
+            stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
+            await self._send(AbortRequests([request_id]))
+
+    async def load(self) -> LoadReport:
+        query = self._num_queries = self._num_queries + 1
+        answer: asyncio.Future[LoadReport] = asyncio.get_running_loop().create_future()
+        self._queries[query] = answer
+        try:
+            await self._send(LoadQuery(query))
+            return await answer
+        finally:
+            self._queries.pop(query, None)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Returns when no request is left; those that still run after `timeout_s` are aborted."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        for request_id in list(self._streams):
+            await self.abort(request_id)
+
+    def take(self, message: TokenChunks | LoadReport | RequestRefused) -> None:
+        """What came back. A `LoadReport` is one that was asked for."""
+        match message:
+            case TokenChunks():
+                for chunk in message.chunks:
+                    stream = self._streams.get(chunk.request_id)
+                    if stream is not None:
+                        stream.push(chunk)
+            case LoadReport():
+                answer = self._queries.get(message.query_id or 0)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            case RequestRefused():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    refusal = OverloadedError(
+                        "The waiting queue is full.", retry_after_s=message.retry_after_s
+                    )
+                    stream.fail(refusal)
+
+    def fail(self, error: Exception) -> None:
+        """Whoever had them is gone; all streams and queries end with `error`."""
+        for stream in self._streams.values():
+            stream.fail(error)
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(error)
