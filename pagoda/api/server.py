@@ -7,7 +7,6 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from aiohttp import web
 
 from pagoda.api.app import hosts_for, make_server
 from pagoda.api.service import ApiConfig, Service
-from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
-from pagoda.frontend.fleet import make_dispatcher
-from pagoda.frontend.model_text import load_text
-from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
+from pagoda.frontend.fleet import Fleet
+from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.text_generator import start_generator
-from pagoda.models.resolve import ModelFiles
 
 _log = logging.getLogger("pagoda.api")
 
@@ -50,14 +46,14 @@ class ServerConfig:
 
 async def serve(
     server: ServerConfig,
-    engine: EngineConfig,
-    model: ModelFiles,
+    make_fleet: Callable[[], Fleet],
+    load_text: Callable[[], ModelText],
     *,
-    policy: PolicyName = DEFAULT_POLICY,
+    model_name: str,
     on_ready: Callable[[str, EngineReady], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
-    and what the engines can do. `policy` says which of several replicas takes a request.
+    and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
 
@@ -67,7 +63,7 @@ async def serve(
     """
     service = Service(
         ApiConfig(
-            served_model_name=server.served_model_name or model.served_name,
+            served_model_name=server.served_model_name or model_name,
             api_key=server.api_key,
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         )
@@ -76,19 +72,14 @@ async def serve(
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
-        dispatcher = make_dispatcher(engine, policy)
+        fleet = make_fleet()
     except BaseException:
         await runner.cleanup()
         raise
+    dispatcher = fleet.dispatcher
     try:
         url = await _listen(runner, server)
-        load = partial(
-            load_text,
-            model,
-            simulated=engine.executor == "sim",
-            chat_template=server.chat_template,
-        )
-        loading = asyncio.ensure_future(start_generator(dispatcher, load))
+        loading = asyncio.ensure_future(start_generator(fleet, load_text))
         if not await signals.before(loading):
             return
         service.generator = loading.result()
@@ -96,6 +87,7 @@ async def serve(
         failed = asyncio.ensure_future(dispatcher.wait_failed())
         if await signals.before(failed):
             raise failed.result()
+        await fleet.leave()
         service.draining = True
         _log.info("draining for up to %.0f s; a second signal ends at once", server.drain_timeout_s)
         draining = asyncio.ensure_future(dispatcher.drain(server.drain_timeout_s))
@@ -104,7 +96,7 @@ async def serve(
     finally:
         service.draining = True
         await runner.cleanup()
-        await dispatcher.close()
+        await fleet.close()
         signals.restore()
 
 

@@ -21,7 +21,7 @@ from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.engine.config import EngineConfig
-from pagoda.frontend.fleet import make_dispatcher
+from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.policies import PolicyName
 from pagoda.frontend.text_generator import start_generator
@@ -96,14 +96,14 @@ async def _load(
     stack: contextlib.AsyncExitStack,
 ) -> Service:
     """The API over engines that end with `stack`, behind a key that nobody else knows."""
-    dispatcher = make_dispatcher(engine, policy)
-    stack.push_async_callback(dispatcher.close)
+    fleet = EngineFleet(engine, policy)
+    stack.push_async_callback(fleet.close)
     text = partial(load_text, files, simulated=False, chat_template=None)
     return Service(
         ApiConfig(
             served_model_name=files.served_name, api_key=api_key, allowed_hosts=hosts_for(_HOST)
         ),
-        await start_generator(dispatcher, text),
+        await start_generator(fleet, text),
     )
 
 

@@ -26,6 +26,7 @@ _ENV_PREFIX = "PAGODA_"
 
 _COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
+    "route": "Serve a model with the hosts that join this router.",
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
     "doctor": "Say what this machine has, and what will be used.",

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,18 @@ from pagoda.cli.server_process import READY_PREFIX
 from pagoda.cli.sizes import format_bytes
 from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.messages import EngineReady
+from pagoda.errors import ConfigError
+from pagoda.frontend.fleet import (
+    EngineFleet,
+    Fleet,
+    JoinConfig,
+    JoinedFleet,
+    parse_address,
+    read_cluster_key,
+)
+from pagoda.frontend.model_text import load_text
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.models.fingerprint import model_digest
 from pagoda.models.resolve import ModelFiles
 from pagoda.version import __version__
 
@@ -65,7 +77,42 @@ class ServerOptions:
         )
 
 
+@Parameter(name="*", group=Group("Router", sort_key=25))
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Which routers this host serves, besides its own API."""
+
+    join: Annotated[str | None, Parameter(metavar="HOST:PORT,...")] = None
+    """Routers (pagoda route) that may send this host requests."""
+    cluster_key_file: Path | None = None
+    """A file with a secret that hosts and routers have in common."""
+    advertise: str = "127.0.0.1"
+    """The address of this host at which routers reach it."""
+
+    def config(self, files: ModelFiles) -> JoinConfig | None:
+        """
+        Raises:
+            ConfigError: a flag lacks another, or says what is not possible.
+        """
+        if self.join is None:
+            if self.cluster_key_file is not None:
+                raise ConfigError("--cluster-key-file needs --join.")
+            return None
+        if self.cluster_key_file is None:
+            raise ConfigError(
+                "--join needs --cluster-key-file, the file that the router was given."
+            )
+        return JoinConfig(
+            routers=[parse_address(router, "--join") for router in self.join.split(",")],
+            keys=read_cluster_key(self.cluster_key_file),
+            advertise=self.advertise,
+            model=files.served_name,
+            model_digest=model_digest(files),
+        )
+
+
 _SERVER = ServerOptions()
+_JOIN = JoinOptions()
 _ENGINE = EngineOptions()
 _PARALLEL = ParallelOptions()
 _EXECUTOR = ExecutorOptions()
@@ -79,6 +126,7 @@ def serve(
     engine: EngineOptions = _ENGINE,
     parallel: ParallelOptions = _PARALLEL,
     executor: ExecutorOptions = _EXECUTOR,
+    join: JoinOptions = _JOIN,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
@@ -94,19 +142,33 @@ def serve(
     config = server.config()
     engine_config = executor.engine_config(engine, files.model, parallel)
 
-    def announce(url: str, limits: EngineReady) -> None:
-        seconds = time.perf_counter() - started
-        _announce(url, config, files, engine_config.kv_tiers, limits, seconds)
+    joined = join.config(files)
+
+    def make_fleet() -> Fleet:
+        engines = EngineFleet(engine_config, parallel.data_parallel_policy)
+        return engines if joined is None else JoinedFleet(engines, joined)
+
+    def on_ready(url: str, limits: EngineReady) -> None:
+        announce(url, config, files, engine_config.kv_tiers, limits, time.perf_counter() - started)
 
     event_loop.run(
         serve_api(
-            config, engine_config, files, policy=parallel.data_parallel_policy, on_ready=announce
+            config,
+            make_fleet,
+            partial(
+                load_text,
+                files,
+                simulated=engine_config.executor == "sim",
+                chat_template=server.chat_template,
+            ),
+            model_name=files.served_name,
+            on_ready=on_ready,
         )
     )
     return 0
 
 
-def _announce(
+def announce(
     url: str,
     server: ServerConfig,
     files: ModelFiles,
@@ -114,6 +176,7 @@ def _announce(
     limits: EngineReady,
     seconds: float,
 ) -> None:
+    """Tells the operator what is served, where, and how to ask it."""
     console = output.stdout()
     name = server.served_model_name or files.served_name
     console.print(output.facts(_facts(name, files, tiers, limits)))

@@ -1,4 +1,4 @@
-"""A server of our own in a process of its own: `pagoda serve` on a free port, ended with this process."""
+"""A server of our own in a process of its own, on a free port, ended with this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import ChildProcess
@@ -24,8 +25,10 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(arguments: Sequence[str]) -> Iterator[ServerProcess]:
-    """Runs `pagoda serve --port 0 ARGUMENTS` for as long as the context lasts.
+def server_process(
+    arguments: Sequence[str], command: Literal["serve", "route"] = "serve"
+) -> Iterator[ServerProcess]:
+    """Runs `pagoda COMMAND --port 0 ARGUMENTS` for as long as the context lasts.
 
     At the end the server is asked to finish (SIGTERM), and nothing of it is left behind.
 
@@ -35,7 +38,7 @@ def server_process(arguments: Sequence[str]) -> Iterator[ServerProcess]:
     read_end, write_end = os.pipe()
     with open(read_end, encoding="utf-8") as output:
         try:
-            child = ChildProcess("pagoda", ["serve", "--port", "0", *arguments], stdout=write_end)
+            child = ChildProcess("pagoda", [command, "--port", "0", *arguments], stdout=write_end)
         finally:
             os.close(write_end)
         try:

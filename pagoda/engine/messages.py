@@ -370,6 +370,35 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: int
 
 
+class HostJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """A host says to a router that it is there: first, and again and again as long as it is."""
+
+    host_id: str
+    """New at each start."""
+    address: str
+    """Where it takes `FrontendMessage`s, as an engine does."""
+    model: str
+    model_digest: str
+    """Of all that turns text into tokens, and of what the weights are; the same for hosts that answer alike."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
+    """The host takes no new requests; it finishes those that it has."""
+
+    host_id: str
+
+
+class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
+    """Answers every `HostJoin`."""
+
+    ttl_s: float = 0.0
+    """After how many seconds without another one the host counts as gone."""
+    refusal: str = ""
+    """Why the host is not taken, in a sentence; empty if it is."""
+
+
+HostMessage = HostJoin | HostLeave
 FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | Shutdown
 EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport
 

@@ -16,8 +16,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Messages, render_conversation
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.fleet import make_dispatcher
+from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.llm_arguments import configure
 from pagoda.frontend.merge import merge
 from pagoda.frontend.model_text import ModelText, load_text
@@ -83,7 +82,7 @@ class AsyncLLM:
         self._engine = engine
         self._policy = policy
         self._chat_template = chat_template
-        self._dispatcher: Dispatcher | None = None
+        self._fleet: EngineFleet | None = None
         self._generator: TextGenerator | None = None
         self._requests: dict[str, list[str]] = {}
 
@@ -93,9 +92,9 @@ class AsyncLLM:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        dispatcher = self._dispatcher = make_dispatcher(self._engine, self._policy)
+        fleet = self._fleet = EngineFleet(self._engine, self._policy)
         try:
-            self._generator = await start_generator(dispatcher, self._load_text)
+            self._generator = await start_generator(fleet, self._load_text)
         except BaseException:
             await self.close()
             raise
@@ -107,9 +106,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Ends the engines. May be called twice."""
-        dispatcher, self._dispatcher, self._generator = self._dispatcher, None, None
-        if dispatcher is not None:
-            await dispatcher.close()
+        fleet, self._fleet, self._generator = self._fleet, None, None
+        if fleet is not None:
+            await fleet.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

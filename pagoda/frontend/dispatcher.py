@@ -60,9 +60,9 @@ class Dispatcher:
     """
 
     def __init__(self, replicas: Sequence[Replica], policy: Policy) -> None:
-        self._members = [_Member(index, replica) for index, replica in enumerate(replicas)]
+        self._members: list[_Member] = []
         self._policy = policy
-        self._ledger = Ledger(len(replicas))
+        self._ledger = Ledger(0)
         self._limits: EngineReady | None = None
         self._requests: dict[str, _Held] = {}
         self._num_placed = 0
@@ -75,8 +75,14 @@ class Dispatcher:
         self._idle.set()
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
-        for member in self._members:
-            member.replica.watch(partial(self._on_change, member))
+        for replica in replicas:
+            self._new_member(replica)
+
+    def _new_member(self, replica: Replica) -> _Member:
+        member = _Member(self._ledger.add_replica(), replica)
+        self._members.append(member)
+        replica.watch(partial(self._on_change, member))
+        return member
 
     @property
     def replicas(self) -> list[Replica]:
@@ -111,10 +117,35 @@ class Dispatcher:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
-        self._limits = _sum_of_limits([member.replica.limits for member in self._members])
         for member in self._members:
             member.prefixes = PrefixIndex(member.replica.limits.num_blocks)
+        self._add_limits()
         self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
+
+    def add(self, replica: Replica) -> None:
+        """One more replica, which has started. Whoever adds it watches whether it fails, and removes it then."""
+        member = self._new_member(replica)
+        member.prefixes = PrefixIndex(replica.limits.num_blocks)
+        self._add_limits()
+        self._on_change(member)
+
+    def release(self, replica: Replica) -> None:
+        """The replica gets no new requests; those that it has go on there."""
+        for member in self._members:
+            if member.replica is replica:
+                member.is_leaving = True
+        self._wake()
+
+    def remove(self, replica: Replica) -> None:
+        """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
+        self._members = [member for member in self._members if member.replica is not replica]
+        if self._members:
+            self._add_limits()
+        self._wake()
+
+    def _add_limits(self) -> None:
+        """Without any replica those of the last ones hold: requests wait for another of the same kind."""
+        self._limits = _sum_of_limits([member.replica.limits for member in self._members])
 
     def _check_start(self, member: _Member, start: asyncio.Task[None]) -> None:
         try:
@@ -179,7 +210,8 @@ class Dispatcher:
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
-        reports = await asyncio.gather(*map(_load_of, self._members))
+        members = list(self._members)
+        reports = await asyncio.gather(*map(_load_of, members))
         held = sum(held.member is None for held in self._requests.values())
         replicas = tuple(
             ReplicaLoad(
@@ -188,7 +220,7 @@ class Dispatcher:
                 weighed_tokens=self._ledger.pending_tokens[member.index],
                 report=report,
             )
-            for member, report in zip(self._members, reports, strict=True)
+            for member, report in zip(members, reports, strict=True)
         )
         return _sum_of_loads(replicas, num_held=held)
 
@@ -197,12 +229,15 @@ class Dispatcher:
             return Health(False, str(self._failure))
         if self._draining:
             return Health(False, "the server is shutting down")
-        answers = await asyncio.gather(*(member.replica.health() for member in self._members))
+        members = list(self._members)
+        if not members:
+            return Health(False, "there is no replica")
+        answers = await asyncio.gather(*(member.replica.health() for member in members))
         if any(health.ready for health in answers):
             return Health(True)
         reasons = [
             f"{self._prefix(member)}{health.reason}"
-            for member, health in zip(self._members, answers, strict=True)
+            for member, health in zip(members, answers, strict=True)
         ]
         return Health(False, "; ".join(reasons))
 
@@ -422,10 +457,12 @@ class _Member:
         self.replica = replica
         self.prefixes = PrefixIndex(0)
         self.failure: EngineDeadError | None = None
+        self.is_leaving = False
 
     @property
     def takes_requests(self) -> bool:
-        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
+        states = (ReplicaState.READY, ReplicaState.DEGRADED)
+        return not self.is_leaving and self.replica.state in states
 
 
 class _Held:

@@ -35,6 +35,12 @@ class Ledger:
         self.num_requests = [0] * num_replicas
         self._usual_output_tokens = 64.0
 
+    def add_replica(self) -> int:
+        """Makes room for one more; returns its number, which is never given again."""
+        self.pending_tokens.append(0)
+        self.num_requests.append(0)
+        return len(self.pending_tokens) - 1
+
     def open(
         self, replica: int, *, num_tokens: int, num_cached_tokens: int, max_output_tokens: int
     ) -> Account:

@@ -21,8 +21,8 @@ from pagoda.engine.messages import (
     TokenLogprobs,
 )
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
@@ -73,13 +73,13 @@ class TextRequest:
         return len(self.request.prompt_token_ids)
 
 
-async def start_generator(dispatcher: Dispatcher, load: Callable[[], ModelText]) -> TextGenerator:
+async def start_generator(fleet: Fleet, load: Callable[[], ModelText]) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
     Raises:
         ConfigError: one of them says why it cannot.
     """
-    starting = asyncio.create_task(dispatcher.start())
+    starting = asyncio.create_task(fleet.start())
     try:
         text = await asyncio.to_thread(load)
         await starting
@@ -87,7 +87,7 @@ async def start_generator(dispatcher: Dispatcher, load: Callable[[], ModelText])
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(dispatcher, text)
+    return TextGenerator(fleet.dispatcher, text)
 
 
 class TextGenerator:

@@ -7,7 +7,9 @@ is asked for each connection, and whoever has another key is turned away before 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -28,14 +30,28 @@ def new_keys() -> CurveKeys:
     )
 
 
-def encrypt_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+def keys_of(secret: bytes) -> CurveKeys:
+    """Those that all holders of `secret` have in common."""
+    server_secret_key, secret_key = (
+        z85.encode(hashlib.blake2b(secret, digest_size=32, person=role).digest())
+        for role in (b"pagoda-binds", b"pagoda-connects")
+    )
+    return CurveKeys(
+        server_key=zmq.curve_public(server_secret_key).decode(),
+        public_key=zmq.curve_public(secret_key).decode(),
+        secret_key=secret_key.decode(),
+        server_secret_key=server_secret_key.decode(),
+    )
+
+
+def encrypt_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
     """Before `socket` is bound, in a context that has a doorkeeper: without one it would let everybody in."""
     _keep_alive(socket)
     socket.curve_server = True
     socket.curve_secretkey = keys.server_secret_key.encode()
 
 
-def encrypt_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+def encrypt_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
     """Before `socket` is connected."""
     _keep_alive(socket)
     socket.curve_serverkey = keys.server_key.encode()
@@ -43,7 +59,7 @@ def encrypt_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     socket.curve_secretkey = keys.secret_key.encode()
 
 
-def _keep_alive(socket: zmq.Socket[bytes]) -> None:
+def _keep_alive(socket: zmq.Socket[Any]) -> None:
     """For sockets between hosts: a peer that vanished without a word is noticed in two minutes, also when idle."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
@@ -51,7 +67,7 @@ def _keep_alive(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 6)
 
 
-def keep_door(context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+def keep_door(context: zmq.Context[Any], keys: CurveKeys) -> None:
     """Lets only the holder of `keys.secret_key` connect to sockets of `context`, until that is terminated.
 
     Must be called before any of them is bound.

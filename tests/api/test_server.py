@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import openai
 import psutil
@@ -18,9 +19,11 @@ from scripted_endpoint import ScriptedEndpoint
 from pagoda.api.server import ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import SimConfig, WorkerConfig
+from pagoda.engine.messages import EngineReady, SimConfig, WorkerConfig
 from pagoda.errors import ConfigError, EngineDeadError
-from pagoda.models.resolve import resolve_model
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.fleet import EngineFleet, Fleet
+from pagoda.frontend.model_text import synthetic_model_text
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 USER = [{"role": "user", "content": "Hello"}]
@@ -169,33 +172,45 @@ def simulated() -> EngineConfig:
     return EngineConfig(worker=worker, executor="sim", sim=SimConfig())
 
 
+async def serve_simulated(
+    server: ServerConfig,
+    make_fleet: Callable[[], Fleet] = lambda: EngineFleet(simulated()),
+    *,
+    on_ready: Callable[[str, EngineReady], None],
+) -> None:
+    await serve(server, make_fleet, synthetic_model_text, model_name="m", on_ready=on_ready)
+
+
 async def test_a_port_in_use() -> None:
-    files = resolve_model("qwen3-0.6b", load_format="dummy")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve(ServerConfig(port=port), simulated(), files, on_ready=print)
+            await serve_simulated(ServerConfig(port=port), on_ready=print)
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
 async def test_an_address_that_is_not_ours(host: str) -> None:
-    files = resolve_model("qwen3-0.6b", load_format="dummy")
     with pytest.raises(ConfigError, match="choose another --host or --port"):
-        await serve(ServerConfig(host=host, port=0), simulated(), files, on_ready=print)
+        await serve_simulated(ServerConfig(host=host, port=0), on_ready=print)
 
 
-class DoomedDispatcher(ScriptedEndpoint):
-    """Starts, and is then given up."""
+class DoomedFleet(ScriptedEndpoint):
+    """Starts, and is then given up. It is its own dispatcher."""
 
-    def __init__(self, config: EngineConfig, policy: str) -> None:
-        del config, policy
+    def __init__(self) -> None:
         super().__init__()
         self.closed = False
-        doomed.append(self)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return cast(Dispatcher, self)
 
     async def start(self) -> None:
+        pass
+
+    async def leave(self) -> None:
         pass
 
     async def wait_failed(self) -> EngineDeadError:
@@ -205,19 +220,14 @@ class DoomedDispatcher(ScriptedEndpoint):
         self.closed = True
 
 
-doomed: list[DoomedDispatcher] = []
-
-
-async def test_a_server_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.api.server.make_dispatcher", DoomedDispatcher)
-    files = resolve_model("qwen3-0.6b", load_format="dummy")
+async def test_a_server_ends_with_its_engine() -> None:
+    fleet = DoomedFleet()
     ready: list[str] = []
     with pytest.raises(EngineDeadError, match="died too often"):
-        await serve(
-            ServerConfig(port=0), simulated(), files, on_ready=lambda url, _: ready.append(url)
+        await serve_simulated(
+            ServerConfig(port=0), lambda: fleet, on_ready=lambda url, _: ready.append(url)
         )
-    [client] = doomed
-    assert client.closed
+    assert fleet.closed
     [url] = ready
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):
         again.connect(("127.0.0.1", int(url.rpartition(":")[2])))
