@@ -131,8 +131,9 @@ class HostDoor:
         await self._send(router, self._endpoint.limits)
 
     async def _report(self, router: bytes, query_id: int) -> None:
-        report = msgspec.structs.replace(await self._endpoint.load(), query_id=query_id)
-        await self._send(router, report)
+        with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
+            report = msgspec.structs.replace(await self._endpoint.load(), query_id=query_id)
+            await self._send(router, report)
 
     async def _generate(self, router: bytes, request: GenerateRequest) -> None:
         chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
@@ -142,10 +143,12 @@ class HostDoor:
                     self._put(router, chunk)
         except OverloadedError as error:
             await self._send(router, RequestRefused(request.request_id, error.retry_after_s))
-        except (EngineDeadError, InvalidRequestError) as error:
+        except InvalidRequestError as error:
             self._put(
                 router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=str(error))
             )
+        except EngineDeadError:
+            pass  # this host ends; when it has hung up, the request goes on elsewhere
         finally:
             self._requests.pop((router, request.request_id), None)
 

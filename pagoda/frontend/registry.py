@@ -39,7 +39,6 @@ class _Entry:
         self.host = host
         self.expiry: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
-        self.refusal = ""
 
 
 class Registry:
@@ -127,8 +126,6 @@ class Registry:
             host = RemoteHost(self._context, join.address, self._keys)
             entry = self._entries[join.host_id] = _Entry(host)
             entry.task = asyncio.create_task(self._take_in(join, entry))
-        if entry.refusal:
-            return JoinAnswer(refusal=entry.refusal)
         if entry.expiry is not None:
             entry.expiry.cancel()
         silent = f"was not heard of for {self._ttl_s:g} s"
