@@ -8,18 +8,20 @@ from collections.abc import AsyncIterator, Callable
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import (
+    AbortRequests,
     EngineReady,
-    FinishReason,
+    FrontendMessage,
     GenerateRequest,
     LoadReport,
     RequestRefused,
     TokenChunk,
+    TokenChunks,
 )
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import SimExecutor
 from pagoda.frontend.endpoint import Health, ReplicaState
+from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
-from pagoda.frontend.token_stream import TokenStream
 
 
 class SimEndpoint:
@@ -34,7 +36,7 @@ class SimEndpoint:
         self._check_kv = check_kv
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
-        self._streams: dict[str, TokenStream] = {}
+        self._session = EngineSession(self._send, self._check_open)
         self._limits: EngineReady | None = None
         self._core: EngineCore | None = None
         self._running: asyncio.Task[None] | None = None
@@ -43,8 +45,6 @@ class SimEndpoint:
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def limits(self) -> EngineReady:
@@ -83,35 +83,18 @@ class SimEndpoint:
 
     # ---- Endpoint
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        return self._session.generate(request)
+
+    def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
-        core = self._require_core()
-        answer = core.add(request)
-        if isinstance(answer, RequestRefused):
-            raise OverloadedError("The waiting queue is full.", retry_after_s=answer.retry_after_s)
-        stream = self._streams[request.request_id] = TokenStream()
-        self._idle.clear()
-        self._deliver(answer)
-        self._news.set()
-        try:
-            async for chunk in stream:
-                yield chunk
-        finally:
-            if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
-            if not self._streams:
-                self._idle.set()
-            if not stream.finished:
-                core.abort(request.request_id)
+        self._require_core()
 
     async def abort(self, request_id: str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.finished:
-            stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
-            self._require_core().abort(request_id)
+        await self._session.abort(request_id)
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
@@ -125,12 +108,7 @@ class SimEndpoint:
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            for request_id in list(self._streams):
-                await self.abort(request_id)
+        await self._session.finish(timeout_s)
 
     async def close(self) -> None:
         running = self._running
@@ -169,14 +147,26 @@ class SimEndpoint:
             self._restart.cancel()
         self._core = self._running = self._restart = None
         self._enter(state)
-        for stream in self._streams.values():
-            stream.fail(EngineLostError("The engine ended."))
+        self._session.fail(EngineLostError("The engine ended."))
+
+    async def _send(self, message: FrontendMessage) -> None:
+        """What an engine process would read from its socket; an engine that is gone needs to know nothing."""
+        if self._core is None:
+            return
+        match message:
+            case GenerateRequest():
+                answer = self._core.add(message)
+                if isinstance(answer, RequestRefused):
+                    self._session.take(answer)
+                    return
+                self._deliver(answer)
+                self._news.set()
+            case AbortRequests():
+                for request_id in message.request_ids:
+                    self._core.abort(request_id)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
-        for chunk in chunks:
-            stream = self._streams.get(chunk.request_id)
-            if stream is not None:
-                stream.push(chunk)
+        self._session.take(TokenChunks(chunks))
 
     def _enter(self, state: ReplicaState) -> None:
         self._state = state

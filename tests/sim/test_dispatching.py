@@ -134,7 +134,7 @@ def assert_nothing_left(dispatcher: Dispatcher) -> None:
     assert dispatcher._on_trial is None
     for endpoint in dispatcher.replicas:
         assert isinstance(endpoint, SimEndpoint)
-        assert not endpoint._streams
+        assert not endpoint._session._streams
         if endpoint._core is not None:
             scheduler = endpoint._core._scheduler
             assert scheduler is not None
