@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import SimConfig, WorkerConfig
+from pagoda.engine.messages import CurveKeys, Role, SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
 
 
@@ -72,6 +72,19 @@ class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a request fails when blocks that were found for it cannot be loaded; else they are computed."""
 
 
+class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's part in prefill/decode handoff; that of its workers is `WorkerConfig.kv_handoff`."""
+
+    role: Role
+    host: str
+    """The address of this host at which other engines reach it."""
+    port: int = 0
+    """Of the door of the first replica, the next one is that of the second, and so on; 0 takes free ones."""
+    keys: CurveKeys
+    lease_s: float = 30.0
+    """How long KV is held for someone who says nothing."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: a scheduler over one model replica."""
 
@@ -92,5 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None publishes nothing."""
     kv_tiers: KVTiersConfig | None = None
     """None keeps KV on the device alone."""
+    handoff: HandoffConfig | None = None
+    """None neither holds KV for other engines nor fetches it."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""

@@ -17,7 +17,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever a message changes in a way that an older process would misread."""
 
 MIN_TEMPERATURE = 1e-5
@@ -183,6 +183,17 @@ def _check_range(
         _refuse(name, f"must be in {bracket}{low}, {high}]", value)
 
 
+class KVSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to ask for the KV of a prompt: the engine that computes it, or has computed it and still holds it."""
+
+    address: str
+    """`tcp://host:port` of that engine's door (`pagoda.pd.door`)."""
+    engine_id: str
+    """New at each start of that engine; an address may have another one behind it by now."""
+    transfer_id: str
+    """Under which it holds the KV; chosen by that engine, never given twice."""
+
+
 class GenerateRequest(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"
 ):
@@ -207,6 +218,11 @@ class GenerateRequest(
     """An engine took this request before, so it is not refused for want of room."""
     session: str | None = None
     """Requests of the same session may be served by the same replica; has no effect on the answer."""
+    holds_kv: bool = False
+    """The answer ends with its next token, and the KV of the prompt is held for another engine, which is told
+    where it is by `TokenChunk.kv_source`."""
+    kv_source: KVSource | None = None
+    """Where KV of the prompt, and the first token, may be fetched from. What does not come is computed."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -260,6 +276,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """One sentence, with `FinishReason.ERROR`."""
     num_computed_tokens: int | None = None
     """In a chunk that is news of the prompt alone: how many of its tokens are computed. For weighing the load."""
+    kv_source: KVSource | None = None
+    """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be."""
 
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
@@ -341,6 +359,26 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Its own; None while it does not answer."""
 
 
+class Role(enum.StrEnum):
+    """What an engine does of a request that two engines share."""
+
+    NONE = "none"
+    """It shares none: it has no door, and asks at none."""
+    PREFILL = "prefill"
+    """It computes prompts and holds their KV for others."""
+    DECODE = "decode"
+    """It fetches KV of prompts and goes on from there; what it cannot fetch it computes."""
+    BOTH = "both"
+
+    @property
+    def holds_kv(self) -> bool:
+        return self in (Role.PREFILL, Role.BOTH)
+
+    @property
+    def fetches_kv(self) -> bool:
+        return self in (Role.DECODE, Role.BOTH)
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine's first message: the limits that requests are checked against at the door."""
 
@@ -353,6 +391,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     summary: str
     """One line for the operator: device, dtype, KV cache size."""
     protocol_version: int = PROTOCOL_VERSION
+    role: Role = Role.NONE
+    """In prefill/decode handoff; of several replicas all have the same."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -381,6 +421,7 @@ class HostJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     model_digest: str
     """Of all that turns text into tokens, and of what the weights are; the same for hosts that answer alike."""
     protocol_version: int = PROTOCOL_VERSION
+    role: Role = Role.NONE
 
 
 class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
@@ -440,6 +481,20 @@ class CurveKeys(msgspec.Struct, frozen=True):
     """Belongs to `server_key`: workers bind sockets for their peers."""
 
 
+class KVHandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's part in prefill/decode handoff."""
+
+    role: Role
+    transports: tuple[str, ...]
+    """Those that may be used (`pagoda.pd.transport`), the best first."""
+    host: str
+    """The address of this host at which workers of other engines reach it."""
+    secret: bytes
+    """Shared by all that may reach each other's KV; both sides of a connection prove that they know it."""
+    encrypts: bool = False
+    """Whether KV is encrypted between hosts. The proof of the secret always is."""
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process is told at its start."""
 
@@ -488,11 +543,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of this worker that holds blocks for which the device has no room; 0 for none."""
     kv_disk_path: str | None = None
     """Where blocks are kept that outlive the server; None for nowhere."""
+    kv_handoff: KVHandoffConfig | None = None
+    """How KV goes to workers of other engines, or comes from there; None for not at all."""
 
     @property
     def has_kv_tiers(self) -> bool:
         """Whether the worker opens a second connection, for transfers."""
-        return self.kv_host_bytes > 0 or self.kv_disk_path is not None
+        return (
+            self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None
+        )
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
@@ -550,6 +609,10 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """Blocks that the arena in host memory holds; of several workers, the smallest of them."""
     kv_directories: tuple[KVDirectory, ...] = ()
     """Of all ranks that keep blocks on disk, in their order."""
+    kv_ranks: tuple[KVRank, ...] = ()
+    """Of all ranks, in their order, with handoff: what their KV is and how workers of other engines reach it."""
+    kv_digest: str = ""
+    """With handoff: the same where KV of one engine means the same to another, however many ranks each has."""
 
 
 class DeviceBlocks(msgspec.Struct, frozen=True, array_like=True, tag="device"):
@@ -570,7 +633,45 @@ class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     keys: list[bytes]
 
 
-TransferPlace = DeviceBlocks | HostSlots | DiskObjects
+class KVPart(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of one rank: a block of it is `num_heads` times `head_bytes`, one head after the other."""
+
+    layer: int
+    """Of the whole model, whatever stage this is."""
+    kind: str
+    """`keys`, `values`, `key_scales` or `value_scales`."""
+    first_head: int
+    """Of the whole model's KV heads."""
+    num_heads: int
+    head_bytes: int
+    """Of one block of one head."""
+
+
+class KVRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV memory of one rank, as workers of other engines reach it."""
+
+    parts: tuple[KVPart, ...]
+    num_blocks: int
+    doors: dict[str, bytes]
+    """By transport, what the other side needs to connect; meant for that transport alone."""
+
+
+class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of another engine, from one of their starts to the next."""
+
+    peer_id: str
+    """Engine id and number of the start: never of two sets of workers."""
+    ranks: tuple[KVRank, ...]
+
+
+class RemoteBlocks(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
+    """Blocks on the device of another engine. The workers have been told of `peer_id` before."""
+
+    peer_id: str
+    block_ids: list[int]
+
+
+TransferPlace = DeviceBlocks | HostSlots | DiskObjects | RemoteBlocks
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
@@ -589,10 +690,14 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     -1 for none."""
 
 
-class Transfers(msgspec.Struct, frozen=True, tag="transfers"):
+class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"):
     """Transfers to begin, in order of urgency."""
 
-    transfers: list[Transfer]
+    transfers: list[Transfer] = []
+    met: list[KVPeer] = []
+    """Peers that transfers from now on may name."""
+    parted: list[str] = []
+    """Ids of peers that none names any more; what still runs from there may fail."""
 
 
 class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):

@@ -25,6 +25,7 @@ from pagoda.engine.messages import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
+    RemoteBlocks,
     SimConfig,
     SlotStart,
     StepPlan,
@@ -340,6 +341,8 @@ class SimWorker:
                 return self._host
             case DiskObjects():
                 return self._disk
+            case RemoteBlocks():
+                raise ValueError("There is no other engine.")
 
 
 def _contents(place: TransferPlace) -> Sequence[int | bytes]:
@@ -350,6 +353,8 @@ def _contents(place: TransferPlace) -> Sequence[int | bytes]:
             return place.slots
         case DiskObjects():
             return place.keys
+        case RemoteBlocks():
+            return place.block_ids
 
 
 def _places(place: TransferPlace) -> list[tuple[str, int]]:
@@ -359,7 +364,7 @@ def _places(place: TransferPlace) -> list[tuple[str, int]]:
             return [("device", block_id) for block_id in place.block_ids]
         case HostSlots():
             return [("host", slot) for slot in place.slots]
-        case DiskObjects():
+        case DiskObjects() | RemoteBlocks():
             return []
 
 

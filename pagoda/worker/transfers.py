@@ -21,8 +21,10 @@ from pagoda.engine.messages import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
+    RemoteBlocks,
     Transfer,
     TransferEnd,
+    TransferPlace,
 )
 from pagoda.kv.connector import BlockMemory
 from pagoda.kv.object_files import ObjectFiles
@@ -320,9 +322,9 @@ def num_blocks(transfer: Transfer) -> int:
     return counts.pop()
 
 
-def _num_places(place: DeviceBlocks | HostSlots | DiskObjects) -> int:
+def _num_places(place: TransferPlace) -> int:
     match place:
-        case DeviceBlocks(block_ids):
+        case DeviceBlocks(block_ids) | RemoteBlocks(_, block_ids):
             return len(block_ids)
         case HostSlots(slots):
             return len(slots)

@@ -1,0 +1,12 @@
+"""Prefill/decode handoff: one engine computes a prompt, another takes over its KV and goes on.
+
+    messages    what the two engines say to each other
+    leases      prefill: KV that is held for others, and until when
+    door        prefill: the socket at which others ask
+    peers       decode: the sockets to engines that hold KV
+    connector   decode: `KVConnector` over them; loads KV as it is computed
+    transport/  in workers: how the bytes go
+
+The decode side pulls. The engines agree about which blocks and when; the workers copy them, each rank what it
+needs from whichever ranks have it.
+"""

@@ -1,0 +1,103 @@
+"""What an engine that fetches KV (decode) and one that holds it (prefill) say to each other.
+
+    decode  ── KVHello ──> prefill      once per connection
+            <─ KVWelcome / KVRefused ─
+            ── KVWant ──>               once per transfer
+            <─ KVBlocks ... KVPrefilled ─   as the prompt is computed
+            ── KVRenew ──>              again and again while anything is wanted
+            ── KVCheck ──>              when everything was read
+            <─ KVVerdict ─
+            ── KVDone ──>               whatever became of it
+            <─ KVGone ─                 at any time: there is nothing (more) to come
+            <─ KVRenewed ─              answers KVRenew, so silence means that nobody is there
+
+Written as msgpack over ZeroMQ, always encrypted and authenticated (CurveZMQ, keys of the cluster's secret).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagoda.engine.messages import PROTOCOL_VERSION, KVPeer, TokenLogprobs
+
+
+class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
+    digest: str
+    """`WorkerReady.kv_digest` of the decode side. Must be that of the prefill side; else nothing is to be had."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class KVWant(msgspec.Struct, frozen=True, tag="kv_want"):
+    """Tell me of this transfer's blocks from index `start` on. Renews the lease."""
+
+    transfer_id: str
+    start: int
+
+
+class KVRenew(msgspec.Struct, frozen=True, tag="kv_renew"):
+    """These are still wanted: hold them for one more lease."""
+
+    transfer_ids: list[str]
+
+
+class KVCheck(msgspec.Struct, frozen=True, tag="kv_check"):
+    """Was this held without a break until now?"""
+
+    transfer_id: str
+
+
+class KVDone(msgspec.Struct, frozen=True, tag="kv_done"):
+    """These need not be held any more. Unknown ones, and those that were done before, change nothing."""
+
+    transfer_ids: list[str]
+
+
+class KVWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="kv_welcome"):
+    """Comes again, with another peer, when the workers were started again."""
+
+    engine_id: str
+    peer: KVPeer
+    lease_s: float
+
+
+class KVRefused(msgspec.Struct, frozen=True, tag="kv_refused"):
+    """Nothing can be fetched here; a sentence says why."""
+
+    reason: str
+
+
+class KVBlocks(msgspec.Struct, frozen=True, tag="kv_blocks"):
+    """Blocks of the prompt, from index `first` on, are computed, full and never written again while held."""
+
+    transfer_id: str
+    peer_id: str
+    first: int
+    block_ids: list[int]
+
+
+class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
+    """No block follows, and this is the token behind the prompt."""
+
+    transfer_id: str
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class KVVerdict(msgspec.Struct, frozen=True, tag="kv_verdict"):
+    transfer_id: str
+    is_valid: bool
+
+
+class KVGone(msgspec.Struct, frozen=True, tag="kv_gone"):
+    """The transfer is unknown, has expired, or its request failed or was aborted; a clause says which."""
+
+    transfer_id: str
+    reason: str
+
+
+class KVRenewed(msgspec.Struct, frozen=True, tag="kv_renewed"):
+    """The engine is there; what it does not hold any more was or is told by `KVGone`."""
+
+
+DecodeMessage = KVHello | KVWant | KVRenew | KVCheck | KVDone
+PrefillMessage = KVWelcome | KVRefused | KVBlocks | KVPrefilled | KVVerdict | KVGone | KVRenewed
