@@ -279,6 +279,11 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     kv_source: KVSource | None = None
     """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be."""
 
+    @property
+    def is_news(self) -> bool:
+        """Whether it says something of the prompt alone; such chunks do not go to clients."""
+        return self.num_computed_tokens is not None or self.kv_source is not None
+
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
     """All chunks that one step made for one frontend."""

@@ -16,6 +16,7 @@ import msgspec
 from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
+    KVSource,
     SamplingParams,
     TokenChunk,
     TokenLogprobs,
@@ -49,6 +50,8 @@ class TextDelta(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    kv_source: KVSource | None = None
+    """In the last one, if KV of the prompt is held: where."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +188,16 @@ class TextGenerator:
             OverloadedError, EngineDeadError: as `Endpoint.generate`.
         """
         assembler = TextAssembler(self.text.tokenizer, request)
+        source: KVSource | None = None
         chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
+                if chunk.is_news:
+                    source = chunk.kv_source or source
+                    continue
                 delta = assembler.push(chunk)
+                if source is not None and delta.finish_reason is not None:
+                    delta = msgspec.structs.replace(delta, kv_source=source)
                 yield delta
                 if delta.finish_reason is not None:
                     return
