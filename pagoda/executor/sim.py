@@ -25,6 +25,7 @@ from pagoda.engine.messages import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
+    KVPeer,
     RemoteBlocks,
     SimConfig,
     SlotStart,
@@ -137,7 +138,12 @@ class SimExecutor:
         self._steps.append((done, plan.step))
         self._foresee(done, self._worker.execute(plan, cost))
 
-    def submit_transfers(self, transfers: list[Transfer]) -> None:
+    def submit_transfers(
+        self,
+        transfers: list[Transfer],
+        met: Sequence[KVPeer] = (),  # noqa: ARG002
+        parted: Sequence[str] = (),  # noqa: ARG002
+    ) -> None:
         self._forget_executed_steps()
         for transfer in transfers:
             num_blocks = self._worker.begin(transfer)

@@ -11,6 +11,9 @@ from typing import NamedTuple, Protocol
 
 from pagoda.errors import PagodaError
 
+TRANSFER_LIMIT_S = 60.0
+"""How long a worker tries to read the blocks of one transfer, once they may be written, before it gives up."""
+
 
 class TransportError(PagodaError):
     """Nothing, or not all, was read: the other side is gone, refuses, or cannot be reached."""
