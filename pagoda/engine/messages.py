@@ -192,6 +192,8 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str
     """Under which it holds the KV; chosen by that engine, never given twice."""
+    tp_size: int = 1
+    """Of that engine, for proxies that ask. Its workers say themselves what each of them has."""
 
 
 class GenerateRequest(

@@ -137,12 +137,14 @@ class TextGenerator:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        holds_kv: bool = False,
+        kv_source: KVSource | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
         fit into the context instead of refusing it. `session` is what requests have in common that one replica
-        may serve.
+        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`.
 
         Raises:
             InvalidRequestError: something does not fit the model; names the field.
@@ -173,6 +175,8 @@ class TextGenerator:
                     priority=priority,
                     cache_salt=cache_salt,
                     session=session,
+                    holds_kv=holds_kv,
+                    kv_source=kv_source,
                 ),
                 sampling=sampling,
                 prompt=text,
