@@ -284,7 +284,7 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_news(self) -> bool:
         """Whether it says something of the prompt alone; such chunks do not go to clients."""
-        return self.num_computed_tokens is not None or self.kv_source is not None
+        return not self.token_ids and self.finish_reason is None
 
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):

@@ -130,8 +130,9 @@ class RemotePrefill:
                 async for chunk in chunks:
                     if chunk.kv_source is None:
                         continue
-                    if source.done():
+                    if not source.done():
+                        source.set_result(chunk.kv_source)
+                    elif chunk.kv_source.transfer_id != source.result().transfer_id:
                         return  # the host was lost, and at the next one nobody will ask
-                    source.set_result(chunk.kv_source)
         except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
             _log.info("a prompt is not computed by a prefill host: %s", error)

@@ -196,8 +196,8 @@ class TextGenerator:
         chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
+                source = chunk.kv_source or source
                 if chunk.is_news:
-                    source = chunk.kv_source or source
                     continue
                 delta = assembler.push(chunk)
                 if source is not None and delta.finish_reason is not None:
