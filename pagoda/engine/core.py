@@ -11,6 +11,7 @@ from pagoda.engine.messages import (
     GenerateRequest,
     LoadReport,
     RequestRefused,
+    Role,
     StepResult,
     TokenChunk,
     TransferEnd,
@@ -26,6 +27,9 @@ from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
 from pagoda.kv.tiers import build_tiers
 from pagoda.parallel.config import expert_share
+from pagoda.pd.holder import KVHolder
+from pagoda.pd.leases import LeaseBook
+from pagoda.pd.links import HandoffLinks
 
 STABLE_S = 30.0
 """A worker that lived this long starts a new count of losses."""
@@ -50,11 +54,15 @@ class EngineCore:
         executor: Executor,
         clock: Clock,
         build_tiers: TiersBuilder = build_tiers,
+        handoff: HandoffLinks | None = None,
     ) -> None:
+        """`handoff` is there if `config.handoff` is, and has what its role needs."""
         self._config = config
         self._build_tiers = build_tiers
         self._executor = executor
         self._clock = clock
+        self._handoff = handoff
+        self._holder: KVHolder | None = None
         self._scheduler: Scheduler | None = None
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
@@ -83,6 +91,7 @@ class EngineCore:
             max_num_seqs=self._scheduler.limits.max_num_seqs,
             max_num_waiting=self._config.max_num_waiting,
             summary=self._worker.summary,
+            role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
         )
 
     @property
@@ -130,6 +139,8 @@ class EngineCore:
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self._restart_at = None
             self._executor.start(self._worker.num_blocks if self._worker else None)
+        if self._holder is not None:
+            self._holder.step()
         if self._scheduler is not None:
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()
@@ -173,6 +184,8 @@ class EngineCore:
             self._scheduler = self._make_scheduler(worker)
         if self._tiers is not None:
             self._tiers.workers_ready(worker)
+        if self._holder is not None:
+            self._holder.workers_ready(worker)
 
     def _make_scheduler(self, worker: WorkerReady) -> Scheduler:
         config = self._config
@@ -196,7 +209,15 @@ class EngineCore:
             self._tiers = self._build_tiers(
                 config.kv_tiers, worker, kv.pool, self._clock, self._kv_events
             )
-        return Scheduler(limits, kv, self._tiers)
+        self._holder = self._make_holder(kv.pool)
+        return Scheduler(limits, kv, self._tiers, self._holder)
+
+    def _make_holder(self, pool: BlockPool) -> KVHolder | None:
+        links, config = self._handoff, self._config.handoff
+        if links is None or links.door is None or config is None:
+            return None
+        leases = LeaseBook(pool, self._clock, config.lease_s)
+        return KVHolder(links.door, leases, links.engine_id, config.lease_s)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -235,6 +256,7 @@ class EngineCore:
                 self._restart_at,
                 self._executor.next_event_at(),
                 None if self._tiers is None else self._tiers.next_event_at(),
+                None if self._holder is None else self._holder.next_event_at(),
             )
             if instant is not None
         ]
@@ -246,6 +268,7 @@ class EngineCore:
         if scheduler is None:
             raise RuntimeError("The engine is not ready.")
         busy = scheduler.has_requests()
+        leases = None if self._holder is None else self._holder.leases
         return LoadReport(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -266,6 +289,9 @@ class EngineCore:
             is_worker_ready=self._is_worker_ready,
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
+            num_leases=leases.num_leases if leases else 0,
+            num_leased_blocks=leases.num_blocks if leases else 0,
+            num_leases_expired=leases.num_expired if leases else 0,
         )
 
     def _expert_rank_tokens(self) -> list[int]:
@@ -279,9 +305,12 @@ class EngineCore:
     def pollables(self) -> list[object]:
         """File descriptors and sockets that become readable with news for `step`."""
         tiers = [] if self._tiers is None else self._tiers.pollables()
-        return [*self._executor.pollables(), *tiers]
+        holder = [] if self._holder is None else self._holder.pollables()
+        return [*self._executor.pollables(), *tiers, *holder]
 
     def close(self) -> None:
+        if self._holder is not None:
+            self._holder.close()
         if self._tiers is not None:
             self._tiers.close()
         self._executor.close()

@@ -203,8 +203,12 @@ def parse_address(address: str, flag: str) -> str:
 
 
 def read_cluster_key(path: Path) -> CurveKeys:
-    """The keys of all hosts and routers that have this file.
+    """The keys of all hosts and routers that have this file; raises what `read_cluster_secret` does."""
+    return keys_of(read_cluster_secret(path))
 
+
+def read_cluster_secret(path: Path) -> bytes:
+    """
     Raises:
         ConfigError: it cannot be read, or is too short to be a secret.
     """
@@ -217,7 +221,7 @@ def read_cluster_key(path: Path) -> CurveKeys:
             f"--cluster-key-file {path} must hold a secret of {MIN_SECRET_BYTES} bytes or more, "
             f"such as `openssl rand -hex 32` makes; it has {len(secret)}."
         )
-    return keys_of(secret)
+    return secret
 
 
 def make_dispatcher(engine: EngineConfig, policy: PolicyName = DEFAULT_POLICY) -> Dispatcher:
