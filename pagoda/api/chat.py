@@ -145,10 +145,6 @@ class _Job:
             return None
         return chat_logprobs(self.generator.text.tokenizer, delta.token_ids, delta.logprobs)
 
-    def _transfer_fields(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        block_size = self.generator.endpoint.limits.block_size
-        return transfer_fields(delta, self.requests[index], block_size)
-
     async def _answers(self, request: TextRequest) -> AsyncGenerator[_ChatDelta, None]:
         """The deltas of one answer, taken apart. Ends early behind the only call that is allowed."""
         parser = AnswerParser(
@@ -203,7 +199,7 @@ class _Job:
                 token_ids += delta.raw.token_ids
                 logprobs += (self._logprobs(delta.raw) or {}).get("content", ())
                 finish_reason, stop_reason = delta.finish_reason, delta.raw.stop_reason
-                self.last_fields |= self._transfer_fields(index, delta.raw)
+                self.last_fields |= transfer_fields(delta.raw)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
         if calls.complete:
             message["content"] = message["content"] or None
@@ -297,7 +293,7 @@ class _ChoiceEvents:
             choice["token_ids"] = raw.token_ids
         if self._continuous:
             chunk["usage"] = self._usage.as_dict(self._job.requests)
-        return event({**chunk, **self._job._transfer_fields(self._index, raw)})
+        return event({**chunk, **transfer_fields(raw)})
 
     def _chunk(self, fields: dict[str, Any]) -> dict[str, Any]:
         choice = {

@@ -111,10 +111,6 @@ class _Job:
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _transfer_fields(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        block_size = self.generator.endpoint.limits.block_size
-        return transfer_fields(delta, self.requests[index], block_size)
-
     def _echo(self, index: int) -> str:
         if not self.body.echo:
             return ""
@@ -150,7 +146,7 @@ class _Job:
                 text.append(delta.text)
                 token_ids += delta.token_ids
                 entries += delta.logprobs or ()
-                self.last_fields |= self._transfer_fields(index, delta)
+                self.last_fields |= transfer_fields(delta)
         formatter = self._logprobs()
         logprobs = formatter.format(token_ids, entries) if formatter else None
         choice = self._choice(index, "".join(text), delta, logprobs)
@@ -206,7 +202,7 @@ class _Job:
                 choice["prompt_token_ids"] = self.requests[index].request.prompt_token_ids
             first = False
             tail = {"usage": usage.as_dict(self.requests)} if continuous else blank
-            transfer = self._transfer_fields(index, delta)
+            transfer = transfer_fields(delta)
             return event({**self._envelope([choice]), **tail, **transfer})
 
         return format_delta

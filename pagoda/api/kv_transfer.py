@@ -17,7 +17,7 @@ import msgspec
 from pagoda.api.protocol import MAX_TOKEN_IDS, GenerationFields
 from pagoda.engine.messages import KVSource, Role
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.text_generator import TextDelta, TextRequest
+from pagoda.frontend.text_generator import TextDelta
 
 MAX_ID_CHARS = 256
 _MAX_RANKS = 2**16
@@ -71,11 +71,8 @@ def with_one_token(body: Body, max_tokens: int | None) -> Body:
     return msgspec.structs.replace(body, min_tokens=min(body.min_tokens, max_tokens))
 
 
-def transfer_fields(delta: TextDelta, request: TextRequest, block_size: int) -> dict[str, Any]:
-    """What the last delta adds to the object of an answer, for the server that goes on; nothing without a handoff.
-
-    Blocks are numbered from the prompt's beginning: that is how the engines speak of them.
-    """
+def transfer_fields(delta: TextDelta) -> dict[str, Any]:
+    """What the last delta adds to the object of an answer for the server that goes on, if there is one."""
     source = delta.kv_source
     if source is None:
         return {}
@@ -84,7 +81,7 @@ def transfer_fields(delta: TextDelta, request: TextRequest, block_size: int) -> 
         "do_remote_decode": False,
         "do_remote_prefill": True,
         "remote_engine_id": source.engine_id,
-        "remote_block_ids": list(range(request.num_prompt_tokens // block_size)),
+        "remote_block_ids": source.block_ids,
         "remote_host": host.removeprefix("[").removesuffix("]"),
         "remote_port": int(port),
         "tp_size": source.tp_size,

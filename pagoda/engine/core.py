@@ -22,11 +22,14 @@ from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.connector import KVConnector
 from pagoda.kv.events import KVEvent, KVEventRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
-from pagoda.kv.tiers import build_tiers
+from pagoda.kv.tiers import RemoteOpener, build_tiers
+from pagoda.kv.transfers import TransferLedger
 from pagoda.parallel.config import expert_share
+from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.holder import KVHolder
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
@@ -39,7 +42,8 @@ steps need no such limit: the scheduler gives up the request that causes them.""
 _STEP_TIME_WEIGHT = 0.1
 
 TiersBuilder = Callable[
-    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None], ConnectorStack | None
+    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None, RemoteOpener | None],
+    ConnectorStack | None,
 ]
 
 _log = logging.getLogger(__name__)
@@ -63,6 +67,7 @@ class EngineCore:
         self._clock = clock
         self._handoff = handoff
         self._holder: KVHolder | None = None
+        self._remote: RemoteKV | None = None
         self._scheduler: Scheduler | None = None
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
@@ -106,12 +111,20 @@ class EngineCore:
             return RequestRefused(request.request_id, retry_after_s=1)
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
         if scheduler.num_requests >= room and not request.returns:
+            self._release_source(request)
             return RequestRefused(request.request_id, retry_after_s=1)
         if not scheduler.has_requests():
             self._last_progress = self._clock.now()
         chunks = scheduler.add(request)
+        if chunks and chunks[-1].finish_reason is not None:
+            self._release_source(request)
         self._submit_transfers()
         return chunks
+
+    def _release_source(self, request: GenerateRequest) -> None:
+        """The request is not taken: what is held for it elsewhere is not needed."""
+        if self._remote is not None and request.kv_source is not None:
+            self._remote.release(request.kv_source)
 
     def abort(self, request_id: str) -> None:
         if self._scheduler is not None:
@@ -142,6 +155,7 @@ class EngineCore:
         if self._holder is not None:
             self._holder.step()
         if self._scheduler is not None:
+            chunks += self._take_remote_news(self._scheduler)
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()
         self._submit_transfers()
@@ -160,8 +174,23 @@ class EngineCore:
     def _submit_transfers(self) -> None:
         if self._tiers is not None:
             transfers = self._tiers.take_transfers()
-            if transfers:
-                self._executor.submit_transfers(transfers)
+            met, parted = ([], []) if self._remote is None else self._remote.take_peers()
+            if transfers or met or parted:
+                self._executor.submit_transfers(transfers, met, parted)
+
+    def _take_remote_news(self, scheduler: Scheduler) -> list[TokenChunk]:
+        if self._remote is None:
+            return []
+        self._remote.step()
+        chunks: list[TokenChunk] = []
+        for news in self._remote.take_news():
+            match news:
+                case Arrived(request_id, token):
+                    chunks += scheduler.take_first_token(request_id, token)
+                case Failed(request_id, reason):
+                    error = f"KV of this request could not be fetched: {reason}."
+                    chunks += scheduler.fail(request_id, error)
+        return chunks
 
     def _take_result(self, result: StepResult) -> list[TokenChunk]:
         if self._scheduler is None:
@@ -205,19 +234,30 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             events=self._kv_events,
         )
-        if config.kv_tiers is not None:
+        remote = self._open_remote if self._handoff and self._handoff.peers else None
+        if config.kv_tiers is not None or remote is not None:
+            fails = config.handoff is not None and config.handoff.fail_on_load_failure
+            tiers = config.kv_tiers or KVTiersConfig(fail_on_load_failure=fails)
             self._tiers = self._build_tiers(
-                config.kv_tiers, worker, kv.pool, self._clock, self._kv_events
+                tiers, worker, kv.pool, self._clock, self._kv_events, remote
             )
         self._holder = self._make_holder(kv.pool)
         return Scheduler(limits, kv, self._tiers, self._holder)
+
+    def _open_remote(self, ledger: TransferLedger) -> KVConnector:
+        links, config = self._handoff, self._config.handoff
+        if links is None or links.peers is None or config is None:
+            raise RuntimeError("This engine has no way to others.")
+        self._remote = RemoteKV(links.peers, ledger, self._clock, fails=config.fail_on_load_failure)
+        return self._remote
 
     def _make_holder(self, pool: BlockPool) -> KVHolder | None:
         links, config = self._handoff, self._config.handoff
         if links is None or links.door is None or config is None:
             return None
         leases = LeaseBook(pool, self._clock, config.lease_s)
-        return KVHolder(links.door, leases, links.engine_id, config.lease_s)
+        tp_size = self._config.worker.parallel.tensor_parallel_size
+        return KVHolder(links.door, leases, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -257,6 +297,7 @@ class EngineCore:
                 self._executor.next_event_at(),
                 None if self._tiers is None else self._tiers.next_event_at(),
                 None if self._holder is None else self._holder.next_event_at(),
+                None if self._remote is None else self._remote.next_event_at(),
             )
             if instant is not None
         ]

@@ -192,10 +192,10 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str
     """Under which it holds the KV; chosen by that engine, never given twice."""
-    block_ids: tuple[int, ...] = ()
-    """Where the full blocks of the prompt are, once it is computed; for proxies that pass such a list on."""
     tp_size: int = 1
     """Of that engine, for proxies that ask. Its workers say themselves what each of them has."""
+    block_ids: tuple[int, ...] = ()
+    """Where the full blocks of the prompt are, once it is computed; for proxies that pass such a list on."""
 
 
 class GenerateRequest(

@@ -526,7 +526,9 @@ class Scheduler:
             table, transfer_id = request.table, request.transfer_id
             first, end = self._holder.num_held(transfer_id), table.num_published
             if end > first:
-                self._holder.hold(transfer_id, table.blocks[first:end], table.keys[end])
+                self._holder.hold(
+                    transfer_id, table.blocks[first:end], table.keys[first + 1 : end + 1]
+                )
 
     # ---- results
 
@@ -645,6 +647,35 @@ class Scheduler:
                 self._queue(request, hits, kv_waiting)
             kv_waiting.prefetch_more()
         return chunks
+
+    # ---- what another engine computed
+
+    def take_first_token(self, request_id: str, token: FirstToken) -> list[TokenChunk]:
+        """The token behind a request's prompt, which counts as if it had been sampled here.
+
+        Unless the request has got further, or is being computed and will sample it, or asks for what the other
+        engine did not say, or there is none.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.slot is not None or request.num_pending_samples:
+            return []
+        if request.transfer_id is not None:  # whoever fetches from here wants its KV, too
+            return []
+        if self.kv.sequence_key(request.table, request.token_ids) != token.key:
+            return []
+        num_top, logprobs = request.sampling.logprobs, token.logprobs
+        if num_top is None:
+            return [self._append(request, token.token_id, None)]
+        if logprobs is None or len(logprobs.top_token_ids) < num_top:
+            return []
+        top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
+        trimmed = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
+        return [self._append(request, token.token_id, trimmed)]
+
+    def fail(self, request_id: str, error: str) -> list[TokenChunk]:
+        """Ends a request; `error` is a sentence."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [self._fail(request, error)]
 
     # ---- when the worker is lost
 

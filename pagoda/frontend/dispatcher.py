@@ -611,6 +611,9 @@ _SUMS = (
     "num_blocks_removed",
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
+    "num_leases",
+    "num_leased_blocks",
+    "num_leases_expired",
 )
 
 

@@ -45,10 +45,12 @@ class _Held:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         """That its prompt fills."""
-        self.key = b""
-        """Of the last block that is held."""
+        self.keys: list[bytes] = []
+        """Of the blocks that are held."""
         self.asker: bytes | None = None
         """Who is told of its blocks as they come."""
+        self.end = 0
+        """Up to which one."""
         self.prefilled: KVPrefilled | None = None
 
 
@@ -64,11 +66,14 @@ class FirstToken(NamedTuple):
 class KVHolder:
     """The scheduler tells it what becomes of requests with `holds_kv`; the engine's loop calls `step`."""
 
-    def __init__(self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float) -> None:
+    def __init__(
+        self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float, tp_size: int = 1
+    ) -> None:
         self.leases = leases
         self._door = door
         self._engine_id = engine_id
         self._lease_s = lease_s
+        self._tp_size = tp_size
         self._numbers = count()
         self._num_starts = 0
         self._peer: KVPeer | None = None
@@ -92,14 +97,14 @@ class KVHolder:
         """Leading blocks of its prompt."""
         return len(self.leases.blocks(transfer_id))
 
-    def hold(self, transfer_id: str, blocks: Sequence[Block], key: bytes) -> None:
-        """Further blocks of the prompt are computed; `key` is that of the last one."""
+    def hold(self, transfer_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> None:
+        """Further blocks of the prompt are computed."""
         held = self._held.get(transfer_id)
         if held is None:
             return
         first = self.num_held(transfer_id)
         self.leases.hold(transfer_id, blocks)
-        held.key = key
+        held.keys += keys
         if held.asker is not None:
             self._send_blocks(held.asker, transfer_id, held, first)
 
@@ -129,6 +134,7 @@ class KVHolder:
             engine_id=self._engine_id,
             transfer_id=transfer_id,
             block_ids=tuple(block.block_id for block in blocks),
+            tp_size=self._tp_size,
         )
 
     # ---- the workers, and the engine's loop
@@ -212,18 +218,23 @@ class KVHolder:
             self._door.send(asker, _unknown(transfer_id))
             return
         self.leases.renew(transfer_id)
-        held.asker = asker
-        if self.num_held(transfer_id) > want.start:
-            self._send_blocks(asker, transfer_id, held, max(0, want.start))
+        held.asker, held.end = asker, want.end
+        self._send_blocks(asker, transfer_id, held, max(0, want.start))
         if held.prefilled is not None:
             self._door.send(asker, held.prefilled)
 
     def _send_blocks(self, asker: bytes, transfer_id: str, held: _Held, first: int) -> None:
-        if self._peer is None:
+        end = min(held.end, len(held.keys))
+        if self._peer is None or end <= first:
             return
-        block_ids = [block.block_id for block in self.leases.blocks(transfer_id)[first:]]
+        block_ids = [block.block_id for block in self.leases.blocks(transfer_id)[first:end]]
         message = KVBlocks(
-            transfer_id, self._peer.peer_id, first, block_ids, held.key, held.num_blocks
+            transfer_id,
+            self._peer.peer_id,
+            first,
+            block_ids,
+            held.keys[end - 1],
+            held.num_blocks,
         )
         self._door.send(asker, message)
 

@@ -28,10 +28,11 @@ class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
 
 
 class KVWant(msgspec.Struct, frozen=True, tag="kv_want"):
-    """Tell me of this transfer's blocks from index `start` on. Renews the lease."""
+    """Tell me of this transfer's blocks from index `start` on, up to `end`. Renews the lease."""
 
     transfer_id: str
     start: int
+    end: int
 
 
 class KVRenew(msgspec.Struct, frozen=True, tag="kv_renew"):

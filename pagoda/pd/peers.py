@@ -16,6 +16,7 @@ from pagoda.pd.messages import DecodeMessage, PrefillMessage
 
 _MAX_MESSAGE_BYTES = 16 * 2**20
 _LINGER_MS = 1000
+_CONNECT_TIMEOUT_MS = 5000
 _LOSSES: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "it hung up",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it has another --cluster-key-file",
@@ -64,6 +65,7 @@ class _Connection:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         encrypt_client(self.socket, keys)
         self.monitor = self.socket.get_monitor_socket(sum(_LOSSES))
         try:

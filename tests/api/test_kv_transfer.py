@@ -27,7 +27,7 @@ GIVEN = {
     "do_remote_decode": False,
     "do_remote_prefill": True,
     "remote_engine_id": "e1",
-    "remote_block_ids": [0],
+    "remote_block_ids": [7],
     "remote_host": "10.0.0.1",
     "remote_port": 5700,
     "tp_size": 1,

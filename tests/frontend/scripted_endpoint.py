@@ -78,10 +78,12 @@ class ScriptedEndpoint:
         if request.eos_token_ids:
             ids.append(EOS)
         limit = request.sampling.max_tokens
+        held = None
         if request.holds_kv:
             limit = 1
             source = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
             yield TokenChunk(request.request_id, [], kv_source=source)
+            held = msgspec.structs.replace(source, block_ids=(7,))
         for count, token_id in enumerate(ids[:limit]):
             if count == self.pause_after:
                 self.paused.set()
@@ -99,6 +101,7 @@ class ScriptedEndpoint:
                 token_id if token_id in request.sampling.stop_token_ids else None,
                 self._logprobs(request, token_id),
                 self.num_cached_tokens,
+                kv_source=held if reason is not None else None,
             )
             if reason is not None:
                 return

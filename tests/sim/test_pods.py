@@ -48,7 +48,7 @@ class Host(SimEndpoint):
             one = msgspec.structs.replace(
                 request.sampling, max_tokens=len(request.output_token_ids) + 1
             )
-            request = msgspec.structs.replace(request, sampling=one)
+            request = msgspec.structs.replace(request, sampling=one, holds_kv=False)
         async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 yield chunk

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import os
 import secrets
 import select
@@ -150,7 +151,9 @@ class ShmLink:
 
     def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> None:
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        wait_until(self._stream, deadline)
+        # Waits for its turn in the queue, which a socket with a time limit of Python's would not.
+        limit = struct.pack("ll", math.ceil(HANDSHAKE_S), 0)
+        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._stream.connect(f"\0{door.name}")
         _check_user(self._stream)
         prover.enter(self._stream, b"", 0, deadline)
