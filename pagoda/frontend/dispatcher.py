@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
@@ -80,6 +80,7 @@ class Dispatcher:
         self._idle.set()
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
             self._new_member(replica)
 
@@ -144,17 +145,34 @@ class Dispatcher:
 
     def release(self, replica: Replica) -> None:
         """The replica gets no new requests; those that it has go on there."""
-        for member in self._members:
-            if member.replica is replica:
-                member.is_leaving = True
-        self._wake()
+        self._member(replica).is_leaving = True
+        self._notify()
+
+    def take_back(self, replica: Replica) -> None:
+        """A replica that was released gets requests again."""
+        self._member(replica).is_leaving = False
+        self._notify()
+
+    async def emptied(self, replica: Replica) -> None:
+        """Returns when a replica that was released has no requests any more."""
+        member = self._member(replica)
+        while self._ledger.num_requests[member.index]:
+            member.left.clear()
+            await member.left.wait()
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
         self._members = [member for member in self._members if member.replica is not replica]
         if self._members:
             self._add_limits()
-        self._wake()
+        self._notify()
+
+    def _member(self, replica: Replica) -> _Member:
+        return next(member for member in self._members if member.replica is replica)
+
+    def num_requests(self, replica: Replica) -> int:
+        """That the replica has."""
+        return self._ledger.num_requests[self._member(replica).index]
 
     def _add_limits(self) -> None:
         """Without any replica those of the last ones hold: requests wait for another of the same kind."""
@@ -172,6 +190,19 @@ class Dispatcher:
         return self._failure or EngineDeadError("The engine was closed.")
 
     # ---- Endpoint
+
+    @property
+    def state(self) -> ReplicaState:
+        """That of the best replica which takes requests. Without any they wait for one: it is degraded."""
+        if self._failure is not None:
+            return ReplicaState.FAILED
+        if self._limits is None:
+            return ReplicaState.STARTING
+        states = {member.replica.state for member in self._members if member.takes_requests}
+        return ReplicaState.READY if ReplicaState.READY in states else ReplicaState.DEGRADED
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         held = self._accept(request)
@@ -421,10 +452,12 @@ class Dispatcher:
 
     def _leave(self, held: _Held) -> None:
         """The request is not at its replica any more. May be called twice."""
-        if held.member is None:
+        member = held.member
+        if member is None:
             return
         held.member = None
         self._ledger.close(held.account)
+        member.left.set()
         if self._on_trial is held:
             self._on_trial = None
             self._wake()
@@ -436,11 +469,21 @@ class Dispatcher:
             member.prefixes.clear()
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
+        if self._limits is not None and self._members:
+            member.prefixes.resize(member.replica.limits.num_blocks)
+            self._add_limits()
+        self._notify()
+
+    def _notify(self) -> None:
+        """Something about replicas is different."""
         self._wake()
+        for listener in self._listeners:
+            listener()
 
     def _move_requests_of(self, member: _Member) -> None:
         """Its worker is gone, and with it all KV: a replica that computes has their tokens sooner."""
-        if not any(m.replica.state is ReplicaState.READY for m in self._members):
+        ready = (m for m in self._members if m.replica.state is ReplicaState.READY)
+        if not any(m.takes_requests for m in ready):
             return
         for held in self._requests.values():
             if held.member is member:
@@ -498,6 +541,8 @@ class _Member:
         self.prefixes = PrefixIndex(0)
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
+        self.left = asyncio.Event()
+        """Set whenever a request has left it."""
 
     @property
     def takes_requests(self) -> bool:
@@ -674,6 +719,7 @@ def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
         max_num_waiting=sum(limit.max_num_waiting for limit in limits),
         summary=count + "; ".join(summaries),
         role=_sum_of_roles([limit.role for limit in limits]),
+        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
     )
 
 

@@ -32,6 +32,14 @@ class PrefixIndex:
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
+        self._trim()
+
+    def resize(self, capacity: int) -> None:
+        """The replica's cache has another size."""
+        self._capacity = capacity
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self._keys) > self._capacity:
             self._keys.popitem(last=False)
 
