@@ -256,7 +256,8 @@ class EngineCore:
         if links is None or links.door is None or config is None:
             return None
         leases = LeaseBook(pool, self._clock, config.lease_s)
-        return KVHolder(links.door, leases, links.engine_id, config.lease_s)
+        tp_size = self._config.worker.parallel.tensor_parallel_size
+        return KVHolder(links.door, leases, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False

@@ -192,6 +192,8 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str
     """Under which it holds the KV; chosen by that engine, never given twice."""
+    tp_size: int = 1
+    """Of that engine, for proxies that ask. Its workers say themselves what each of them has."""
     block_ids: tuple[int, ...] = ()
     """Where the full blocks of the prompt are, once it is computed; for proxies that pass such a list on."""
 
@@ -281,6 +283,11 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     kv_source: KVSource | None = None
     """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be.
     Again in the last one, if it is there."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it says something of the prompt alone; such chunks do not go to clients."""
+        return not self.token_ids and self.finish_reason is None
 
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):

@@ -66,11 +66,14 @@ class FirstToken(NamedTuple):
 class KVHolder:
     """The scheduler tells it what becomes of requests with `holds_kv`; the engine's loop calls `step`."""
 
-    def __init__(self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float) -> None:
+    def __init__(
+        self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float, tp_size: int = 1
+    ) -> None:
         self.leases = leases
         self._door = door
         self._engine_id = engine_id
         self._lease_s = lease_s
+        self._tp_size = tp_size
         self._numbers = count()
         self._num_starts = 0
         self._peer: KVPeer | None = None
@@ -131,6 +134,7 @@ class KVHolder:
             engine_id=self._engine_id,
             transfer_id=transfer_id,
             block_ids=tuple(block.block_id for block in blocks),
+            tp_size=self._tp_size,
         )
 
     # ---- the workers, and the engine's loop
