@@ -380,7 +380,12 @@ class RemoteHost:
         self._enter(ReplicaState.FAILED)
         self._session.fail(self._loss)
         if self._started is not None and not self._started.done():
-            self._started.set_exception(EngineDeadError(str(self._loss)))
+            self._started.set_exception(
+                EngineDeadError(
+                    f"The host at {self.address} {reason} before it said anything; it has another "
+                    "--cluster-key-file, or is no host."
+                )
+            )
 
     # ---- messages
 
