@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
@@ -34,11 +34,12 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import Health, Replica, ReplicaState
+from pagoda.frontend.cache_union import CacheUnion
+from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import Arrival, Candidate, Policy
-from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.kv.block_keys import prefix_keys
 
 SOLO_DEATHS = 2
@@ -63,6 +64,7 @@ class Dispatcher:
         self._members: list[_Member] = []
         self._policy = policy
         self._ledger = Ledger(0)
+        self._cache = CacheUnion()
         self._limits: EngineReady | None = None
         self._requests: dict[str, _Held] = {}
         self._num_placed = 0
@@ -120,6 +122,7 @@ class Dispatcher:
         for member in self._members:
             member.prefixes = PrefixIndex(member.replica.limits.num_blocks)
         self._add_limits()
+        self._follow_caches()
         self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
 
     def add(self, replica: Replica) -> None:
@@ -127,6 +130,7 @@ class Dispatcher:
         member = self._new_member(replica)
         member.prefixes = PrefixIndex(replica.limits.num_blocks)
         self._add_limits()
+        self._follow_caches()
         self._on_change(member)
 
     def release(self, replica: Replica) -> None:
@@ -138,7 +142,11 @@ class Dispatcher:
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
-        self._members = [member for member in self._members if member.replica is not replica]
+        for member in [member for member in self._members if member.replica is replica]:
+            self._members.remove(member)
+            if member.unfollow is not None:
+                member.unfollow()
+            self._cache.remove(member.prefixes)
         if self._members:
             self._add_limits()
         self._wake()
@@ -223,6 +231,11 @@ class Dispatcher:
             for member, report in zip(members, reports, strict=True)
         )
         return _sum_of_loads(replicas, num_held=held)
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        unfollow = self._cache.follow(listener)
+        self._follow_caches()
+        return unfollow
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -331,7 +344,7 @@ class Dispatcher:
         self._num_placed += 1
         chosen = self._policy.choose(arrival, choices)
         member = candidates[chosen]
-        member.prefixes.add(keys)
+        held.num_sent = member.prefixes.add(keys)
         held.member = member
         held.leaves = False
         held.account = self._ledger.open(
@@ -344,16 +357,18 @@ class Dispatcher:
             self._on_trial = held
         return member
 
-    def _keys_of(self, held: _Held) -> list[bytes]:
+    def _keys_of(self, held: _Held) -> list[int]:
         if not self._policy.uses_prefixes or len(self._members) == 1:
             return []
         if held.keys is None:
             request = held.request
-            held.keys = prefix_keys(
-                request.prompt_token_ids,
-                self.limits.block_size,
-                request.cache_salt,
-                MAX_PREFIX_BLOCKS,
+            held.keys = short_keys(
+                prefix_keys(
+                    request.prompt_token_ids,
+                    self.limits.block_size,
+                    request.cache_salt,
+                    MAX_PREFIX_BLOCKS,
+                )
             )
         return held.keys
 
@@ -383,6 +398,8 @@ class Dispatcher:
         """The request is not at its replica any more. May be called twice."""
         if held.member is None:
             return
+        if held.keys:
+            held.member.prefixes.end(held.num_sent, held.keys)
         held.member = None
         self._ledger.close(held.account)
         if self._on_trial is held:
@@ -393,10 +410,22 @@ class Dispatcher:
 
     def _on_change(self, member: _Member) -> None:
         if member.replica.state is not ReplicaState.READY:
-            member.prefixes.clear()
+            self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
         self._wake()
+
+    def _follow_caches(self) -> None:
+        """What replicas have cached matters to a choice among them, and to those who follow this dispatcher."""
+        chooses = self._policy.uses_prefixes and len(self._members) > 1
+        if not (chooses or self._cache.is_followed):
+            return
+        for member in self._members:
+            if member.unfollow is None:
+                self._cache.add(member.prefixes)
+                member.unfollow = member.replica.follow_cache(
+                    partial(self._cache.take, member.prefixes)
+                )
 
     def _move_requests_of(self, member: _Member) -> None:
         """Its worker is gone, and with it all KV: a replica that computes has their tokens sooner."""
@@ -458,6 +487,8 @@ class _Member:
         self.prefixes = PrefixIndex(0)
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
+        self.unfollow: Callable[[], None] | None = None
+        """Ends the news of its cache; None while there are none."""
 
     @property
     def takes_requests(self) -> bool:
@@ -481,7 +512,10 @@ class _Held:
         self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
-        self.keys: list[bytes] | None = None
+        self.keys: list[int] | None = None
+        """Short ones, of the blocks of its prompt."""
+        self.num_sent = 0
+        """Of the `PrefixIndex` of its replica."""
         self.refusals: dict[int, int] = {}
         """Replicas that were full, and after how many seconds to come again."""
         self.deaths = 0

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import EngineReady, GenerateRequest, LoadReport, TokenChunk
+from pagoda.engine.messages import CacheNews, EngineReady, GenerateRequest, LoadReport, TokenChunk
 from pagoda.errors import EngineDeadError
 
 
@@ -18,6 +18,9 @@ class Health(msgspec.Struct, frozen=True):
     ready: bool
     reason: str = ""
     """Why it is not ready, as one clause: `the worker is restarting`."""
+
+
+CacheListener = Callable[[CacheNews], None]
 
 
 class Endpoint(Protocol):
@@ -47,6 +50,13 @@ class Endpoint(Protocol):
         ...
 
     async def load(self) -> LoadReport: ...
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        """Tells `listener` which blocks can be found behind this endpoint, until the function returned is called.
+
+        First of all what is cached already, soon; then what changes, a few times a second at most.
+        """
+        ...
 
     async def health(self) -> Health:
         """Asks what is behind this endpoint; answers within two seconds."""

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -22,11 +23,13 @@ from zmq.utils.monitor import recv_monitor_message
 from pagoda.engine.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
+    CacheNews,
     CurveKeys,
     EngineFailed,
     EngineMessage,
     EngineReady,
     FinishReason,
+    FollowCache,
     FrontendMessage,
     GenerateRequest,
     Hello,
@@ -43,7 +46,7 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import Endpoint, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
 from pagoda.ipc.codec import Codec
@@ -88,9 +91,13 @@ class HostDoor:
         self._requests: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._outbox: dict[bytes, list[TokenChunk]] = {}
         self._answers: set[asyncio.Task[None]] = set()
+        self._followed: dict[bytes, Callable[[], None]] = {}
+        """What ends the news for each router that asked for them."""
         self._serving = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
+        for router in list(self._followed):
+            self._unfollow(router)
         await cancel_all([self._serving, *self._requests.values(), *self._answers])
         self._socket.close()
 
@@ -115,8 +122,19 @@ class HostDoor:
                     task = self._requests.get((router, request_id))
                     if task is not None:
                         task.cancel()
+            case FollowCache():
+                self._unfollow(router)
+                self._followed[router] = self._endpoint.follow_cache(partial(self._tell, router))
             case LoadQuery():
                 self._answer(self._report(router, message.query_id))
+
+    def _tell(self, router: bytes, news: CacheNews) -> None:
+        self._answer(self._send(router, news))
+
+    def _unfollow(self, router: bytes) -> None:
+        unfollow = self._followed.pop(router, None)
+        if unfollow is not None:
+            unfollow()
 
     def _answer(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -169,6 +187,7 @@ class HostDoor:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self._unfollow(router)
             for (asker, _), task in list(self._requests.items()):
                 if asker == router:
                     task.cancel()
@@ -254,6 +273,9 @@ class RemoteHost:
             raise self._loss
         return await self._session.load()
 
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.follow_cache(listener)
+
     async def health(self) -> Health:
         if self._loss is not None:
             return Health(False, str(self._loss).removesuffix("."))
@@ -300,7 +322,7 @@ class RemoteHost:
 
     def _take(self, message: EngineMessage) -> None:
         match message:
-            case TokenChunks() | RequestRefused():
+            case TokenChunks() | RequestRefused() | CacheNews():
                 self._session.take(message)
             case LoadReport():
                 self._enter(
@@ -310,6 +332,7 @@ class RemoteHost:
             case EngineReady():
                 self._limits = message
                 self._enter(ReplicaState.READY)
+                self._session.begin()
                 if self._started is not None and not self._started.done():
                     self._started.set_result(None)
             case EngineFailed():
