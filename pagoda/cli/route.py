@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop
-from pagoda.cli.options import GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.serve import JoinOptions, ServerOptions, announce
 from pagoda.engine.messages import CurveKeys, EngineReady
 from pagoda.errors import ConfigError
@@ -19,6 +19,7 @@ from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
 from pagoda.frontend.fleet import Fleet, JoinedFleet, RoutedFleet, RouterConfig
 from pagoda.frontend.model_text import load_text
+from pagoda.frontend.pods import DEFAULT_MIN_TOKENS
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
@@ -36,6 +37,8 @@ class RouterOptions:
     """Look for hosts elsewhere: in a file with a HOST:PORT a line, or where they join an etcd."""
     policy: PolicyName = DEFAULT_POLICY
     """Which host takes a request, as --data-parallel-policy says it of replicas."""
+    remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
+    """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
 
     def discover(self, keys: CurveKeys) -> Discover:
         """
@@ -81,6 +84,7 @@ def route(
         model=files.served_name,
         model_digest=model_digest(files),
         policy=router.policy,
+        remote_prefill_min_tokens=router.remote_prefill_min_tokens,
     )
     joined = join.config(files)
 

@@ -39,6 +39,7 @@ from pagoda.frontend.fleet import (
     JoinedFleet,
     read_cluster_key,
 )
+from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
@@ -88,7 +89,7 @@ class JoinOptions:
     cluster_key_file: Path | None = None
     """A file with a secret that hosts and routers have in common."""
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
-    """The address of this machine at which routers reach it; without a port a free one is taken."""
+    """The address of this machine for routers and other hosts; without a port, routers come to a free one."""
 
     def config(self, files: ModelFiles) -> JoinConfig | None:
         """None if no router is served.
@@ -122,6 +123,7 @@ class JoinOptions:
 
 _SERVER = ServerOptions()
 _JOIN = JoinOptions()
+_HANDOFF = HandoffOptions()
 _ENGINE = EngineOptions()
 _PARALLEL = ParallelOptions()
 _EXECUTOR = ExecutorOptions()
@@ -136,6 +138,7 @@ def serve(
     parallel: ParallelOptions = _PARALLEL,
     executor: ExecutorOptions = _EXECUTOR,
     join: JoinOptions = _JOIN,
+    handoff: HandoffOptions = _HANDOFF,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
@@ -149,11 +152,16 @@ def serve(
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
     config = server.config()
-    engine_config = executor.engine_config(engine, files.model, parallel)
+    handed = handoff.config(
+        cluster_key_file=join.cluster_key_file,
+        advertise=Advertised.parse(join.advertise).host,
+        num_replicas=parallel.data_parallel_size,
+    )
+    engine_config = executor.engine_config(engine, files.model, parallel, handed)
 
     joined = join.config(files)
-    if joined is None and join.cluster_key_file is not None:
-        raise ConfigError("--cluster-key-file needs --join, or --advertise with a port.")
+    if joined is None and join.cluster_key_file is not None and handoff.role == "none":
+        raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
     def make_fleet() -> Fleet:
         engines = EngineFleet(engine_config, parallel.data_parallel_policy)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import StepPlan, StepResult, Transfer, TransferEnd, WorkerReady
+from pagoda.engine.messages import (
+    KVPeer,
+    StepPlan,
+    StepResult,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -42,8 +50,14 @@ class Executor(Protocol):
         """Hands over a plan; a `StepResult` or `WorkerLost` event follows."""
         ...
 
-    def submit_transfers(self, transfers: list[Transfer]) -> None:
-        """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows."""
+    def submit_transfers(
+        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+    ) -> None:
+        """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows.
+
+        Transfers from now on, these included, may name the peers `met`; none after these names those `parted`,
+        and what still runs from there fails.
+        """
         ...
 
     def poll(self) -> list[ExecutorEvent]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import msgspec
@@ -12,6 +12,7 @@ import zmq
 
 from pagoda.engine.messages import (
     CurveKeys,
+    KVPeer,
     StepPlan,
     StepResult,
     Transfer,
@@ -112,12 +113,15 @@ class GroupExecutor:
         if group.num_in_flight == 1:
             group.deadline = now + self._step_timeout_s
 
-    def submit_transfers(self, transfers: list[Transfer]) -> None:
+    def submit_transfers(
+        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+    ) -> None:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        group.send_to_links(self._encode_transfers(Transfers(transfers)), now)
+        message = Transfers(transfers, list(met), list(parted))
+        group.send_to_links(self._encode_transfers(message), now)
         group.transfers.begin(transfers, now)
 
     def poll(self) -> list[ExecutorEvent]:
@@ -297,6 +301,7 @@ class _Group:
             summary=f"{ranks}{ready.summary}",
             kv_host_slots=min(ready.kv_host_slots for ready in readies),
             kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
+            kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),
         )
 
     def _disagreement(self) -> str | None:
@@ -311,6 +316,11 @@ class _Group:
             return (
                 f"the workers compute with {' and '.join(arithmetics)}, whose results differ in rounding; set "
                 "PAGODA_CPU_ISA to an instruction set that all hosts have, or give --backend reference."
+            )
+        if len({ready.kv_digest for ready in readies}) > 1:
+            return (
+                "the workers' KV does not mean the same to other engines; all hosts must have the same files of "
+                "the model and the same version of Pagoda."
             )
         return None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
-from pagoda.engine.messages import DiskObjects, Transfer, TransferEnd
+from pagoda.engine.messages import DiskObjects, RemoteBlocks, Transfer, TransferEnd
+from pagoda.pd.transport.base import TRANSFER_LIMIT_S
 
 
 class GroupTransfers:
@@ -18,26 +20,30 @@ class GroupTransfers:
         self._timeout_s = timeout_s
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
         """By id and generation."""
-        self._work = {
-            (rank, on_disk): _Work() for rank in range(num_ranks) for on_disk in (False, True)
-        }
+        self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
 
     @property
     def deadline(self) -> float | None:
         """When a rank has ended nothing for too long, though there is something to do; None if there is not.
 
-        A disk that is slow but moves is none that hangs, however many transfers wait for it.
+        A disk that is slow but moves is none that hangs, however many transfers wait for it. Another engine that
+        does not answer is none either: the worker itself gives up, so it has that much longer.
         """
-        moved = (work.moved_at for work in self._work.values() if work.num_open)
-        oldest = min(moved, default=None)
-        return None if oldest is None else oldest + self._timeout_s
+        patience_s = dict.fromkeys(_Kind, self._timeout_s)
+        patience_s[_Kind.REMOTE] += TRANSFER_LIMIT_S
+        instants = (
+            work.moved_at + patience_s[kind]
+            for (_, kind), work in self._work.items()
+            if work.num_open
+        )
+        return min(instants, default=None)
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
             entry = _UnderWay(transfer)
             self._under_way[transfer.transfer_id, transfer.generation] = entry
             for rank in range(self._num_ranks):
-                work = self._work[rank, entry.on_disk]
+                work = self._work[rank, entry.kind]
                 if work.num_open == 0:
                     work.moved_at = now
                 work.num_open += 1
@@ -48,7 +54,7 @@ class GroupTransfers:
         entry = self._under_way.get(key)
         if entry is None or rank in entry.ends:
             return None
-        work = self._work[rank, entry.on_disk]
+        work = self._work[rank, entry.kind]
         work.num_open -= 1
         work.moved_at = now
         entry.ends[rank] = end
@@ -58,17 +64,30 @@ class GroupTransfers:
         return _join([entry.ends[rank] for rank in range(self._num_ranks)])
 
 
+class _Kind(enum.Enum):
+    """What a transfer depends on besides this host's memory: one of them may hang while the others move."""
+
+    MEMORY = enum.auto()
+    DISK = enum.auto()
+    REMOTE = enum.auto()
+
+
+def _kind(transfer: Transfer) -> _Kind:
+    places = transfer.source, transfer.target
+    if any(isinstance(place, RemoteBlocks) for place in places):
+        return _Kind.REMOTE
+    return _Kind.DISK if any(isinstance(place, DiskObjects) for place in places) else _Kind.MEMORY
+
+
 class _UnderWay:
     def __init__(self, transfer: Transfer) -> None:
-        self.on_disk = isinstance(transfer.source, DiskObjects) or isinstance(
-            transfer.target, DiskObjects
-        )
+        self.kind = _kind(transfer)
         self.ends: dict[int, TransferEnd] = {}
         """By rank."""
 
 
 class _Work:
-    """What one rank has to do with its disk, or without."""
+    """What one rank has to do of one kind."""
 
     def __init__(self) -> None:
         self.num_open = 0

@@ -20,6 +20,7 @@ from pagoda.frontend.discovery.base import Discover, Register, Registration
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_link import HostDoor, Identity
+from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry
 from pagoda.ipc.curve import keep_door, keys_of
@@ -165,6 +166,8 @@ class RouterConfig:
     model: str
     model_digest: str
     policy: PolicyName = DEFAULT_POLICY
+    remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
+    """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
 
 
 class RoutedFleet:
@@ -175,14 +178,18 @@ class RoutedFleet:
         self._context = zmq.asyncio.Context()
         self.registry: Registry | None = None
         self.router_id = new_id()
-        self.dispatcher = Dispatcher([], POLICIES[config.policy])
+        self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._pod.dispatcher
 
     async def start(self) -> None:
         config = self._config
         keep_door(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
-            self.dispatcher, config.discover(self._context), self._context, config.keys, router
+            self._pod, config.discover(self._context), self._context, config.keys, router
         )
         await self.registry.first_host()
 
@@ -192,7 +199,7 @@ class RoutedFleet:
     async def close(self) -> None:
         if self.registry is not None:
             await self.registry.close()
-        await self.dispatcher.close()
+        await self._pod.close()
         self._context.term()
 
 
@@ -202,8 +209,12 @@ def new_id() -> str:
 
 
 def read_cluster_key(path: Path) -> CurveKeys:
-    """The keys of all hosts and routers that have this file.
+    """The keys of all hosts and routers that have this file; raises what `read_cluster_secret` does."""
+    return keys_of(read_cluster_secret(path))
 
+
+def read_cluster_secret(path: Path) -> bytes:
+    """
     Raises:
         ConfigError: it cannot be read, or is too short to be a secret.
     """
@@ -216,7 +227,7 @@ def read_cluster_key(path: Path) -> CurveKeys:
             f"--cluster-key-file {path} must hold a secret of {MIN_SECRET_BYTES} bytes or more, "
             f"such as `openssl rand -hex 32` makes; it has {len(secret)}."
         )
-    return keys_of(secret)
+    return secret
 
 
 def make_dispatcher(engine: EngineConfig, policy: PolicyName = DEFAULT_POLICY) -> Dispatcher:

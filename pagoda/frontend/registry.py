@@ -15,10 +15,10 @@ import zmq.asyncio
 from pagoda.engine.messages import CurveKeys, HostRecord, LoadReport, Role
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.discovery.base import Discovery
-from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_link import Identity, RemoteHost
 from pagoda.frontend.merge import cancel_all, first_of
+from pagoda.frontend.pods import Members
 
 _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
@@ -65,7 +65,7 @@ class _Entry:
 
 
 class Registry:
-    """Connects to hosts that are named, and takes them into a dispatcher; lets go of those that are not named any
+    """Connects to hosts that are named, and takes them in; lets go of those that are not named any
     more, that leave, and that are lost.
 
     A host of another model or version is refused, and one that would send requests back to this router.
@@ -73,13 +73,13 @@ class Registry:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        members: Members,
         discovery: Discovery,
         context: zmq.asyncio.Context,
         keys: CurveKeys,
         router: Identity,
     ) -> None:
-        self._dispatcher = dispatcher
+        self._members = members
         self._discovery = discovery
         self._context = context
         self._keys = keys
@@ -134,7 +134,7 @@ class Registry:
             host.state if self._is_wanted(entry, host) else "leaving",
             role=host.limits.role,
             since=since,
-            num_requests=0 if entry.host is None else self._dispatcher.num_requests(host),
+            num_requests=0 if entry.host is None else self._members.num_requests(host),
             load=load,
         )
 
@@ -211,7 +211,7 @@ class Registry:
             ConfigError: it has got hosts with which it cannot be used.
             EngineDeadError: it is lost.
         """
-        self._dispatcher.add(host)
+        self._members.add(host)
         entry.host, entry.since = host, time.time()
         self._first.set()
         _log.info("the host at %s has joined", host.address)
@@ -220,18 +220,18 @@ class Registry:
                 entry.changed.clear()
                 if self._is_wanted(entry, host):
                     self._check(entry, host)
-                    self._dispatcher.take_back(host)
+                    self._members.take_back(host)
                     await entry.changed.wait()
                     continue
-                self._dispatcher.release(host)
-                if not self._dispatcher.num_requests(host):
+                self._members.release(host)
+                if not self._members.num_requests(host):
                     _log.info("the host at %s was let go", host.address)
                     return
-                await first_of(self._dispatcher.emptied(host), entry.changed.wait())
+                await first_of(self._members.emptied(host), entry.changed.wait())
             raise await host.wait_failed()
         finally:
             entry.host = entry.since = None
-            self._dispatcher.remove(host)
+            self._members.remove(host)
 
     def _is_wanted(self, entry: _Entry, host: RemoteHost) -> bool:
         is_dismissed = host.limits.host_id in self._dismissed

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from harness import VOCAB_SIZE
 
-from pagoda.engine.messages import GenerateRequest, SamplingParams, StepPlan, Transfer
+from pagoda.engine.messages import GenerateRequest, KVPeer, SamplingParams, StepPlan, Transfer
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
@@ -36,8 +37,10 @@ class MortalExecutor:
         )
         self._inner.start(num_blocks)
 
-    def submit_transfers(self, transfers: list[Transfer]) -> None:
-        self._inner.submit_transfers(transfers)
+    def submit_transfers(
+        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+    ) -> None:
+        self._inner.submit_transfers(transfers, met, parted)
 
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)

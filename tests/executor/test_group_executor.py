@@ -11,12 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from worker_double import kv_rank
 
 from pagoda.engine.messages import (
     CurveKeys,
     DeviceBlocks,
     HostSlots,
     KVDirectory,
+    KVHandoffConfig,
+    KVPeer,
+    RemoteBlocks,
+    Role,
     SamplingParams,
     SimConfig,
     SlotStart,
@@ -63,6 +68,7 @@ def make_executor(
         step_timeout_s: float = 30.0,
         kv_host_bytes: int = 0,
         kv_disk_path: str | None = None,
+        kv_handoff: KVHandoffConfig | None = None,
     ) -> GroupExecutor:
         executor = GroupExecutor(
             WorkerConfig(
@@ -70,6 +76,7 @@ def make_executor(
                 parallel=parallel or ParallelConfig(),
                 kv_host_bytes=kv_host_bytes,
                 kv_disk_path=kv_disk_path,
+                kv_handoff=kv_handoff,
             ),
             LocalLauncher("worker_double"),
             address=address,
@@ -373,6 +380,37 @@ def test_a_rank_whose_link_hangs_up_is_lost(make_executor: MakeExecutor) -> None
         if events:
             break
     assert events == [WorkerLost("worker pp0 tp1 hung up")]
+
+
+HANDOFF = KVHandoffConfig(role=Role.BOTH, transports=("tcp",), host="127.0.0.1", secret=b"s")
+
+
+def test_kv_of_all_ranks_is_described_in_their_order(make_executor: MakeExecutor) -> None:
+    ready = next_event(make_executor("obeys", SQUARE, kv_handoff=HANDOFF))
+    assert isinstance(ready, WorkerReady)
+    assert ready.kv_ranks == tuple(kv_rank(rank) for rank in range(4))
+    assert ready.kv_digest == "KV"
+
+
+def test_ranks_whose_kv_means_something_else_do_not_start(make_executor: MakeExecutor) -> None:
+    loss = next_event(make_executor("means-other@1", PAIR, kv_handoff=HANDOFF))
+    assert isinstance(loss, WorkerLost)
+    assert loss.is_user_error
+    assert "does not mean the same" in loss.reason
+
+
+def test_workers_are_told_of_peers(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", PAIR, kv_handoff=HANDOFF)
+    next_event(executor)
+    transfers = [
+        Transfer(number, 0, RemoteBlocks("p", [5]), DeviceBlocks([7])) for number in range(3)
+    ]
+    executor.submit_transfers([transfers[0]], met=[KVPeer(peer_id="p", ranks=(kv_rank(0),))])
+    assert next_event(executor) == TransferEnd(0, 0)
+    executor.submit_transfers([transfers[1]], parted=["p"])
+    assert next_event(executor) == TransferEnd(1, 0)
+    executor.submit_transfers([transfers[2]])
+    assert next_event(executor) == TransferEnd(2, 0, [0], "who is that?")
 
 
 def test_nobody_takes_transfers_before_the_start(make_executor: MakeExecutor) -> None:

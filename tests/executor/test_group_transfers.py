@@ -3,8 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.messages import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+)
 from pagoda.executor.group_transfers import GroupTransfers
+from pagoda.pd.transport.base import TRANSFER_LIMIT_S
 
 NUM_BLOCKS = 4
 
@@ -40,6 +48,17 @@ def test_memory_that_moves_does_not_hide_a_disk_that_hangs() -> None:
     transfers.begin([to_disk, transfer(1)], now=0.0)
     transfers.end(0, TransferEnd(1, 0), 9.0)
     assert transfers.deadline == 10.0
+
+
+def test_another_engine_that_is_slow_is_no_worker_that_hangs() -> None:
+    transfers = GroupTransfers(1, timeout_s=10.0)
+    transfers.begin([Transfer(0, 0, RemoteBlocks("p", [3]), DeviceBlocks([0]))], now=0.0)
+    assert transfers.deadline == 10.0 + TRANSFER_LIMIT_S
+    transfers.begin([transfer(1)], now=1.0)
+    assert transfers.deadline == 11.0, "nor does it hide one"
+    transfers.end(0, TransferEnd(1, 0), 5.0)
+    transfers.end(0, TransferEnd(0, 0, [0], "nobody answers"), 6.0)
+    assert transfers.deadline is None
 
 
 def test_the_error_is_that_of_the_first_block_that_failed() -> None:

@@ -16,7 +16,11 @@ import zmq
 
 from pagoda.engine.messages import (
     KVDirectory,
+    KVPart,
+    KVRank,
+    RemoteBlocks,
     SimConfig,
+    Transfer,
     TransferEnd,
     TransferLink,
     Transfers,
@@ -65,7 +69,7 @@ def main() -> None:
     if behaviour == "rounds":
         ready = msgspec.structs.replace(ready, arithmetic="other bits")
     if config.has_kv_tiers:
-        ready = _with_tiers(ready, config, rank)
+        ready = _with_tiers(ready, config, rank, behaviour)
         threading.Thread(target=_copy, args=(context, config, rank, behaviour), daemon=True).start()
     engine.send(ready)
     worker = SimWorker(sim, check_kv=True, num_stages=parallel.pipeline_parallel_size)
@@ -92,13 +96,21 @@ def _ready(sim: SimConfig) -> WorkerReady:
     return ready
 
 
-def _with_tiers(ready: WorkerReady, config: WorkerConfig, rank: int) -> WorkerReady:
+def _with_tiers(ready: WorkerReady, config: WorkerConfig, rank: int, behaviour: str) -> WorkerReady:
     directory = KVDirectory(f"{config.kv_disk_path}/rank{rank}", 4096 + rank)
     return msgspec.structs.replace(
         ready,
         kv_host_slots=16 - rank if config.kv_host_bytes else 0,
         kv_directories=(directory,) if config.kv_disk_path else (),
+        kv_ranks=(kv_rank(rank),) if config.kv_handoff else (),
+        kv_digest="other KV" if behaviour == "means-other" else "KV",
     )
+
+
+def kv_rank(rank: int) -> KVRank:
+    """What the worker says of its KV."""
+    part = KVPart(layer=rank, kind="keys", first_head=0, num_heads=1, head_bytes=64)
+    return KVRank(parts=(part,), num_blocks=64, doors={"tcp": str(rank).encode()})
 
 
 def _copy(
@@ -112,6 +124,7 @@ def _copy(
     socket.connect(sys.argv[1])
     socket.send(msgspec.msgpack.encode(TransferLink()))
     held_back: list[TransferEnd] = []
+    known: set[str] = set()
     while True:
         message = msgspec.msgpack.decode(socket.recv(), type=Transfers)
         if behaviour == "dies-copying":
@@ -119,7 +132,9 @@ def _copy(
         if behaviour == "hangs-up-copying":
             socket.close(linger=0)
             return
-        ends = [TransferEnd(t.transfer_id, t.generation) for t in message.transfers]
+        known |= {peer.peer_id for peer in message.met}
+        ends = [_end(transfer, known) for transfer in message.transfers]
+        known -= set(message.parted)
         if behaviour == "fails-copying":
             # Of each transfer the block with its rank's number, and the last one.
             lost = sorted({rank, 3})
@@ -138,6 +153,14 @@ def _copy(
             ends = []
         for end in ends:
             socket.send(msgspec.msgpack.encode(end))
+
+
+def _end(transfer: Transfer, known: set[str]) -> TransferEnd:
+    match transfer.source:
+        case RemoteBlocks(peer_id, block_ids) if peer_id not in known:
+            lost = list(range(len(block_ids)))
+            return TransferEnd(transfer.transfer_id, transfer.generation, lost, "who is that?")
+    return TransferEnd(transfer.transfer_id, transfer.generation)
 
 
 if __name__ == "__main__":
