@@ -89,7 +89,7 @@ class JoinOptions:
     cluster_key_file: Path | None = None
     """A file with a secret that hosts and routers have in common."""
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
-    """The address of this machine for routers and other hosts; without a port, routers come to a free one."""
+    """The address of this machine at which routers reach it; without a port a free one is taken."""
 
     def config(self, files: ModelFiles) -> JoinConfig | None:
         """None if no router is served.
@@ -160,7 +160,7 @@ def serve(
     engine_config = executor.engine_config(engine, files.model, parallel, handed)
 
     joined = join.config(files)
-    if joined is None and join.cluster_key_file is not None and handoff.role == "none":
+    if joined is None and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
     def make_fleet() -> Fleet:

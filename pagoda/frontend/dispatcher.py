@@ -81,8 +81,6 @@ class Dispatcher:
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
-        self._left = asyncio.Event()
-        """Set whenever a request has left its replica."""
         for replica in replicas:
             self._new_member(replica)
 
@@ -110,7 +108,10 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         """Whether a replica takes requests and computes."""
-        return self.state is ReplicaState.READY
+        return any(
+            member.takes_requests and member.replica.state is ReplicaState.READY
+            for member in self._members
+        )
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
@@ -143,29 +144,21 @@ class Dispatcher:
         self._on_change(member)
 
     def release(self, replica: Replica) -> None:
-        """The replica, if it is one of these, gets no new requests; those that it has go on there."""
-        self._set_leaving(replica, True)
+        """The replica gets no new requests; those that it has go on there."""
+        self._member(replica).is_leaving = True
+        self._notify()
 
     def take_back(self, replica: Replica) -> None:
         """A replica that was released gets requests again."""
-        self._set_leaving(replica, False)
-
-    def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
-        for member in self._members:
-            if member.replica is replica and member.is_leaving != is_leaving:
-                member.is_leaving = is_leaving
-                self._notify()
-
-    def num_requests(self, replica: Replica) -> int:
-        """That the replica has; none if it is not one of these."""
-        members = [member for member in self._members if member.replica is replica]
-        return sum(self._ledger.num_requests[member.index] for member in members)
+        self._member(replica).is_leaving = False
+        self._notify()
 
     async def emptied(self, replica: Replica) -> None:
         """Returns when a replica that was released has no requests any more."""
-        while self.num_requests(replica):
-            self._left.clear()
-            await self._left.wait()
+        member = self._member(replica)
+        while self._ledger.num_requests[member.index]:
+            member.left.clear()
+            await member.left.wait()
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
@@ -173,6 +166,13 @@ class Dispatcher:
         if self._members:
             self._add_limits()
         self._notify()
+
+    def _member(self, replica: Replica) -> _Member:
+        return next(member for member in self._members if member.replica is replica)
+
+    def num_requests(self, replica: Replica) -> int:
+        """That the replica has."""
+        return self._ledger.num_requests[self._member(replica).index]
 
     def _add_limits(self) -> None:
         """Without any replica those of the last ones hold: requests wait for another of the same kind."""
@@ -452,11 +452,12 @@ class Dispatcher:
 
     def _leave(self, held: _Held) -> None:
         """The request is not at its replica any more. May be called twice."""
-        if held.member is None:
+        member = held.member
+        if member is None:
             return
         held.member = None
         self._ledger.close(held.account)
-        self._left.set()
+        member.left.set()
         if self._on_trial is held:
             self._on_trial = None
             self._wake()
@@ -540,6 +541,8 @@ class _Member:
         self.prefixes = PrefixIndex(0)
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
+        self.left = asyncio.Event()
+        """Set whenever a request has left it."""
 
     @property
     def takes_requests(self) -> bool:
@@ -715,8 +718,8 @@ def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
         max_num_seqs=sum(limit.max_num_seqs for limit in limits),
         max_num_waiting=sum(limit.max_num_waiting for limit in limits),
         summary=count + "; ".join(summaries),
-        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
         role=_sum_of_roles([limit.role for limit in limits]),
+        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
     )
 
 

@@ -53,7 +53,9 @@ class Members(Protocol):
         """Returns when one that was released has no requests any more."""
         ...
 
-    def remove(self, replica: Replica) -> None: ...
+    def remove(self, replica: Replica) -> None:
+        """May be called twice."""
+        ...
 
 
 class Pod:
@@ -66,40 +68,44 @@ class Pod:
         """
         self._prefill = Dispatcher([], POLICIES["least-pending-tokens"])
         self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
+        self._homes: dict[Replica, list[Dispatcher]] = {}
 
     def add(self, replica: Replica) -> None:
         """A prefill host also answers, as long as there is nobody else who does."""
+        self._homes[replica] = [self.dispatcher]
         self.dispatcher.add(replica)
         replica.watch(lambda: self._sort(replica))
         self._sort(replica)
 
     def _sort(self, replica: Replica) -> None:
         """The role of a router is that of its hosts, which come and go."""
-        is_known = replica in self.dispatcher.replicas
-        is_prefill = is_known and replica.limits.role is Role.PREFILL
-        if is_prefill and replica not in self._prefill.replicas:
+        homes = self._homes.get(replica, [])
+        is_prefill = replica.limits.role is Role.PREFILL
+        if homes and is_prefill and self._prefill not in homes:
+            homes.append(self._prefill)
             self._prefill.add(replica)
-        elif not is_prefill:
+        elif self._prefill in homes and not is_prefill:
+            homes.remove(self._prefill)
             self._prefill.remove(replica)
 
     def release(self, replica: Replica) -> None:
-        self.dispatcher.release(replica)
-        self._prefill.release(replica)
+        for home in self._homes[replica]:
+            home.release(replica)
 
     def take_back(self, replica: Replica) -> None:
-        self.dispatcher.take_back(replica)
-        self._prefill.take_back(replica)
+        for home in self._homes[replica]:
+            home.take_back(replica)
 
     def num_requests(self, replica: Replica) -> int:
-        return self.dispatcher.num_requests(replica) + self._prefill.num_requests(replica)
+        return sum(home.num_requests(replica) for home in self._homes[replica])
 
     async def emptied(self, replica: Replica) -> None:
-        await self.dispatcher.emptied(replica)
-        await self._prefill.emptied(replica)
+        for home in self._homes[replica]:
+            await home.emptied(replica)
 
     def remove(self, replica: Replica) -> None:
-        self.dispatcher.remove(replica)
-        self._prefill.remove(replica)
+        for home in self._homes.pop(replica, ()):
+            home.remove(replica)
 
     async def close(self) -> None:
         await self.dispatcher.close()

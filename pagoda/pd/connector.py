@@ -50,7 +50,8 @@ from pagoda.pd.peers import PeerLost, Peers
 SILENCE_S = 5.0
 """An engine that says nothing for so long, though it is asked, counts as gone."""
 STALL_S = 30.0
-"""So long may nothing more of a load come: what it holds is needed."""
+"""So long may nothing (more) come of a prompt that is not computed yet: the other engine may lack the room that is
+held there for requests which wait here behind this one."""
 _RENEWALS = 5
 """Per lease, at least."""
 _MAX_RENEWAL_S = 1.0
@@ -109,7 +110,13 @@ class _Fetch:
         self.has_token = False
         self.moved_at = now
         """When there was something new of it."""
-        self.asked_at = now
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something of it has yet to come, be it news or blocks."""
+        if self.load is not None:
+            return True
+        return self.num_blocks is None or len(self.block_ids) < self.num_blocks
 
 
 class _Peer:
@@ -427,7 +434,7 @@ class RemoteKV:
         fetch.moved_at = self._clock.now()
         if fetch.num_blocks is None:
             fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.demand.keys))
-            self._has_news = True
+        self._has_news |= fetch.load is None
 
     def _take_token(self, fetch: _Fetch, message: KVPrefilled) -> None:
         if fetch.has_token:
@@ -463,10 +470,11 @@ class RemoteKV:
             return
         peer.renew_at = now + peer.renewal_s
         self._links.send(peer.address, KVRenew(list(peer.fetches)))
-        if peer.welcome is None:
+        named = {fetch.peer_id for fetch in peer.fetches.values()} - {None}
+        if peer.welcome is None or not all(map(peer.has, named)):
             self._links.send(peer.address, KVHello(digest=self._digest))
         for fetch in list(peer.fetches.values()):
-            if fetch.load is not None and now - fetch.moved_at > STALL_S:
+            if fetch.is_incomplete and now - fetch.moved_at > STALL_S:
                 self._fail(fetch, f"nothing more of it came for {STALL_S:g} s")
             elif fetch.moved_at < now - peer.renewal_s:
                 self._ask_again(peer, fetch)
@@ -475,7 +483,7 @@ class RemoteKV:
         """Of what there is nothing new, a question or its answer may be lost."""
         if fetch.load is not None and fetch.load.is_checking:
             self._links.send(peer.address, KVCheck(fetch.source.transfer_id))
-        elif not fetch.has_token or len(fetch.block_ids) < (fetch.num_blocks or 0):
+        elif fetch.is_incomplete or not fetch.has_token:
             self._links.send(peer.address, _want(fetch))
 
     def _lose(self, peer: _Peer, reason: str) -> None:

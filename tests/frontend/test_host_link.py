@@ -16,7 +16,8 @@ from pagoda.ipc.curve import keep_door, keys_of
 from pagoda.sim.endpoint import SimEndpoint
 
 KEYS = keys_of(b"a secret of all hosts and routers")
-IDENTITY = Identity("id", "m", "1", is_router=False)
+HOST = Identity("host", "m", "digest", is_router=False)
+ROUTER = Identity("router", "m", "digest", is_router=True)
 
 
 @asynccontextmanager
@@ -26,8 +27,8 @@ async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
     keep_door(context, KEYS)
     host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
     await host.start()
-    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS, IDENTITY)
-    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS, IDENTITY)
+    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER)
     router = Dispatcher([remote], POLICIES["round-robin"])
     try:
         await router.start()
