@@ -108,6 +108,7 @@ class JoinedFleet:
         self._inner = inner
         self._join = join
         self._context = zmq.asyncio.Context()
+        self.host_id = inner.router_id or new_id()
         self._door: HostDoor | None = None
         self._registrations: list[Registration] = []
 
@@ -128,7 +129,7 @@ class JoinedFleet:
         join = self._join
         keep_door(self._context, join.keys)
         identity = Identity(
-            id=self.router_id or new_id(),
+            id=self.host_id,
             model=join.model,
             model_digest=join.model_digest,
             is_router=self.router_id is not None,
@@ -136,7 +137,7 @@ class JoinedFleet:
         host, port = join.advertised.host, join.advertised.port
         address = f"tcp://{host}:{'*' if port is None else port}"
         self._door = HostDoor(self.dispatcher, self._context, address, join.keys, identity)
-        record = HostRecord(host_id=identity.id, address=f"tcp://{host}:{self._door.port}")
+        record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)
         self._registrations = join.register(self._context, record)
 

@@ -72,12 +72,21 @@ class Pod:
 
     def add(self, replica: Replica) -> None:
         """A prefill host also answers, as long as there is nobody else who does."""
-        homes = [self.dispatcher]
-        if replica.limits.role is Role.PREFILL:
+        self._homes[replica] = [self.dispatcher]
+        self.dispatcher.add(replica)
+        replica.watch(lambda: self._sort(replica))
+        self._sort(replica)
+
+    def _sort(self, replica: Replica) -> None:
+        """The role of a router is that of its hosts, which come and go."""
+        homes = self._homes.get(replica, [])
+        is_prefill = replica.limits.role is Role.PREFILL
+        if homes and is_prefill and self._prefill not in homes:
             homes.append(self._prefill)
-        self._homes[replica] = homes
-        for home in homes:
-            home.add(replica)
+            self._prefill.add(replica)
+        elif self._prefill in homes and not is_prefill:
+            homes.remove(self._prefill)
+            self._prefill.remove(replica)
 
     def release(self, replica: Replica) -> None:
         for home in self._homes[replica]:

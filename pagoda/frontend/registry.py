@@ -24,6 +24,7 @@ _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
 _LOAD_TIMEOUT_S = 2.0
 _DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
+_LEFT = "It has finished, and ends."
 
 _log = logging.getLogger(__name__)
 
@@ -226,6 +227,8 @@ class Registry:
                 self._members.release(host)
                 if not self._members.num_requests(host):
                     _log.info("the host at %s was let go", host.address)
+                    is_dismissed = host.limits.host_id in self._dismissed
+                    self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)
                     return
                 await first_of(self._members.emptied(host), entry.changed.wait())
             raise await host.wait_failed()

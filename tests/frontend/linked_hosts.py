@@ -18,10 +18,10 @@ from pagoda.engine.messages import (
 )
 from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
-from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
 from pagoda.frontend.host_link import HostDoor, Identity
+from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.registry import Registry
 from pagoda.ipc.curve import keep_door, keys_of
@@ -42,10 +42,11 @@ class Router:
     def __init__(self, discover: Discover = join_discovery) -> None:
         self.context = zmq.asyncio.Context()
         keep_door(self.context, KEYS)
-        self.dispatcher = Dispatcher([], POLICIES["round-robin"])
+        self.pod = Pod(POLICIES["round-robin"])
+        self.dispatcher = self.pod.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.dispatcher, self.discovery, self.context, KEYS, self.identity)
+        self.registry = Registry(self.pod, self.discovery, self.context, KEYS, self.identity)
 
     @property
     def address(self) -> str:
@@ -72,7 +73,7 @@ class Router:
 
     async def close(self) -> None:
         await self.registry.close()
-        await self.dispatcher.close()
+        await self.pod.close()
         self.context.term()
 
 

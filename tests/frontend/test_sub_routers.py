@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from linked_hosts import Host, Router, ScriptedHost, joined, routed, until
 
-from pagoda.engine.messages import EngineReady, FinishReason
+from pagoda.engine.messages import EngineReady, FinishReason, Role
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_link import RemoteHost
 
@@ -181,3 +181,21 @@ async def test_two_that_join_each_other_at_the_same_time_do_not_ask_each_other()
         for router in (a, b):
             text, reason = await router.ask("r1")
             assert (text in {"a", "b"}, reason) == (True, FinishReason.STOP)
+
+
+async def test_the_role_of_a_router_is_that_of_its_hosts() -> None:
+    """With prefill hosts alone it computes prompts for others; with a decode host too it needs nobody else."""
+    async with routed() as upper, routed() as lower, joined(lower) as host:
+        roles(host, Role.PREFILL)
+        async with below(lower, upper):
+            await until(lambda: len(upper.pod._prefill.replicas) == 1)
+            async with joined(lower) as second:
+                roles(second, Role.DECODE)
+                await until(lambda: upper.dispatcher.limits.role is Role.BOTH)
+                assert upper.pod._prefill.replicas == []
+            await until(lambda: len(upper.pod._prefill.replicas) == 1)
+
+
+def roles(host: ScriptedHost, role: Role) -> None:
+    host.endpoint.limits = msgspec.structs.replace(host.endpoint.limits, role=role)
+    host.endpoint.change()
