@@ -1,0 +1,8 @@
+"""Tests of handoff use the engine of the engine's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
