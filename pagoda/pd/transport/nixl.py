@@ -129,7 +129,7 @@ class NixlLink:
 
 
 def _load() -> Any:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         return importlib.import_module("nixl._api")
     except ImportError as error:
