@@ -17,7 +17,6 @@ from pair import LEASE_S, Engine, Message, Pair
 
 from pagoda.engine.messages import (
     FinishReason,
-    GenerateRequest,
     RemoteBlocks,
     Role,
     Transfer,
@@ -552,20 +551,21 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
 
 
 def test_engines_that_wait_for_each_others_room_get_on() -> None:
-    """The decode engine answers one at a time, first the one whose prompt has no room at the prefill engine, since
-    all of it is held there for those in line behind."""
+    """Of those that are first in line at the decode engine, one waits for the prefill engine, which has no room for
+    it: all of that is held for those in line behind the second, which may not ask yet."""
     pair = Pair(prefill={"num_blocks": 22}, decode={"max_num_seqs": 1})
-    behind: list[GenerateRequest] = [
-        make_request(f"behind{n}", document, max_tokens=4, priority=1)
-        for n, document in enumerate(documents(2))
-    ]
-    first = make_request("first", PROMPT, priority=0)
+    *first, third, fourth = (
+        make_request(f"r{n}", document, max_tokens=4, priority=n > 1)
+        for n, document in enumerate(documents(4))
+    )
+    behind = [third, fourth]
     sources = [pair.hold(request) for request in behind]
     pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
-    pair.submit(first)
+    for request in first:
+        pair.submit(request)
     for request, source in zip(behind, sources, strict=True):
         pair.fetch(request, source)
     pair.run()
     assert pair.clock.now() > STALL_S
-    assert_complete(pair.decode.harness, [first, *behind])
+    assert_complete(pair.decode.harness, [*first, *behind])
     pair.check_nothing_left()
