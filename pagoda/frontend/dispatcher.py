@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import operator
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import cast
@@ -35,11 +35,12 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import Health, Replica, ReplicaState
+from pagoda.frontend.cache_union import CacheUnion
+from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import Arrival, Candidate, Policy
-from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.preparation import Preparation
 from pagoda.kv.block_keys import prefix_keys
 
@@ -68,6 +69,7 @@ class Dispatcher:
         self._policy = policy
         self._preparation = preparation
         self._ledger = Ledger(0)
+        self._cache = CacheUnion()
         self._limits: EngineReady | None = None
         self._requests: dict[str, _Held] = {}
         self._num_placed = 0
@@ -80,6 +82,7 @@ class Dispatcher:
         self._idle.set()
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
             self._new_member(replica)
 
@@ -133,6 +136,7 @@ class Dispatcher:
         for member in self._members:
             member.prefixes = PrefixIndex(member.replica.limits.num_blocks)
         self._add_limits()
+        self._follow_caches()
         self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
 
     def add(self, replica: Replica) -> None:
@@ -140,21 +144,43 @@ class Dispatcher:
         member = self._new_member(replica)
         member.prefixes = PrefixIndex(replica.limits.num_blocks)
         self._add_limits()
+        self._follow_caches()
         self._on_change(member)
 
     def release(self, replica: Replica) -> None:
         """The replica gets no new requests; those that it has go on there."""
-        for member in self._members:
-            if member.replica is replica:
-                member.is_leaving = True
-        self._wake()
+        self._member(replica).is_leaving = True
+        self._notify()
+
+    def take_back(self, replica: Replica) -> None:
+        """A replica that was released gets requests again."""
+        self._member(replica).is_leaving = False
+        self._notify()
+
+    async def emptied(self, replica: Replica) -> None:
+        """Returns when a replica that was released has no requests any more."""
+        member = self._member(replica)
+        while self._ledger.num_requests[member.index]:
+            member.left.clear()
+            await member.left.wait()
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
-        self._members = [member for member in self._members if member.replica is not replica]
+        for member in [member for member in self._members if member.replica is replica]:
+            self._members.remove(member)
+            if member.unfollow is not None:
+                member.unfollow()
+            self._cache.remove(member.prefixes)
         if self._members:
             self._add_limits()
-        self._wake()
+        self._notify()
+
+    def _member(self, replica: Replica) -> _Member:
+        return next(member for member in self._members if member.replica is replica)
+
+    def num_requests(self, replica: Replica) -> int:
+        """That the replica has."""
+        return self._ledger.num_requests[self._member(replica).index]
 
     def _add_limits(self) -> None:
         """Without any replica those of the last ones hold: requests wait for another of the same kind."""
@@ -172,6 +198,19 @@ class Dispatcher:
         return self._failure or EngineDeadError("The engine was closed.")
 
     # ---- Endpoint
+
+    @property
+    def state(self) -> ReplicaState:
+        """That of the best replica which takes requests. Without any they wait for one: it is degraded."""
+        if self._failure is not None:
+            return ReplicaState.FAILED
+        if self._limits is None:
+            return ReplicaState.STARTING
+        states = {member.replica.state for member in self._members if member.takes_requests}
+        return ReplicaState.READY if ReplicaState.READY in states else ReplicaState.DEGRADED
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         held = self._accept(request)
@@ -237,6 +276,11 @@ class Dispatcher:
             for member, report in zip(members, reports, strict=True)
         )
         return _sum_of_loads(replicas, num_held=held)
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        unfollow = self._cache.follow(listener)
+        self._follow_caches()
+        return unfollow
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -349,7 +393,7 @@ class Dispatcher:
         self._num_placed += 1
         chosen = self._policy.choose(arrival, choices)
         member = candidates[chosen]
-        member.prefixes.add(keys)
+        held.num_sent = member.prefixes.add(keys)
         held.member = member
         held.num_cached_tokens_there = choices[chosen].num_cached_tokens
         held.leaves = False
@@ -363,18 +407,20 @@ class Dispatcher:
             self._on_trial = held
         return member
 
-    def _keys_of(self, held: _Held) -> list[bytes]:
+    def _keys_of(self, held: _Held) -> list[int]:
         is_one_of_many = self._policy.uses_prefixes and len(self._members) > 1
         is_prepared = self._preparation is not None and self._preparation.needs_prefixes
         if not (is_one_of_many or is_prepared):
             return []
         if held.keys is None:
             request = held.request
-            held.keys = prefix_keys(
-                request.prompt_token_ids,
-                self.limits.block_size,
-                request.cache_salt,
-                MAX_PREFIX_BLOCKS,
+            held.keys = short_keys(
+                prefix_keys(
+                    request.prompt_token_ids,
+                    self.limits.block_size,
+                    request.cache_salt,
+                    MAX_PREFIX_BLOCKS,
+                )
             )
         return held.keys
 
@@ -421,10 +467,14 @@ class Dispatcher:
 
     def _leave(self, held: _Held) -> None:
         """The request is not at its replica any more. May be called twice."""
-        if held.member is None:
+        member = held.member
+        if member is None:
             return
+        if held.keys:
+            member.prefixes.end(held.num_sent, held.keys)
         held.member = None
         self._ledger.close(held.account)
+        member.left.set()
         if self._on_trial is held:
             self._on_trial = None
             self._wake()
@@ -433,14 +483,36 @@ class Dispatcher:
 
     def _on_change(self, member: _Member) -> None:
         if member.replica.state is not ReplicaState.READY:
-            member.prefixes.clear()
+            self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
+        if self._limits is not None and self._members:
+            member.prefixes.resize(member.replica.limits.num_blocks)
+            self._add_limits()
+        self._notify()
+
+    def _notify(self) -> None:
+        """Something about replicas is different."""
         self._wake()
+        for listener in self._listeners:
+            listener()
+
+    def _follow_caches(self) -> None:
+        """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
+        chooses = self._policy.uses_prefixes and len(self._members) > 1
+        if not (chooses or self._preparation is not None or self._cache.is_followed):
+            return
+        for member in self._members:
+            if member.unfollow is None:
+                self._cache.add(member.prefixes)
+                member.unfollow = member.replica.follow_cache(
+                    partial(self._cache.take, member.prefixes)
+                )
 
     def _move_requests_of(self, member: _Member) -> None:
         """Its worker is gone, and with it all KV: a replica that computes has their tokens sooner."""
-        if not any(m.replica.state is ReplicaState.READY for m in self._members):
+        ready = (m for m in self._members if m.replica.state is ReplicaState.READY)
+        if not any(m.takes_requests for m in ready):
             return
         for held in self._requests.values():
             if held.member is member:
@@ -498,6 +570,10 @@ class _Member:
         self.prefixes = PrefixIndex(0)
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
+        self.left = asyncio.Event()
+        """Set whenever a request has left it."""
+        self.unfollow: Callable[[], None] | None = None
+        """Ends the news of its cache; None while there are none."""
 
     @property
     def takes_requests(self) -> bool:
@@ -532,7 +608,10 @@ class _Held:
         """What its member is believed to have in its cache."""
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
-        self.keys: list[bytes] | None = None
+        self.keys: list[int] | None = None
+        """Short ones, of the blocks of its prompt."""
+        self.num_sent = 0
+        """Of the `PrefixIndex` of its replica."""
         self.refusals: dict[int, int] = {}
         """Replicas that were full, and after how many seconds to come again."""
         self.deaths = 0
@@ -674,6 +753,7 @@ def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
         max_num_waiting=sum(limit.max_num_waiting for limit in limits),
         summary=count + "; ".join(summaries),
         role=_sum_of_roles([limit.role for limit in limits]),
+        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
     )
 
 
