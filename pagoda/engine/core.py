@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from pagoda.engine.cache_news import CacheReporter
 from pagoda.engine.config import EngineConfig, KVTiersConfig
 from pagoda.engine.messages import (
+    CacheNews,
     EngineReady,
     GenerateRequest,
     LoadReport,
@@ -71,6 +73,7 @@ class EngineCore:
         self._scheduler: Scheduler | None = None
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
+        self._cache_news: CacheReporter | None = None
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -241,6 +244,8 @@ class EngineCore:
             self._tiers = self._build_tiers(
                 tiers, worker, kv.pool, self._clock, self._kv_events, remote
             )
+        near = [] if self._tiers is None else self._tiers.near_pools
+        self._cache_news = CacheReporter([kv.pool, *near], self._clock)
         self._holder = self._make_holder(kv.pool)
         return Scheduler(limits, kv, self._tiers, self._holder)
 
@@ -248,7 +253,13 @@ class EngineCore:
         links, config = self._handoff, self._config.handoff
         if links is None or links.peers is None or config is None:
             raise RuntimeError("This engine has no way to others.")
-        self._remote = RemoteKV(links.peers, ledger, self._clock, fails=config.fail_on_load_failure)
+        self._remote = RemoteKV(
+            links.peers,
+            ledger,
+            self._clock,
+            engine_id=links.engine_id,
+            fails=config.fail_on_load_failure,
+        )
         return self._remote
 
     def _make_holder(self, pool: BlockPool) -> KVHolder | None:
@@ -288,8 +299,21 @@ class EngineCore:
         """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
         return [] if self._kv_events is None else self._kv_events.take()
 
+    def follow_cache(self, frontend: bytes) -> None:
+        """From now on `frontend` is among those that `take_cache_news` names.
+
+        Raises RuntimeError before the engine is ready.
+        """
+        if self._cache_news is None:
+            raise RuntimeError("The engine is not ready.")
+        self._cache_news.follow(frontend)
+
+    def take_cache_news(self) -> list[tuple[bytes, CacheNews]]:
+        """What frontends are to be told now."""
+        return [] if self._cache_news is None else self._cache_news.take()
+
     def next_wakeup(self) -> float | None:
-        """When `step` has something to do even if no event comes, on the clock; None for never."""
+        """When there is something to do even if no event comes, on the clock; None for never."""
         instants = [
             instant
             for instant in (
@@ -298,6 +322,7 @@ class EngineCore:
                 None if self._tiers is None else self._tiers.next_event_at(),
                 None if self._holder is None else self._holder.next_event_at(),
                 None if self._remote is None else self._remote.next_event_at(),
+                None if self._cache_news is None else self._cache_news.next_event_at(),
             )
             if instant is not None
         ]

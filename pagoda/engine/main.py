@@ -25,6 +25,7 @@ from pagoda.engine.messages import (
     AbortRequests,
     EngineFailed,
     EngineMessage,
+    FollowCache,
     FrontendMessage,
     GenerateRequest,
     Hello,
@@ -114,6 +115,7 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
+                self._tell_of_the_cache()
                 self._publish_kv_events()
         finally:
             self._core.close()
@@ -147,6 +149,8 @@ class EngineProcess:
             case LoadQuery():
                 report = msgspec.structs.replace(self._core.load(), query_id=message.query_id)
                 self._send(frontend, report)
+            case FollowCache():
+                self._core.follow_cache(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case Shutdown():
@@ -178,6 +182,10 @@ class EngineProcess:
         report = self._core.load()
         for frontend in self._frontends:
             self._send(frontend, report)
+
+    def _tell_of_the_cache(self) -> None:
+        for frontend, news in self._core.take_cache_news():
+            self._send(frontend, news)
 
     def _publish_kv_events(self) -> None:
         if self._publisher is not None:

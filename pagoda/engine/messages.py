@@ -253,6 +253,10 @@ class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
     query_id: int
 
 
+class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
+    """Asks for `CacheNews`, from what is cached now on. Who asks again is told from the beginning."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
 
@@ -347,6 +351,18 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
     replicas: tuple[ReplicaLoad, ...] = ()
     """What a dispatcher adds up here, one by one; empty for an engine."""
+
+
+class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
+    """Which blocks a request would find, as far as it is different from what was told before.
+
+    Keys are their first 8 bytes each (`pagoda.kv.block_keys`), one after the other. None is in both.
+    """
+
+    stored: bytes
+    removed: bytes
+    starts_anew: bool = False
+    """Whether what was told before counts no longer."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -466,8 +482,8 @@ class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
     """A host takes no new requests from this router; it finishes those that it has."""
 
 
-FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | Shutdown
-EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport
+FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | FollowCache | Shutdown
+EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport | CacheNews
 HostMessage = EngineMessage | HostLeave
 """What a host says to a router."""
 

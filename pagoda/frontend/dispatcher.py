@@ -35,11 +35,12 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import Health, Replica, ReplicaState
+from pagoda.frontend.cache_union import CacheUnion
+from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import Arrival, Candidate, Policy
-from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.preparation import Preparation
 from pagoda.kv.block_keys import prefix_keys
 
@@ -68,6 +69,7 @@ class Dispatcher:
         self._policy = policy
         self._preparation = preparation
         self._ledger = Ledger(0)
+        self._cache = CacheUnion()
         self._limits: EngineReady | None = None
         self._requests: dict[str, _Held] = {}
         self._num_placed = 0
@@ -134,6 +136,7 @@ class Dispatcher:
         for member in self._members:
             member.prefixes = PrefixIndex(member.replica.limits.num_blocks)
         self._add_limits()
+        self._follow_caches()
         self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
 
     def add(self, replica: Replica) -> None:
@@ -141,6 +144,7 @@ class Dispatcher:
         member = self._new_member(replica)
         member.prefixes = PrefixIndex(replica.limits.num_blocks)
         self._add_limits()
+        self._follow_caches()
         self._on_change(member)
 
     def release(self, replica: Replica) -> None:
@@ -162,7 +166,11 @@ class Dispatcher:
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
-        self._members = [member for member in self._members if member.replica is not replica]
+        for member in [member for member in self._members if member.replica is replica]:
+            self._members.remove(member)
+            if member.unfollow is not None:
+                member.unfollow()
+            self._cache.remove(member.prefixes)
         if self._members:
             self._add_limits()
         self._notify()
@@ -268,6 +276,11 @@ class Dispatcher:
             for member, report in zip(members, reports, strict=True)
         )
         return _sum_of_loads(replicas, num_held=held)
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        unfollow = self._cache.follow(listener)
+        self._follow_caches()
+        return unfollow
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -380,7 +393,7 @@ class Dispatcher:
         self._num_placed += 1
         chosen = self._policy.choose(arrival, choices)
         member = candidates[chosen]
-        member.prefixes.add(keys)
+        held.num_sent = member.prefixes.add(keys)
         held.member = member
         held.num_cached_tokens_there = choices[chosen].num_cached_tokens
         held.leaves = False
@@ -394,18 +407,20 @@ class Dispatcher:
             self._on_trial = held
         return member
 
-    def _keys_of(self, held: _Held) -> list[bytes]:
+    def _keys_of(self, held: _Held) -> list[int]:
         is_one_of_many = self._policy.uses_prefixes and len(self._members) > 1
         is_prepared = self._preparation is not None and self._preparation.needs_prefixes
         if not (is_one_of_many or is_prepared):
             return []
         if held.keys is None:
             request = held.request
-            held.keys = prefix_keys(
-                request.prompt_token_ids,
-                self.limits.block_size,
-                request.cache_salt,
-                MAX_PREFIX_BLOCKS,
+            held.keys = short_keys(
+                prefix_keys(
+                    request.prompt_token_ids,
+                    self.limits.block_size,
+                    request.cache_salt,
+                    MAX_PREFIX_BLOCKS,
+                )
             )
         return held.keys
 
@@ -455,6 +470,8 @@ class Dispatcher:
         member = held.member
         if member is None:
             return
+        if held.keys:
+            member.prefixes.end(held.num_sent, held.keys)
         held.member = None
         self._ledger.close(held.account)
         member.left.set()
@@ -466,7 +483,7 @@ class Dispatcher:
 
     def _on_change(self, member: _Member) -> None:
         if member.replica.state is not ReplicaState.READY:
-            member.prefixes.clear()
+            self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
         if self._limits is not None and self._members:
@@ -479,6 +496,18 @@ class Dispatcher:
         self._wake()
         for listener in self._listeners:
             listener()
+
+    def _follow_caches(self) -> None:
+        """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
+        chooses = self._policy.uses_prefixes and len(self._members) > 1
+        if not (chooses or self._preparation is not None or self._cache.is_followed):
+            return
+        for member in self._members:
+            if member.unfollow is None:
+                self._cache.add(member.prefixes)
+                member.unfollow = member.replica.follow_cache(
+                    partial(self._cache.take, member.prefixes)
+                )
 
     def _move_requests_of(self, member: _Member) -> None:
         """Its worker is gone, and with it all KV: a replica that computes has their tokens sooner."""
@@ -543,6 +572,8 @@ class _Member:
         self.is_leaving = False
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
+        self.unfollow: Callable[[], None] | None = None
+        """Ends the news of its cache; None while there are none."""
 
     @property
     def takes_requests(self) -> bool:
@@ -577,7 +608,10 @@ class _Held:
         """What its member is believed to have in its cache."""
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
-        self.keys: list[bytes] | None = None
+        self.keys: list[int] | None = None
+        """Short ones, of the blocks of its prompt."""
+        self.num_sent = 0
+        """Of the `PrefixIndex` of its replica."""
         self.refusals: dict[int, int] = {}
         """Replicas that were full, and after how many seconds to come again."""
         self.deaths = 0

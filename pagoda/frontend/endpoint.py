@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import EngineReady, GenerateRequest, LoadReport, TokenChunk
+from pagoda.engine.messages import CacheNews, EngineReady, GenerateRequest, LoadReport, TokenChunk
 from pagoda.errors import EngineDeadError
 
 
@@ -30,6 +30,9 @@ class ReplicaState(enum.StrEnum):
     """The engine takes requests, and they wait until its worker is replaced. Its KV cache is lost."""
     FAILED = "failed"
     """Given up, or closed."""
+
+
+CacheListener = Callable[[CacheNews], None]
 
 
 class Endpoint(Protocol):
@@ -70,6 +73,13 @@ class Endpoint(Protocol):
         ...
 
     async def load(self) -> LoadReport: ...
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        """Tells `listener` which blocks can be found behind this endpoint, until the function returned is called.
+
+        First of all what is cached already, soon; then what changes, a few times a second at most.
+        """
+        ...
 
     async def health(self) -> Health:
         """Asks what is behind this endpoint; answers within two seconds."""

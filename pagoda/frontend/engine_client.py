@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
+    CacheNews,
     EngineFailed,
     EngineMessage,
     EngineReady,
@@ -29,7 +30,7 @@ from pagoda.engine.messages import (
     TokenChunks,
 )
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
-from pagoda.frontend.endpoint import Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
@@ -125,6 +126,9 @@ class EngineClient:
         if not self._takes_requests:
             raise EngineLostError("The engine is not running.")
         return await self._session.load()
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.follow_cache(listener)
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -240,7 +244,7 @@ class EngineClient:
             case LoadReport(query_id=None):
                 ready = message.is_worker_ready
                 self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
-            case TokenChunks() | LoadReport() | RequestRefused():
+            case TokenChunks() | LoadReport() | RequestRefused() | CacheNews():
                 self._session.take(message)
             case EngineFailed():
                 self._refuse_start(message)
@@ -251,6 +255,7 @@ class EngineClient:
         engine.ready = True
         self._ready_at = asyncio.get_running_loop().time()
         self._enter(ReplicaState.READY)
+        self._session.begin()
         if self._started is not None and not self._started.done():
             self._started.set_result(None)
 

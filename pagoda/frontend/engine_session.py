@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from pagoda.engine.messages import (
     AbortRequests,
+    CacheNews,
     FinishReason,
+    FollowCache,
     FrontendMessage,
     GenerateRequest,
     LoadQuery,
@@ -18,6 +21,7 @@ from pagoda.engine.messages import (
     TokenChunks,
 )
 from pagoda.errors import OverloadedError
+from pagoda.frontend.endpoint import CacheListener
 from pagoda.frontend.token_stream import TokenStream
 
 
@@ -39,6 +43,8 @@ class EngineSession:
         self._streams: dict[str, TokenStream] = {}
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
         self._num_queries = 0
+        self._cache_listeners: list[CacheListener] = []
+        self._questions: set[asyncio.Future[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -76,6 +82,22 @@ class EngineSession:
         finally:
             self._queries.pop(query, None)
 
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        """As `Endpoint.follow_cache`. Those who listen already are told all again too."""
+        self._cache_listeners.append(listener)
+        self._ask_for_cache_news()
+        return partial(self._cache_listeners.remove, listener)
+
+    def begin(self) -> None:
+        """There is an engine, which knows nothing of what the one before it was asked for."""
+        if self._cache_listeners:
+            self._ask_for_cache_news()
+
+    def _ask_for_cache_news(self) -> None:
+        question = asyncio.ensure_future(self._send(FollowCache()))
+        self._questions.add(question)
+        question.add_done_callback(self._questions.discard)
+
     async def finish(self, timeout_s: float) -> None:
         """Returns when no request is left; those that still run after `timeout_s` are aborted."""
         with contextlib.suppress(TimeoutError):
@@ -84,7 +106,7 @@ class EngineSession:
         for request_id in list(self._streams):
             await self.abort(request_id)
 
-    def take(self, message: TokenChunks | LoadReport | RequestRefused) -> None:
+    def take(self, message: TokenChunks | LoadReport | RequestRefused | CacheNews) -> None:
         """What came back. A `LoadReport` is one that was asked for."""
         match message:
             case TokenChunks():
@@ -103,6 +125,9 @@ class EngineSession:
                         "The waiting queue is full.", retry_after_s=message.retry_after_s
                     )
                     stream.fail(refusal)
+            case CacheNews():
+                for listener in list(self._cache_listeners):
+                    listener(message)
 
     def fail(self, error: Exception) -> None:
         """Whoever had them is gone; all streams and queries end with `error`."""

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -23,10 +24,12 @@ from zmq.utils.monitor import recv_monitor_message
 from pagoda.engine.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
+    CacheNews,
     CurveKeys,
     EngineFailed,
     EngineReady,
     FinishReason,
+    FollowCache,
     FrontendMessage,
     GenerateRequest,
     Hello,
@@ -45,7 +48,7 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import Endpoint, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
 from pagoda.ipc.codec import Codec
@@ -121,6 +124,8 @@ class HostDoor:
         self._requests: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._outbox: dict[bytes, list[TokenChunk]] = {}
         self._answers: set[asyncio.Task[None]] = set()
+        self._followed: dict[bytes, Callable[[], None]] = {}
+        """What ends the news for each router that asked for them."""
         self._serving = asyncio.create_task(self._serve())
 
     async def leave(self) -> None:
@@ -129,6 +134,8 @@ class HostDoor:
         await asyncio.gather(*(self._send(router, HostLeave()) for router in list(self._routers)))
 
     async def close(self) -> None:
+        for router in list(self._followed):
+            self._unfollow(router)
         await cancel_all([self._serving, *self._requests.values(), *self._answers])
         self._routers.clear()
         self._socket.close()
@@ -174,8 +181,19 @@ class HostDoor:
                     task = self._requests.get((router, request_id))
                     if task is not None:
                         task.cancel()
+            case FollowCache():
+                self._unfollow(router)
+                self._followed[router] = self._endpoint.follow_cache(partial(self._tell, router))
             case LoadQuery():
                 self._answer(self._report(router, message.query_id))
+
+    def _tell(self, router: bytes, news: CacheNews) -> None:
+        self._answer(self._send(router, news))
+
+    def _unfollow(self, router: bytes) -> None:
+        unfollow = self._followed.pop(router, None)
+        if unfollow is not None:
+            unfollow()
 
     def _answer(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -252,6 +270,7 @@ class HostDoor:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._routers.discard(router)
+            self._unfollow(router)
             for (asker, _), task in list(self._requests.items()):
                 if asker == router:
                     task.cancel()
@@ -346,6 +365,9 @@ class RemoteHost:
             raise self._loss
         return await self._session.load()
 
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.follow_cache(listener)
+
     async def health(self) -> Health:
         if self._loss is not None:
             return Health(False, str(self._loss).removesuffix("."))
@@ -399,7 +421,7 @@ class RemoteHost:
 
     def _take(self, message: HostMessage) -> None:
         match message:
-            case TokenChunks() | RequestRefused():
+            case TokenChunks() | RequestRefused() | CacheNews():
                 self._session.take(message)
             case LoadReport():
                 self._enter(
@@ -419,6 +441,7 @@ class RemoteHost:
         self._limits = limits
         if self._started is not None and not self._started.done():
             self._enter(ReplicaState.READY)
+            self._session.begin()
             self._started.set_result(None)
         else:
             self._notify()

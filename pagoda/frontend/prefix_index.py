@@ -1,38 +1,46 @@
-"""What a dispatcher believes to be in the prefix cache of one replica: the keys of the blocks it sent there."""
+"""What a dispatcher believes to be in the prefix cache of one replica, and what it therefore has all together.
+
+Blocks are known by short keys: the first 8 bytes of theirs, as a number.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pagoda.engine.messages import CacheNews
+from pagoda.kv.block_keys import SHORT_KEY_BYTES
 
 
 class PrefixIndex:
-    """Keys of KV blocks, as many as the replica's cache has blocks; those not sent for the longest time go first.
+    """What the replica says that it has, and what was sent there and it has said nothing of yet.
 
-    It is a guess: the replica also caches answers, and keeps what is in use. A wrong guess costs time, never
-    correctness.
+    Of the latter, those not sent for the longest time go first where there are more than the replica's cache has
+    blocks; and all of a request's are gone a little after its end. A replica that says nothing, or not yet, is
+    known by what was sent alone. A wrong belief costs time, never correctness.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self.told: set[int] = set()
+        """What the replica says that it has."""
+        self._sent: OrderedDict[int, int] = OrderedDict()
+        """By key, the number of the last call of `add` with it."""
+        self._num_added = 0
+        self._ended: deque[_Ended] = deque()
+        self._num_news = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.told) + len(self._sent)
 
-    def num_cached(self, keys: Sequence[bytes]) -> int:
-        """How many leading ones of `keys`, a chain from its root, are there."""
+    def num_cached(self, keys: Sequence[int]) -> int:
+        """How many leading ones of `keys`, a chain from its root, are believed to be there."""
         for count, key in enumerate(keys):
-            if key not in self._keys:
+            if key not in self.told and key not in self._sent:
                 return count
         return len(keys)
-
-    def add(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks was sent. Ends of chains go before their roots, as in the block pool."""
-        for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        self._trim()
 
     def resize(self, capacity: int) -> None:
         """The replica's cache has another size."""
@@ -40,9 +48,87 @@ class PrefixIndex:
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._keys) > self._capacity:
-            self._keys.popitem(last=False)
+        while len(self._sent) > self._capacity:
+            self._sent.popitem(last=False)
 
-    def clear(self) -> None:
+    def add(self, keys: Sequence[int]) -> int:
+        """A prompt with these blocks was sent; returns a number for `end`.
+
+        Ends of chains go before their roots, as in the block pool.
+        """
+        self._num_added += 1
+        for key in reversed(keys):
+            if key not in self.told:
+                self._sent[key] = self._num_added
+                self._sent.move_to_end(key)
+        self._trim()
+        return self._num_added
+
+    def end(self, number: int, keys: Sequence[int]) -> None:
+        """A request with these blocks is not there any more: what it left behind, news will have told soon."""
+        if self._num_news:
+            self._ended.append(_Ended(self._num_news, number, keys))
+
+    def take(self, news: CacheNews) -> Changes:
+        """What the replica says; returns what is new in it."""
+        if news.starts_anew:
+            removed = self.told
+            self.told = set()
+        else:
+            removed = self.told.intersection(short_keys_in(news.removed))
+            self.told -= removed
+        stored = [key for key in short_keys_in(news.stored) if key not in self.told]
+        self.told.update(stored)
+        for key in stored:
+            self._sent.pop(key, None)
+        self._num_news += 1
+        self._forget_ended()
+        if news.starts_anew:
+            stored, removed = [k for k in stored if k not in removed], removed - self.told
+        return Changes(stored, removed)
+
+    def clear(self) -> Changes:
         """The replica's cache is lost."""
-        self._keys.clear()
+        removed, self.told = self.told, set()
+        self._sent.clear()
+        self._ended.clear()
+        self._num_news = 0
+        return Changes([], removed)
+
+    def _forget_ended(self) -> None:
+        """The first news after a request's end may have been on their way; the second know of it."""
+        while self._ended and self._ended[0].num_news + 2 <= self._num_news:
+            ended = self._ended.popleft()
+            for key in ended.keys:
+                if self._sent.get(key) == ended.number:
+                    del self._sent[key]
+
+
+class _Ended(NamedTuple):
+    """A request that is not at the replica any more."""
+
+    num_news: int
+    number: int
+    keys: Sequence[int]
+
+
+class Changes(NamedTuple):
+    """What a replica has now and had not, and the other way round."""
+
+    stored: Iterable[int]
+    removed: Iterable[int]
+
+
+def short_keys(keys: Iterable[bytes]) -> list[int]:
+    """Of whole ones."""
+    return [int.from_bytes(key[:SHORT_KEY_BYTES], "little") for key in keys]
+
+
+def short_keys_in(packed: bytes) -> Sequence[int]:
+    """Of a field of `CacheNews`."""
+    return struct.unpack(f"<{len(packed) // SHORT_KEY_BYTES}Q", packed)
+
+
+def packed(keys: Sequence[int]) -> bytes:
+    """As a field of `CacheNews`."""
+    return struct.pack(f"<{len(keys)}Q", *keys)

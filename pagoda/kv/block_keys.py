@@ -14,6 +14,9 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+SHORT_KEY_BYTES = 8
+"""The beginning of a key that is enough to guess by: where a mistake costs time, and no more."""
+
 
 def root_key(block_size: int, cache_salt: str | None = None) -> bytes:
     """The key of the empty prefix; 32 bytes."""

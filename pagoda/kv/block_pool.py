@@ -14,7 +14,7 @@ pulling a cached block out of the middle are all O(1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pagoda.kv.events import KVEventRecorder, Medium
 
@@ -56,6 +56,9 @@ class BlockPool:
         """Blocks that became findable since the start."""
         self.num_removed = 0
         """Blocks that can be found no longer; `num_cached` is the difference."""
+        self.changed: dict[bytes, None] | None = None
+        """Keys that may be found now and could not, or the other way round, since somebody put an empty one here;
+        None while nobody wants to know."""
         self._events = events
         self._medium = medium
         self._ends = Block(-1)
@@ -92,6 +95,10 @@ class BlockPool:
             block.ref_count = 1
             taken.append(block)
         return taken
+
+    def keys(self) -> Collection[bytes]:
+        """Of all blocks that can be found."""
+        return self._by_key.keys()
 
     def find(self, key: bytes) -> Block | None:
         """The block that holds the tokens of `key`, if any. Takes no reference."""
@@ -134,6 +141,8 @@ class BlockPool:
             return False
         block.key = key
         self.num_stored += 1
+        if self.changed is not None:
+            self.changed[key] = None
         return True
 
     def discard(self, key: bytes) -> None:
@@ -151,6 +160,8 @@ class BlockPool:
         self.num_removed += len(self._by_key)
         if self._events is not None:
             self._events.lose(self._by_key, self._medium)
+        if self.changed is not None:
+            self.changed.update(dict.fromkeys(self._by_key))
         self._by_key.clear()
 
     def _forget(self, block: Block) -> None:
@@ -163,6 +174,8 @@ class BlockPool:
             self.num_removed += 1
             if self._events is not None:
                 self._events.remove(key, self._medium)
+            if self.changed is not None:
+                self.changed[key] = None
 
     def _link_before(self, successor: Block, block: Block) -> None:
         block.previous, block.next = successor.previous, successor

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from pagoda.engine.messages import KVPeer, KVSource, TierLoad, Transfer, TransferEnd, WorkerReady
+from pagoda.engine.messages import (
+    KVPeer,
+    KVSource,
+    TierLoad,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
 
 if TYPE_CHECKING:
     from pagoda.kv.block_pool import Block  # which workers, who share this module, never see

@@ -73,6 +73,11 @@ class HostTier:
         self._num_loaded = 0
         self._num_failed = 0
 
+    @property
+    def pool(self) -> BlockPool:
+        """Its slots, by the keys of the blocks that they hold."""
+        return self._slots
+
     # ---- what requests find
 
     def announce(self, demand: Demand, start: int) -> None:

@@ -91,8 +91,11 @@ class ConnectorStack:
         ledger: TransferLedger,
         clock: Clock,
         *,
+        near_pools: Sequence[BlockPool] = (),
         fail_on_load_failure: bool = False,
     ) -> None:
+        self.near_pools = near_pools
+        """Where a block is found that is nearly as good as one on the device."""
         self._connectors = connectors
         self._pool = pool
         self._ledger = ledger

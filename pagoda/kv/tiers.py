@@ -74,5 +74,10 @@ def stack_tiers(
     if not connectors:
         return None
     return ConnectorStack(
-        connectors, pool, ledger, clock, fail_on_load_failure=config.fail_on_load_failure
+        connectors,
+        pool,
+        ledger,
+        clock,
+        near_pools=[] if host is None else [host.pool],
+        fail_on_load_failure=config.fail_on_load_failure,
     )

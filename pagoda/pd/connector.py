@@ -158,12 +158,15 @@ class RemoteKV:
         ledger: TransferLedger,
         clock: Clock,
         *,
+        engine_id: str,
         fails: bool = False,
     ) -> None:
-        """With `fails`, requests whose KV cannot be fetched are to fail; else they compute it."""
+        """`engine_id` is this engine's. With `fails`, requests whose KV cannot be fetched are to fail; else they
+        compute it."""
         self._links = peers
         self._ledger = ledger
         self._clock = clock
+        self._engine_id = engine_id
         self._fails = fails
         self._digest = ""
         self._vocab_size = 0
@@ -195,6 +198,9 @@ class RemoteKV:
         if start >= len(demand.keys):
             self.release(source)
             return
+        if source.engine_id == self._engine_id:  # what it has is found on the device
+            self.release(source)
+            return
         peer = self._peer_at(source.address)
         problem = self._obstacle(peer, source)
         if problem is not None:
@@ -223,18 +229,23 @@ class RemoteKV:
         return _staleness(peer, source)
 
     def release(self, source: KVSource) -> None:
-        """Nobody here will fetch it."""
-        if _problem_of(source) is None:
+        """A request here will not fetch it; unless another does, nobody will."""
+        peer = self._peers.get(source.address)
+        is_wanted = peer is not None and source.transfer_id in peer.fetches
+        if not is_wanted and _problem_of(source) is None:
             self._links.send(source.address, KVDone([source.transfer_id]))
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         fetch = self._fetches.get(demand.request_id)
         if fetch is None or fetch.is_loaded or start >= len(demand.keys):
             return 0
-        peer = self._peers[fetch.source.address]
-        if fetch.num_blocks is None or (fetch.num_blocks > start and not peer.has(fetch.peer_id)):
+        if fetch.num_blocks is None or (fetch.num_blocks > start and not self._is_open(fetch)):
             return None
         return max(0, fetch.num_blocks - start)
+
+    def _is_open(self, fetch: _Fetch) -> bool:
+        """Whether its blocks can be read, as far as they are known."""
+        return self._peers[fetch.source.address].has(fetch.peer_id)
 
     def prefetch(self, demand: Demand, start: int) -> None:
         """There is nothing nearer to bring blocks to."""
@@ -376,7 +387,10 @@ class RemoteKV:
             case KVBlocks() | KVPrefilled() | KVVerdict() | KVGone():
                 wanted = peer.fetches.get(message.transfer_id)
                 if wanted is not None:
+                    was_open, num_blocks = self._is_open(wanted), wanted.num_blocks
                     self._take_of(peer, wanted, message)
+                    is_open = message.transfer_id in peer.fetches and self._is_open(wanted)
+                    self._has_news |= is_open > was_open or wanted.num_blocks != num_blocks
 
     def _take_of(
         self, peer: _Peer, fetch: _Fetch, message: KVBlocks | KVPrefilled | KVVerdict | KVGone
@@ -434,7 +448,6 @@ class RemoteKV:
         fetch.moved_at = self._clock.now()
         if fetch.num_blocks is None:
             fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.demand.keys))
-        self._has_news |= fetch.load is None
 
     def _take_token(self, fetch: _Fetch, message: KVPrefilled) -> None:
         if fetch.has_token:
@@ -442,7 +455,9 @@ class RemoteKV:
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
         if message.token_id < self._vocab_size:
-            token = FirstToken(message.key, message.token_id, message.logprobs)
+            token = FirstToken(
+                message.key, message.token_id, message.logprobs, message.num_cached_tokens
+            )
             self._news.append(Arrived(fetch.demand.request_id, token))
         if fetch.is_loaded:
             self._close(fetch, "all has come")

@@ -10,6 +10,7 @@ from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import (
     AbortRequests,
     EngineReady,
+    FollowCache,
     FrontendMessage,
     GenerateRequest,
     LoadReport,
@@ -19,11 +20,14 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import SimExecutor, SimNeighbours
-from pagoda.frontend.endpoint import Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
 from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
+
+_FRONTEND = b"frontend"
+"""It has one."""
 
 
 class SimEndpoint:
@@ -119,6 +123,9 @@ class SimEndpoint:
             raise self._failure
         return self._require_core().load()
 
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.follow_cache(listener)
+
     async def health(self) -> Health:
         if self._state is ReplicaState.READY:
             return Health(True)
@@ -151,6 +158,7 @@ class SimEndpoint:
         self._limits = core.ready
         self._running = asyncio.create_task(self._run(core))
         self._enter(ReplicaState.READY)
+        self._session.begin()
 
     def _link(self) -> tuple[HandoffLinks | None, SimNeighbours | None]:
         if self._network is None or self._config.handoff is None:
@@ -169,6 +177,8 @@ class SimEndpoint:
         while True:
             self._news.clear()
             self._deliver(core.step())
+            for _, news in core.take_cache_news():
+                self._session.take(news)
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
             await self._news.wait()
@@ -203,6 +213,9 @@ class SimEndpoint:
             case AbortRequests():
                 for request_id in message.request_ids:
                     self._core.abort(request_id)
+            case FollowCache():
+                self._core.follow_cache(_FRONTEND)
+                self._news.set()
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         self._session.take(TokenChunks(chunks))

@@ -1,47 +1,151 @@
 from __future__ import annotations
 
-from pagoda.frontend.prefix_index import PrefixIndex
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.engine.messages import CacheNews
+from pagoda.frontend.prefix_index import PrefixIndex, packed, short_keys, short_keys_in
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.manager import KVManager
 
 
-def keys(name: str, count: int) -> list[bytes]:
-    return [f"{name}{index}".encode() for index in range(count)]
+def keys(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def news(stored: list[int], removed: list[int] | None = None, *, anew: bool = False) -> CacheNews:
+    return CacheNews(packed(stored), packed(removed or []), starts_anew=anew)
+
+
+A, B, C = 100, 200, 300
+
+
+# ---- what was sent, while the replica says nothing
 
 
 def test_the_longest_chain_from_the_root_counts() -> None:
     index = PrefixIndex(10)
-    index.add(keys("a", 3))
-    assert index.num_cached(keys("a", 5)) == 3
-    assert index.num_cached(keys("a", 2)) == 2
-    assert index.num_cached(keys("b", 2)) == 0
+    index.add(keys(A, 3))
+    assert index.num_cached(keys(A, 5)) == 3
+    assert index.num_cached(keys(A, 2)) == 2
+    assert index.num_cached(keys(B, 2)) == 0
     assert index.num_cached([]) == 0
-    assert index.num_cached([b"x", *keys("a", 3)]) == 0
+    assert index.num_cached([1, *keys(A, 3)]) == 0
 
 
 def test_what_was_not_sent_for_longest_goes_first_and_ends_before_roots() -> None:
     index = PrefixIndex(5)
-    index.add(keys("a", 3))
-    index.add(keys("b", 2))
-    index.add(keys("a", 1))
-    index.add(keys("c", 2))
+    index.add(keys(A, 3))
+    index.add(keys(B, 2))
+    index.add(keys(A, 1))
+    index.add(keys(C, 2))
     assert len(index) == 5
-    assert index.num_cached(keys("a", 3)) == 1
-    assert index.num_cached(keys("b", 2)) == 2
-    assert index.num_cached(keys("c", 2)) == 2
+    assert index.num_cached(keys(A, 3)) == 1
+    assert index.num_cached(keys(B, 2)) == 2
+    assert index.num_cached(keys(C, 2)) == 2
 
 
 def test_a_chain_longer_than_the_cache_keeps_its_root() -> None:
     index = PrefixIndex(4)
-    index.add(keys("a", 9))
-    assert index.num_cached(keys("a", 9)) == 4
+    index.add(keys(A, 9))
+    assert index.num_cached(keys(A, 9)) == 4
 
 
 def test_after_a_restart_nothing_is_cached() -> None:
     index = PrefixIndex(4)
-    index.add(keys("a", 2))
-    index.clear()
-    assert len(index) == index.num_cached(keys("a", 2)) == 0
+    index.add(keys(A, 2))
+    index.take(news(keys(B, 2), anew=True))
+    assert index.clear() == ([], set(keys(B, 2)))
+    assert len(index) == index.num_cached(keys(A, 2)) == index.num_cached(keys(B, 2)) == 0
+
+
+# ---- what the replica says
+
+
+def test_what_the_replica_says_counts_however_long_ago_it_was_sent() -> None:
+    index = PrefixIndex(2)
+    index.take(news(keys(A, 5), anew=True))
+    index.add(keys(B, 2))
+    assert index.num_cached(keys(A, 5)) == 5
+    assert index.num_cached(keys(B, 2)) == 2
+    assert index.take(news([], [A + 3])) == ([], {A + 3})
+    assert index.num_cached(keys(A, 5)) == 3
+
+
+def test_what_is_new_in_news_is_passed_on() -> None:
+    index = PrefixIndex(9)
+    assert index.take(news([1, 2], anew=True)) == ([1, 2], set())
+    assert index.take(news([2, 3], [1, 7])) == ([3], {1})
+    assert index.take(news([3, 4], anew=True)) == ([4], {2})
+
+
+def test_what_was_sent_and_never_stored_is_forgotten_with_the_second_news_after_the_end() -> None:
+    index = PrefixIndex(9)
+    index.take(news([], anew=True))
+    number = index.add(keys(A, 4))
+    index.take(news(keys(A, 1)))
+    assert index.num_cached(keys(A, 4)) == 4
+    index.end(number, keys(A, 4))
+    index.take(news([]))
+    assert index.num_cached(keys(A, 4)) == 4
+    index.take(news([]))
+    assert index.num_cached(keys(A, 4)) == 1
+
+
+def test_what_another_request_brings_stays_until_that_ends() -> None:
+    index = PrefixIndex(9)
+    index.take(news([], anew=True))
+    first, second = index.add(keys(A, 4)), index.add(keys(A, 2))
+    index.end(first, keys(A, 4))
+    for _ in range(3):
+        index.take(news([]))
+    assert index.num_cached(keys(A, 4)) == 2
+    index.end(second, keys(A, 2))
+    for _ in range(2):
+        index.take(news([]))
+    assert len(index) == 0
+
+
+@given(st.data())
+def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -> None:
+    index = PrefixIndex(1000)
+    index.take(news([], anew=True))
+    there: set[int] = set()
+    running: dict[int, list[int]] = {}
+    for _ in range(data.draw(st.integers(0, 30))):
+        action = data.draw(st.sampled_from(["add", "end", "news", "anew", "clear"]))
+        some = data.draw(st.lists(st.integers(0, 9), unique=True))
+        if action == "add":
+            running[index.add(some)] = some
+        elif action == "end" and running:
+            number = data.draw(st.sampled_from(list(running)))
+            index.end(number, running.pop(number))
+        elif action == "news":
+            removed = [k for k in data.draw(st.lists(st.integers(0, 9))) if k not in some]
+            changes = index.take(news(some, removed))
+            assert set(changes.stored) == set(some) - there
+            assert set(changes.removed) == set(removed) & there
+            there = (there | set(some)) - set(removed)
+        elif action == "anew":
+            changes = index.take(news(some, anew=True))
+            assert set(changes.stored) == set(some) - there
+            assert set(changes.removed) == there - set(some)
+            there = set(some)
+        elif action == "clear":
+            index.clear()
+            index.take(news([], anew=True))
+            there = set()
+            running.clear()
+        assert index.told == there
+        assert all(index.num_cached([key]) for key in there)
+    for number, some in running.items():
+        index.end(number, some)
+    for _ in range(2):
+        index.take(news([]))
+    assert len(index) == len(there)
+
+
+# ---- keys
 
 
 def test_keys_are_those_of_the_kv_cache() -> None:
@@ -57,3 +161,10 @@ def test_keys_are_those_of_the_kv_cache() -> None:
     assert prefix_keys(tokens, 8, "salt", 2) == mine[:2]
     assert len(prefix_keys(tokens[:48], 8, "salt", 100)) == 5
     assert prefix_keys([1], 8, None, 100) == []
+
+
+def test_short_keys_are_the_same_on_the_wire() -> None:
+    whole = prefix_keys(list(range(50)), 8, None, 100)
+    on_the_wire = b"".join(key[:8] for key in whole)
+    assert list(short_keys_in(on_the_wire)) == short_keys(whole)
+    assert packed(short_keys(whole)) == on_the_wire

@@ -32,6 +32,7 @@ from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
@@ -142,6 +143,15 @@ def assert_nothing_left(dispatcher: Dispatcher) -> None:
             assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
 
 
+def assert_caches_are_known(dispatcher: Dispatcher) -> None:
+    for member in dispatcher._members:
+        endpoint = member.replica
+        assert isinstance(endpoint, SimEndpoint)
+        core = endpoint._core
+        cached = [] if core is None or core._scheduler is None else core._scheduler.kv.pool._by_key
+        assert member.prefixes.told == set(short_keys(cached))
+
+
 async def start(
     count: int, policy: PolicyName = "least-pending-tokens", **fields: object
 ) -> tuple[Dispatcher, list[SimEndpoint]]:
@@ -200,6 +210,8 @@ async def live(seed: int) -> list[Answer]:
     await asyncio.sleep(1)
     assert loop.time() < 1000
     assert_nothing_left(dispatcher)
+    if POLICIES[policy].uses_prefixes and len(endpoints) > 1:
+        assert_caches_are_known(dispatcher)
     alive = any(endpoint.state is not ReplicaState.FAILED for endpoint in endpoints)
     for answer in answers:
         whole = expected(answer.request)
@@ -341,6 +353,54 @@ def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
         assert [len(m.prefixes) > 0 for m in dispatcher._members].count(True) == 1
         endpoints[home.index].kill(restart_s=0.01)
         assert len(home.prefixes) == 0
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_have() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(3, "round-robin")
+        asked = [request(f"r{i}", [i] * 9) for i in range(6)]
+        await asyncio.gather(*(ask(dispatcher, one) for one in asked))
+        above = PrefixIndex(1000)
+        unfollow = dispatcher.follow_cache(above.take)
+        await asyncio.sleep(0.1)
+        assert above.told == cached_by(endpoints)
+        await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))
+        endpoints[0].kill(restart_s=0.5)
+        await asyncio.sleep(0.1)
+        assert above.told == cached_by(endpoints)
+        await asyncio.sleep(1)
+        await asyncio.gather(*(ask(dispatcher, request(f"t{i}", [i, 2] * 8)) for i in range(6)))
+        dispatcher.remove(endpoints[2])
+        await asyncio.sleep(0.1)
+        assert above.told == cached_by(endpoints[:2])
+        assert len(above) > 10
+        unfollow()
+        await asyncio.gather(*(ask(dispatcher, request(f"u{i}", [i, 3] * 8)) for i in range(6)))
+        assert above.told != cached_by(endpoints[:2])
+        await dispatcher.close()
+        await endpoints[2].close()
+
+    run(main())
+
+
+def cached_by(endpoints: Sequence[SimEndpoint]) -> set[int]:
+    cores = [endpoint._core for endpoint in endpoints]
+    schedulers = [core._scheduler for core in cores if core is not None]
+    return set(short_keys(key for s in schedulers if s is not None for key in s.kv.pool._by_key))
+
+
+def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "prefix-affinity")
+        await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
+        await asyncio.sleep(0.1)
+        assert_caches_are_known(dispatcher)
+        assert [endpoint._core and endpoint._core.next_wakeup() for endpoint in endpoints] == [
+            None
+        ] * 2
         await dispatcher.close()
 
     run(main())
