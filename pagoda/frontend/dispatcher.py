@@ -327,9 +327,9 @@ class Dispatcher:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         if request.request_id in self._requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
-        room = self.limits.max_num_seqs + self.limits.max_num_waiting
-        if len(self._requests) >= room and not any(m.takes_requests for m in self._members):
-            raise OverloadedError("No engine is running, and too many requests wait for one.")
+        # More would be refused by all replicas in turn, or wait for one without end.
+        if len(self._requests) >= self.limits.max_num_seqs + self.limits.max_num_waiting:
+            raise OverloadedError("The waiting queue is full.")
         held = self._requests[request.request_id] = _Held(request)
         self._idle.clear()
         return held

@@ -12,6 +12,7 @@ from conftest import Api, ApiFactory
 from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
+from pagoda.errors import OverloadedError
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.fleet import RoutedFleet, RouterConfig
 from pagoda.frontend.text_generator import TextGenerator
@@ -101,6 +102,16 @@ async def test_only_who_has_the_key_sees_hosts_and_lets_them_go(serve_api: ApiFa
         for ask in (partial(api.get, "/v1/hosts"), partial(api.request, "DELETE", path)):
             assert (await ask()).status == 401
             assert (await ask(headers={"Authorization": "Bearer secret"})).status == 200
+
+
+async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(
+    serve_api: ApiFactory,
+) -> None:
+    async with routed(serve_api) as (api, host):
+        host.door._endpoint.raises = OverloadedError("Full.", retry_after_s=7)
+        answer = await api.complete()
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+        assert answer.error()["message"] == "The waiting queue is full."
 
 
 async def test_a_server_that_is_no_router_has_no_hosts(api: Api) -> None:

@@ -24,6 +24,7 @@ from pagoda.models.resolve import resolve_model
 from pagoda.sim.endpoint import SimEndpoint
 
 VOCAB_SIZE = 512
+NUM_BLOCKS = 512
 PROMPT = [1, 2, 3]
 
 
@@ -37,7 +38,9 @@ class _SimFleet:
         config = EngineConfig(
             worker=WorkerConfig(model="sim"),
             executor="sim",
-            sim=SimConfig(base_s=step_s, vocab_size=VOCAB_SIZE, max_model_len=4096, num_blocks=512),
+            sim=SimConfig(
+                base_s=step_s, vocab_size=VOCAB_SIZE, max_model_len=4096, num_blocks=NUM_BLOCKS
+            ),
             max_num_seqs=64,
         )
         self.dispatcher = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])

@@ -12,6 +12,7 @@ from scripted_endpoint import ScriptedEndpoint
 from pagoda.engine.messages import FinishReason
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.hosts_file import FileDiscovery, read_hosts
+from pagoda.frontend.merge import first_of
 from pagoda.ipc.curve import keys_of
 
 
@@ -152,3 +153,65 @@ async def test_another_model_or_key_is_refused_with_the_reason(
         await until(lambda: reason in caplog.text)
         assert router.dispatcher.replicas == []
     await host.close()
+
+
+class _Relay:
+    """Between a router and a host; a cut line is silent, and nobody hangs up."""
+
+    def __init__(self) -> None:
+        self.flows = asyncio.Event()
+        self.flows.set()
+        self.address = ""
+        self._target = ""
+        self._server: asyncio.Server
+
+    async def start(self, target: str) -> None:
+        self._target = target
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        await first_of(self._carry(reader, far_writer), self._carry(far_reader, writer))
+        far_writer.close()
+        writer.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            await self.flows.wait()
+            writer.write(data)
+
+    def close(self) -> None:
+        self.flows.set()
+        self._server.close()
+
+
+async def test_a_host_whose_line_is_cut_is_lost_and_found_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.host_link._HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("pagoda.frontend.host_link._SILENCE_S", 0.3)
+    cut, whole = Host(scripted := _resuming("abcdef")), Host(_resuming("abcdef"))
+    relay = _Relay()
+    await relay.start(cut.address)
+    path.write_text(relay.address)
+    async with routed(lambda _: FileDiscovery(path)) as router:
+        await router.until_hosts(1)
+        scripted.pause_after = 3
+        asking = asyncio.create_task(router.ask("r1"))
+        await scripted.paused.wait()
+        path.write_text(f"{relay.address}\n{whole.address}")
+        await router.until_hosts(2)
+        relay.flows.clear()
+        assert await asking == ("abcdef", FinishReason.STOP)
+        await router.until_hosts(1)
+        relay.flows.set()
+        await router.until_hosts(2)
+    relay.close()
+    await cut.close()
+    await whole.close()
+
+
+def _resuming(answer: str) -> ScriptedEndpoint:
+    return ScriptedEndpoint(lambda request: answer[len(request.output_token_ids) :])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
 import pytest
 import zmq.asyncio
 from linked_hosts import KEYS, ScriptedHost, joined, routed, until
 
 from pagoda.engine.messages import FinishReason
-from pagoda.errors import ConfigError
-from pagoda.frontend.discovery.joins import JoinDiscovery
+from pagoda.errors import ConfigError, OverloadedError
+from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.ipc.curve import encrypt_client, keys_of
 
 
@@ -84,8 +85,34 @@ async def test_another_model_or_version_is_refused_with_the_reason(
     fields: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routed() as router, joined(router, **fields):
-        await until(lambda: reason in caplog.text)
+        await until(lambda: "does not use this host: " in caplog.text)
+        assert reason in caplog.text
         assert router.dispatcher.replicas == []
+
+
+async def test_another_version_is_refused_with_the_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.host_link.PROTOCOL_VERSION", 1)
+    async with routed() as router, joined(router):
+        await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
+        assert "install the same version of Pagoda on both" in caplog.text
+        assert router.dispatcher.replicas == []
+
+
+async def test_a_host_learns_that_it_cannot_be_reached(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.host_link._HELLO_TIMEOUT_S", 0.1)
+    async with routed() as router, joined(router) as host:
+        elsewhere = msgspec.structs.replace(
+            host.record, host_id="elsewhere", address="tcp://127.0.0.1:9"
+        )
+        membership = Membership(host.context, router.address, KEYS, elsewhere)
+        problem = "does not use this host: The host at tcp://127.0.0.1:9 does not answer"
+        await until(lambda: problem in caplog.text)
+        await membership.close()
+        assert len(router.dispatcher.replicas) == 1
 
 
 async def test_a_join_without_the_key_is_not_heard(
@@ -111,6 +138,30 @@ async def test_nonsense_is_ignored() -> None:
             await stranger.send(b"nonsense")
             stranger.close(linger=1000)
         assert await router.ask("r1") == ("hello", FinishReason.STOP)
+
+
+async def test_when_all_hosts_are_full_a_request_is_refused_with_the_shortest_delay() -> None:
+    async with routed() as router, joined(router) as first, joined(router) as second:
+        await router.until_hosts(2)
+        first.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=9)
+        assert await router.ask("r1") == ("ok", FinishReason.STOP)
+        second.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=7)
+        with pytest.raises(OverloadedError) as caught:
+            await router.ask("r2")
+        assert caught.value.retry_after_s == 7
+
+
+async def test_a_router_holds_no_more_requests_than_its_hosts_have_room_for() -> None:
+    async with routed() as router, joined(router) as host:
+        await router.until_hosts(1)
+        host.endpoint.pause_after = 0
+        asking = [asyncio.create_task(router.ask(f"r{index}")) for index in range(16)]
+        await until(lambda: len(host.endpoint.requests) == 16)
+        with pytest.raises(OverloadedError, match="waiting queue is full"):
+            await router.ask("one more")
+        assert len(host.endpoint.requests) == 16  # it was not even asked
+        host.endpoint.go_on.set()
+        assert await asyncio.gather(*asking) == [("ok", FinishReason.STOP)] * 16
 
 
 async def test_an_address_that_is_taken_is_refused() -> None:

@@ -183,6 +183,8 @@ class Life:
             pair.network.cut(pair.prefill.address)
         if rng.random() < self._cutting:
             self._be_silent()
+        if rng.random() < self._cutting:
+            self._stand_still()
         if rng.random() < self._dying:
             self._replace_prefill()
         if rng.random() < self._dying:
@@ -238,6 +240,21 @@ class Life:
         while (at := _next(pair)) is not None and at <= until:
             pair.tick()
         self._network.is_silent = False
+
+    def _stand_still(self) -> None:
+        """The decode engine does nothing for so long that what is held for it is given to others."""
+        self.met["decode engine stands still"] += 1
+        pair = self._pair
+        until = pair.clock.now() + LEASE_S + _MERCY_S
+        for number in range(3):
+            document = self._rng.choice(self._documents)
+            request = self._random_request(1000 * len(pair.requests) + number)
+            prompt = [(token + number + 1) % VOCAB_SIZE for token in document[:-1]]
+            pair.hold(msgspec.structs.replace(request, prompt_token_ids=prompt))
+        while (at := pair.prefill.next_event_at()) is not None and at <= until:
+            pair.clock.advance_to(at)
+            pair.prefill.harness.step()
+        pair.clock.advance_to(until)
 
     def _replace_prefill(self) -> None:
         pair = self._pair

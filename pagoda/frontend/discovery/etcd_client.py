@@ -128,15 +128,15 @@ class EtcdClient:
                         if watched.canceled:
                             return
                         yield watched.events
-            except aiohttp.ClientError as error:
-                raise EtcdError(f"the connection broke ({error})") from None
+            except aiohttp.ClientError:
+                raise EtcdError("the connection broke") from None
 
     async def _call(self, path: str, body: object, kind: type[T]) -> T:
         async with self._post(path, body, total_s=_TIMEOUT_S) as response:
             try:
                 return _decode(await response.read(), kind)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise EtcdError(f"the connection broke ({error})") from None
+            except (aiohttp.ClientError, TimeoutError):
+                raise EtcdError("the connection broke") from None
 
     @asynccontextmanager
     async def _post(
@@ -154,8 +154,8 @@ class EtcdClient:
                     headers=_CONTENT,
                     timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S),
                 )
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem = str(error) or f"no answer within {_TIMEOUT_S:g} s"
+            except (aiohttp.ClientError, TimeoutError):
+                problem = f"{' and '.join(self._servers)} cannot be reached"
                 self._servers.append(self._servers.pop(0))
                 continue
             async with response:

@@ -1,0 +1,153 @@
+"""KV over NIXL (`pagoda-llm[nixl]`): by UCX over whatever network there is, InfiniBand among them.
+
+NIXL does not know our secret: who has a door's descriptor can read. Descriptors go from engine to engine, which
+prove to each other that they know it, over an encrypted connection; the network below must be trusted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
+
+_BATCH_BYTES = 2**26
+_BATCH_PIECES = 2**14
+_PAUSE_S = 50e-6
+"""Between two looks at whether a batch has come: NIXL wakes nobody."""
+_FAREWELL_S = 10.0
+"""How long a batch that nobody wants any more is waited for."""
+
+
+class NixlDescriptor(msgspec.Struct, frozen=True):
+    metadata: bytes
+    """As NIXL says of an agent how it is reached."""
+    regions: list[Region]
+
+
+class NixlTransport:
+    def __init__(self, memory: OwnMemory, access: Access) -> None:
+        """
+        Raises:
+            TransportError: NIXL is not installed, or does not work here.
+        """
+        if access.encrypts:
+            raise TransportError("NIXL does not encrypt")
+        self._memory = memory
+        self._nixl = _load()
+
+    def open_door(self) -> NixlDoor:
+        return NixlDoor(self._nixl, self._memory.regions)
+
+    def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
+        return NixlLink(self._nixl, self._memory.regions, descriptor, deadline)
+
+
+class NixlDoor:
+    """An agent of its own, whose end is the end of all reads."""
+
+    def __init__(self, nixl: Any, regions: Sequence[Region]) -> None:
+        self._agent: Any = _new_agent(nixl, regions, serves=True)
+        self._descriptor = msgspec.msgpack.encode(
+            NixlDescriptor(self._agent.get_agent_metadata(), list(regions))
+        )
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._descriptor
+
+    def close(self) -> None:
+        self._agent = None
+
+
+class NixlLink:
+    """An agent of its own, whose end is the end of all writes to our memory."""
+
+    def __init__(
+        self, nixl: Any, regions: Sequence[Region], descriptor: bytes, deadline: float
+    ) -> None:
+        door = read_descriptor(descriptor, NixlDescriptor)
+        self._regions = door.regions
+        self._lock = threading.Lock()
+        """Held by whoever reads."""
+        self._is_closed = False
+        self._agent: Any = _new_agent(nixl, regions, serves=False)
+        try:
+            self._peer = self._agent.add_remote_agent(door.metadata)
+            self._agent.make_connection(self._peer)
+        except Exception as error:
+            self._agent = None
+            raise TransportError(f"NIXL does not reach it: {_told(error)}") from error
+        if time.monotonic() > deadline:
+            self.close()
+            raise TransportError("it took too long")
+
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        pieces = find_pieces(self._regions, spans)
+        with self._lock:
+            for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
+                if self._is_closed:
+                    raise TransportError("the connection was closed")
+                try:
+                    self._read(batch, deadline)
+                except TransportError:
+                    self._agent = None  # whatever it may still have written, it does not any more
+                    self._is_closed = True
+                    raise
+
+    def _read(self, batch: list[Piece], deadline: float) -> None:
+        agent = self._agent
+        try:
+            here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
+            there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in batch], "DRAM")
+            handle = agent.initialize_xfer("READ", here, there, self._peer)
+            state = agent.transfer(handle)
+            while state == "PROC" and not self._is_overdue(deadline):
+                time.sleep(_PAUSE_S)
+                state = agent.check_xfer_state(handle)
+            handle.release()
+        except Exception as error:
+            raise TransportError(f"NIXL: {_told(error)}") from error
+        if state != "DONE":
+            raise TransportError("NIXL could not read it")
+
+    def _is_overdue(self, deadline: float) -> bool:
+        return time.monotonic() > deadline + (_FAREWELL_S if self._is_closed else 0.0)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with self._lock:  # what has begun is read to its end, a batch at the most
+            self._agent = None
+
+
+def _load() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise TransportError(
+            f"NIXL cannot be loaded ({error}): pip install 'pagoda-llm[nixl]'"
+        ) from None
+
+
+def _new_agent(nixl: Any, regions: Sequence[Region], *, serves: bool) -> Any:
+    """With a thread that answers reads, where it `serves`; who reads looks after that itself."""
+    try:
+        config = nixl.nixl_agent_config(enable_prog_thread=serves, backends=["UCX"])
+        agent = nixl.nixl_agent(secrets.token_hex(16), config)
+        agent.register_memory([(r.address, r.num_bytes, 0, "") for r in regions], "DRAM")
+    except Exception as error:
+        raise TransportError(f"NIXL does not work here: {_told(error)}") from error
+    return agent
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__
