@@ -120,6 +120,7 @@ async def test_a_proxy_gets_what_one_host_answers(standing: Standing, case: str)
     path, body = CASES[case]
     async with aiohttp.ClientSession() as session:
         expected = await ask_decode(session, standing.decode, path, {**body, "cache_salt": "one"})
+        before = await fetched(standing.decode)
         salted = {**body, "cache_salt": f"both, {case}"}
         answer = await ask_both(session, standing.prefill, standing.decode, path, salted)
         routed = await ask_decode(
@@ -127,6 +128,7 @@ async def test_a_proxy_gets_what_one_host_answers(standing: Standing, case: str)
         )
     assert plain(answer) == plain(expected)
     assert plain(routed) == plain(expected)
+    assert await fetched(standing.decode) >= before + 2 * 20
     await until_free([standing.prefill, standing.decode], 1)
 
 
