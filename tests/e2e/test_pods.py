@@ -115,6 +115,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+ENDS_AT_ONCE = ("stop", "one token")
+"""With the first token, so that nobody needs the KV any more."""
+
+
 @pytest.mark.parametrize("case", CASES)
 async def test_a_proxy_gets_what_one_host_answers(standing: Standing, case: str) -> None:
     path, body = CASES[case]
@@ -128,7 +132,8 @@ async def test_a_proxy_gets_what_one_host_answers(standing: Standing, case: str)
         )
     assert plain(answer) == plain(expected)
     assert plain(routed) == plain(expected)
-    assert await fetched(standing.decode) >= before + 2 * 20
+    if case not in ENDS_AT_ONCE:
+        assert await fetched(standing.decode) >= before + 2 * 20
     await until_free([standing.prefill, standing.decode], 1)
 
 
