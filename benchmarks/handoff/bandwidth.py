@@ -1,8 +1,8 @@
 """KV between two processes of this host over every transport, beside plain copies of as many bytes.
 
 One process holds the memory, this one reads it: in one piece, and in pieces of a block, as they come when blocks
-lie anywhere. The plain copies are a socket that one side sends all into and the other receives from, and memory that
-both have mapped. All take turns, so that what else the machine does falls on all alike.
+lie anywhere. The plain copies are a socket that one side sends all into and the other receives from, and memory
+that both have mapped. All take turns, so that what else the machine does falls on all alike.
 """
 
 from __future__ import annotations
