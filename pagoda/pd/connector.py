@@ -118,6 +118,11 @@ class _Fetch:
             return True
         return self.num_blocks is None or len(self.block_ids) < self.num_blocks
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether it is for the other engine to do something; how long a read may take is for workers to say."""
+        return self.is_incomplete and (self.load is None or self.load.num_open == 0)
+
 
 class _Peer:
     """An engine at an address."""
@@ -490,7 +495,7 @@ class RemoteKV:
         if peer.welcome is None or not all(map(peer.has, named)):
             self._links.send(peer.address, KVHello(digest=self._digest))
         for fetch in list(peer.fetches.values()):
-            if fetch.is_incomplete and now - fetch.moved_at > STALL_S:
+            if fetch.is_owed and now - fetch.moved_at > STALL_S:
                 self._fail(fetch, f"nothing more of it came for {STALL_S:g} s")
             elif fetch.moved_at < now - peer.renewal_s:
                 self._ask_again(peer, fetch)
