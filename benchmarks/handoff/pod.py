@@ -17,8 +17,10 @@ from tempfile import TemporaryDirectory
 
 import aiohttp
 
+from benchmarks.cpu.random_model import write_text_side
 from benchmarks.kv_tiers.client import open_session
 from pagoda.cli.server_process import server_process
+from pagoda.models.presets import PRESETS
 
 BLOCK_SIZE = 16
 _VOCABULARY = range(3, 256)
@@ -30,15 +32,17 @@ class Pod:
 
     def __init__(self, stack: ExitStack, model: str, max_model_len: int, dtype: str) -> None:
         self._stack = stack
-        self._model = model
+        directory = Path(stack.enter_context(TemporaryDirectory()))
+        self._model: list[str] = []
         self._flags = ["--dtype", dtype, "--max-model-len", str(max_model_len)]
         self._flags += ["--block-size", str(BLOCK_SIZE), "--log-level", "warning"]
         self._flags += ["--num-kv-blocks", str(16 * max_model_len // BLOCK_SIZE)]
         if model != "pagoda-tiny":
             self._flags += ["--load-format", "dummy"]
-        directory = stack.enter_context(TemporaryDirectory())
-        self._key = Path(directory) / "key"
-        self._key.write_text(secrets.token_hex())
+            # A router needs a tokenizer, which a preset has not.
+            write_text_side(directory / "model", PRESETS[model])
+            self._model = [str(directory / "model")]
+        self._key = write_key(directory)
 
     def host(
         self,
@@ -49,29 +53,25 @@ class Pod:
         transports: str = "",
     ) -> str:
         """The URL of a host that has just these cores, and joins routers at these addresses."""
-        flags = [*self._positional, *self._flags, "--threads", str(len(cores))]
+        flags = [*self._model, *self._flags, "--threads", str(len(cores))]
         if role != "none":
             flags += ["--role", role, "--cluster-key-file", str(self._key)]
         if join:
             flags += ["--join", ",".join(join)]
         if transports:
             flags += ["--kv-transports", transports]
-        with _on_cores(cores):
+        with on_cores(cores):
             return self._stack.enter_context(server_process(flags)).base_url
 
     def route(self, address: str, min_tokens: int) -> str:
         """The URL of a router that hosts join at `address`; any prompt this long is computed elsewhere."""
-        flags = [*self._positional, "--join-listen", address, "--cluster-key-file", str(self._key)]
+        flags = [*self._model, "--join-listen", address, "--cluster-key-file", str(self._key)]
         flags += ["--remote-prefill-min-tokens", str(min_tokens), "--log-level", "warning"]
         return self._stack.enter_context(server_process(flags, "route")).base_url
 
-    @property
-    def _positional(self) -> list[str]:
-        return [] if self._model == "pagoda-tiny" else [self._model]
-
 
 @contextlib.contextmanager
-def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
     """Processes that are started meanwhile run there."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -79,6 +79,13 @@ def _on_cores(cores: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, own)
+
+
+def write_key(directory: Path) -> Path:
+    """A file with the secret of a cluster."""
+    path = directory / "key"
+    path.write_text(secrets.token_hex())
+    return path
 
 
 def two_cores() -> tuple[int, int]:
