@@ -133,8 +133,9 @@ class _Peer:
 
     @property
     def renewal_s(self) -> float:
-        lease_s = self.welcome.lease_s if self.welcome else _MAX_RENEWAL_S
-        return min(lease_s / _RENEWALS, _MAX_RENEWAL_S)
+        if self.welcome is None:
+            return _MAX_RENEWAL_S
+        return min(self.welcome.lease_s / _RENEWALS, _MAX_RENEWAL_S)
 
     def has(self, peer_id: str | None) -> bool:
         """Whether these are its workers, as it last said."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -76,8 +77,9 @@ class Life:
             [rng.randrange(VOCAB_SIZE) for _ in range(self._max_model_len)] for _ in range(4)
         ]
         self._options = {role: self._random_options(role) for role in (Role.PREFILL, Role.DECODE)}
-        self._sources: list[KVSource] = []
+        self._sources: list[tuple[GenerateRequest, KVSource]] = []
         self._aborted: set[str] = set()
+        self._extra = count(1000)
         self._lost_deaths = 0
         network = self._network = FaultyNetwork(rng, self.met)
         pair = self._pair = Pair(
@@ -150,12 +152,12 @@ class Life:
             pair.hold(request)
             del pair.requests[request.request_id]
         elif chance < 0.1:
-            source = rng.choice([*self._sources, _NOBODY, _NONSENSE])
+            source = rng.choice([*self._sources_of_others(request), _NOBODY, _NONSENSE])
             self.met["with a source that is of no use"] += 1
             pair.fetch(request, source)
         else:
             source = pair.hold(request)
-            self._sources.append(source)
+            self._sources.append((request, source))
             for _ in range(rng.choice([0, 0, 0, 2, 20])):
                 pair.tick()
             pair.fetch(request, source)
@@ -183,6 +185,8 @@ class Life:
             pair.network.cut(pair.prefill.address)
         if rng.random() < self._cutting:
             self._be_silent()
+        if rng.random() < self._cutting:
+            self._stand_still()
         if rng.random() < self._dying:
             self._replace_prefill()
         if rng.random() < self._dying:
@@ -239,6 +243,21 @@ class Life:
             pair.tick()
         self._network.is_silent = False
 
+    def _stand_still(self) -> None:
+        """The decode engine does nothing for so long that what is held for it is given to others."""
+        self.met["decode engine stands still"] += 1
+        pair = self._pair
+        until = pair.clock.now() + LEASE_S + _MERCY_S
+        for number in range(3):
+            document = self._rng.choice(self._documents)
+            request = self._random_request(next(self._extra))
+            prompt = [(token + number + 1) % VOCAB_SIZE for token in document[:-1]]
+            pair.hold(msgspec.structs.replace(request, prompt_token_ids=prompt))
+        while (at := pair.prefill.next_event_at()) is not None and at <= until:
+            pair.clock.advance_to(at)
+            pair.prefill.harness.step()
+        pair.clock.advance_to(until)
+
     def _replace_prefill(self) -> None:
         pair = self._pair
         self.met["prefill engine replaced"] += 1
@@ -260,18 +279,22 @@ class Life:
         for request_id in old.harness.scheduler._requests:
             so_far = old.harness.tokens[request_id]
             request = pair.requests[request_id]
+            source = self._rng.choice([None, *self._sources_of_others(request)])
             again = msgspec.structs.replace(
-                request,
-                output_token_ids=so_far,
-                returns=True,
-                kv_source=self._rng.choice(_OLD)(self),
+                request, output_token_ids=so_far, returns=True, kv_source=source
             )
             pair.decode.add(again)
         pair.decode.harness.tokens = old.harness.tokens | pair.decode.harness.tokens
         pair.decode.harness.finished = old.harness.finished | pair.decode.harness.finished
 
-    def _any_source(self) -> KVSource | None:
-        return self._rng.choice(self._sources) if self._sources else None
+    def _sources_of_others(self, request: GenerateRequest) -> list[KVSource]:
+        """All but those of the same prompt, at which another token may be behind it: seeds differ."""
+        prompt = request.prompt_token_ids
+        return [
+            it
+            for other, it in self._sources
+            if other.prompt_token_ids != prompt or other.request_id == request.request_id
+        ]
 
     # ---- the end
 
@@ -331,7 +354,6 @@ class Life:
 
 _NOBODY = KVSource(address="tcp://nobody:1", engine_id="e", transfer_id="e-1")
 _NONSENSE = KVSource(address="http://p/../..", engine_id="", transfer_id="x" * 10_000)
-_OLD = (lambda _: None, Life._any_source)
 
 
 def _next(pair: Pair) -> float | None:
