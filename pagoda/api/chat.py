@@ -15,6 +15,7 @@ from aiohttp import web
 from pagoda.api.answer import AnswerDelta, AnswerParser, ToolCallDelta
 from pagoda.api.call import Call
 from pagoda.api.choices import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
+from pagoda.api.kv_transfer import handoff_of, transfer_fields, with_one_token
 from pagoda.api.logprobs import chat_logprobs
 from pagoda.api.protocol import (
     ChatRequest,
@@ -64,10 +65,12 @@ async def _prepare(
         continue_final_message=body.continue_final_message,
         switches=body.chat_template_kwargs,
     )
+    handoff = handoff_of(body, generator.endpoint.limits.role)
+    max_tokens = chat_max_tokens(body)
     with _spelled(body):
         sampling = sampling_params(
-            body,
-            max_tokens=chat_max_tokens(body),
+            with_one_token(body, max_tokens) if handoff.holds_kv else body,
+            max_tokens=max_tokens,
             logprobs=chat_logprobs_count(body),
             defaults=generator.text.default_sampling,
         )
@@ -79,6 +82,8 @@ async def _prepare(
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             session=session,
+            holds_kv=handoff.holds_kv,
+            kv_source=handoff.kv_source,
         )
     return _Job(
         body=body,
@@ -120,6 +125,8 @@ class _Job:
     thinks: bool
     in_reasoning: bool
     calls_tools: bool
+    last_fields: dict[str, Any] = field(default_factory=dict)
+    """What the last delta adds to the object of the whole answer."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -172,6 +179,7 @@ class _Job:
         response = {
             **self._envelope("chat.completion", choices),
             "usage": usage.as_dict(self.requests),
+            **self.last_fields,
         }
         if self.body.return_token_ids:
             response["prompt_token_ids"] = self.requests[0].request.prompt_token_ids
@@ -191,6 +199,7 @@ class _Job:
                 token_ids += delta.raw.token_ids
                 logprobs += (self._logprobs(delta.raw) or {}).get("content", ())
                 finish_reason, stop_reason = delta.finish_reason, delta.raw.stop_reason
+                self.last_fields |= transfer_fields(delta.raw)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
         if calls.complete:
             message["content"] = message["content"] or None
@@ -284,7 +293,7 @@ class _ChoiceEvents:
             choice["token_ids"] = raw.token_ids
         if self._continuous:
             chunk["usage"] = self._usage.as_dict(self._job.requests)
-        return event(chunk)
+        return event({**chunk, **transfer_fields(raw)})
 
     def _chunk(self, fields: dict[str, Any]) -> dict[str, Any]:
         choice = {

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from pagoda.api.call import Call
 from pagoda.api.choices import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
+from pagoda.api.kv_transfer import Handoff, handoff_of, transfer_fields, with_one_token
 from pagoda.api.logprobs import CompletionLogprobs
 from pagoda.api.protocol import (
     DEFAULT_COMPLETION_TOKENS,
@@ -45,15 +46,21 @@ async def _prepare(
 ) -> _Job:
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
+    handoff = handoff_of(body, generator.endpoint.limits.role)
+    prompts = prompts_of(body)
+    if handoff != Handoff() and len(prompts) != 1:
+        raise InvalidRequestError(
+            "prompt must be a single one with kv_transfer_params.", param="prompt"
+        )
     explicit = body.max_tokens is not None
     sampling = sampling_params(
-        body,
+        with_one_token(body, body.max_tokens) if handoff.holds_kv else body,
         max_tokens=body.max_tokens if explicit else DEFAULT_COMPLETION_TOKENS,
         logprobs=body.logprobs,
         defaults=generator.text.default_sampling,
     )
     requests: list[TextRequest] = []
-    for prompt in prompts_of(body):
+    for prompt in prompts:
         await asyncio.sleep(0)  # a body may hold many prompts; streams go on between them
         requests += await generator.prepare(
             prompt,
@@ -63,6 +70,8 @@ async def _prepare(
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             session=session,
+            holds_kv=handoff.holds_kv,
+            kv_source=handoff.kv_source,
         )
     return _Job(body, generator, requests, model)
 
@@ -75,6 +84,8 @@ class _Job:
     generator: TextGenerator
     requests: Sequence[TextRequest]
     model: str
+    last_fields: dict[str, Any] = field(default_factory=dict)
+    """What the last delta adds to the object of the whole answer."""
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -120,7 +131,8 @@ class _Job:
         usage = Usage(self.requests)
         indexes = range(len(self.requests))
         choices = await for_all(indexes, lambda index: self._whole_choice(index, usage))
-        return {**self._envelope(choices), "usage": usage.as_dict(self.requests)}
+        totals = {"usage": usage.as_dict(self.requests), **self.last_fields}
+        return {**self._envelope(choices), **totals}
 
     async def _whole_choice(self, index: int, usage: Usage) -> dict[str, Any]:
         request = self.requests[index]
@@ -134,6 +146,7 @@ class _Job:
                 text.append(delta.text)
                 token_ids += delta.token_ids
                 entries += delta.logprobs or ()
+                self.last_fields |= transfer_fields(delta)
         formatter = self._logprobs()
         logprobs = formatter.format(token_ids, entries) if formatter else None
         choice = self._choice(index, "".join(text), delta, logprobs)
@@ -189,6 +202,7 @@ class _Job:
                 choice["prompt_token_ids"] = self.requests[index].request.prompt_token_ids
             first = False
             tail = {"usage": usage.as_dict(self.requests)} if continuous else blank
-            return event({**self._envelope([choice]), **tail})
+            transfer = transfer_fields(delta)
+            return event({**self._envelope([choice]), **tail, **transfer})
 
         return format_delta

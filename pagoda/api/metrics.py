@@ -24,6 +24,8 @@ _GAUGES = {
     "num_tokens_pending": ("num_pending_tokens", "Prompt and output tokens not yet computed."),
     "kv_cache_blocks": ("num_blocks", "Blocks of the KV cache."),
     "kv_cache_free_blocks": ("num_free_blocks", "Blocks of it that are free or can be evicted."),
+    "kv_leases": ("num_leases", "Requests whose KV is held for other engines."),
+    "kv_leased_blocks": ("num_leased_blocks", "KV blocks of them."),
     "step_time_seconds": ("step_time_s", "Duration of a step, as a moving average."),
 }
 _COUNTERS = {
@@ -34,6 +36,10 @@ _COUNTERS = {
     "kv_blocks_removed_total": (
         "num_blocks_removed",
         "KV blocks evicted, or lost with a worker, that could be found before.",
+    ),
+    "kv_leases_expired_total": (
+        "num_leases_expired",
+        "Requests whose KV was held for other engines, and not fetched in time.",
     ),
     "engine_steps_total": ("num_steps", "Steps finished."),
     "worker_restarts_total": ("num_worker_restarts", "Workers lost and started again."),

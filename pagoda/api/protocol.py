@@ -78,6 +78,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     priority: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """See `pagoda.api.kv_transfer`, which checks it."""
 
     # No effect on the answer, by OpenAI's definition; the first two may name the request's session.
     prompt_cache_key: str | None = None

@@ -12,11 +12,12 @@ from cyclopts import Group, Parameter
 
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop
-from pagoda.cli.options import GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.serve import ServerOptions, announce
 from pagoda.engine.messages import EngineReady
 from pagoda.frontend.fleet import RoutedFleet, RouterConfig, parse_address, read_cluster_key
 from pagoda.frontend.model_text import load_text
+from pagoda.frontend.pods import DEFAULT_MIN_TOKENS
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
@@ -34,6 +35,8 @@ class RouterOptions:
     """A file with a secret that hosts and routers have in common."""
     policy: PolicyName = DEFAULT_POLICY
     """Which host takes a request, as --data-parallel-policy says it of replicas."""
+    remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
+    """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
 
 
 _SERVER = ServerOptions()
@@ -63,6 +66,7 @@ def route(
         model=files.served_name,
         model_digest=model_digest(files),
         policy=router.policy,
+        remote_prefill_min_tokens=router.remote_prefill_min_tokens,
     )
 
     def on_ready(url: str, limits: EngineReady) -> None:

@@ -38,6 +38,7 @@ from pagoda.frontend.fleet import (
     parse_address,
     read_cluster_key,
 )
+from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
@@ -87,16 +88,16 @@ class JoinOptions:
     cluster_key_file: Path | None = None
     """A file with a secret that hosts and routers have in common."""
     advertise: str = "127.0.0.1"
-    """The address of this host at which routers reach it."""
+    """The address of this host at which routers and other hosts reach it."""
 
-    def config(self, files: ModelFiles) -> JoinConfig | None:
+    def config(self, files: ModelFiles, handoff: HandoffOptions) -> JoinConfig | None:
         """
         Raises:
             ConfigError: a flag lacks another, or says what is not possible.
         """
         if self.join is None:
-            if self.cluster_key_file is not None:
-                raise ConfigError("--cluster-key-file needs --join.")
+            if self.cluster_key_file is not None and handoff.role == "none":
+                raise ConfigError("--cluster-key-file needs --join or --role.")
             return None
         if self.cluster_key_file is None:
             raise ConfigError(
@@ -113,6 +114,7 @@ class JoinOptions:
 
 _SERVER = ServerOptions()
 _JOIN = JoinOptions()
+_HANDOFF = HandoffOptions()
 _ENGINE = EngineOptions()
 _PARALLEL = ParallelOptions()
 _EXECUTOR = ExecutorOptions()
@@ -127,6 +129,7 @@ def serve(
     parallel: ParallelOptions = _PARALLEL,
     executor: ExecutorOptions = _EXECUTOR,
     join: JoinOptions = _JOIN,
+    handoff: HandoffOptions = _HANDOFF,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
@@ -140,9 +143,14 @@ def serve(
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
     config = server.config()
-    engine_config = executor.engine_config(engine, files.model, parallel)
+    handed = handoff.config(
+        cluster_key_file=join.cluster_key_file,
+        advertise=join.advertise,
+        num_replicas=parallel.data_parallel_size,
+    )
+    engine_config = executor.engine_config(engine, files.model, parallel, handed)
 
-    joined = join.config(files)
+    joined = join.config(files, handoff)
 
     def make_fleet() -> Fleet:
         engines = EngineFleet(engine_config, parallel.data_parallel_policy)

@@ -83,6 +83,8 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     keys: CurveKeys
     lease_s: float = 30.0
     """How long KV is held for someone who says nothing."""
+    fail_on_load_failure: bool = False
+    """Whether a request fails when KV cannot be fetched as its source was said to have it; else it is computed."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from pagoda.engine.messages import (
     GenerateRequest,
     LoadReport,
     RequestRefused,
+    Role,
     StepResult,
     TokenChunk,
     TransferEnd,
@@ -23,11 +24,17 @@ from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.connector import KVConnector
 from pagoda.kv.events import KVEvent, KVEventRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
-from pagoda.kv.tiers import build_tiers
+from pagoda.kv.tiers import RemoteOpener, build_tiers
+from pagoda.kv.transfers import TransferLedger
 from pagoda.parallel.config import expert_share
+from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.holder import KVHolder
+from pagoda.pd.leases import LeaseBook
+from pagoda.pd.links import HandoffLinks
 
 STABLE_S = 30.0
 """A worker that lived this long starts a new count of losses."""
@@ -37,7 +44,8 @@ steps need no such limit: the scheduler gives up the request that causes them.""
 _STEP_TIME_WEIGHT = 0.1
 
 TiersBuilder = Callable[
-    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None], ConnectorStack | None
+    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None, RemoteOpener | None],
+    ConnectorStack | None,
 ]
 
 _log = logging.getLogger(__name__)
@@ -52,11 +60,16 @@ class EngineCore:
         executor: Executor,
         clock: Clock,
         build_tiers: TiersBuilder = build_tiers,
+        handoff: HandoffLinks | None = None,
     ) -> None:
+        """`handoff` is there if `config.handoff` is, and has what its role needs."""
         self._config = config
         self._build_tiers = build_tiers
         self._executor = executor
         self._clock = clock
+        self._handoff = handoff
+        self._holder: KVHolder | None = None
+        self._remote: RemoteKV | None = None
         self._scheduler: Scheduler | None = None
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
@@ -86,6 +99,7 @@ class EngineCore:
             max_num_seqs=self._scheduler.limits.max_num_seqs,
             max_num_waiting=self._config.max_num_waiting,
             summary=self._worker.summary,
+            role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
         )
 
     @property
@@ -100,12 +114,20 @@ class EngineCore:
             return RequestRefused(request.request_id, retry_after_s=1)
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
         if scheduler.num_requests >= room and not request.returns:
+            self._release_source(request)
             return RequestRefused(request.request_id, retry_after_s=1)
         if not scheduler.has_requests():
             self._last_progress = self._clock.now()
         chunks = scheduler.add(request)
+        if chunks and chunks[-1].finish_reason is not None:
+            self._release_source(request)
         self._submit_transfers()
         return chunks
+
+    def _release_source(self, request: GenerateRequest) -> None:
+        """The request is not taken: what is held for it elsewhere is not needed."""
+        if self._remote is not None and request.kv_source is not None:
+            self._remote.release(request.kv_source)
 
     def abort(self, request_id: str) -> None:
         if self._scheduler is not None:
@@ -133,7 +155,10 @@ class EngineCore:
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self._restart_at = None
             self._executor.start(self._worker.num_blocks if self._worker else None)
+        if self._holder is not None:
+            self._holder.step()
         if self._scheduler is not None:
+            chunks += self._take_remote_news(self._scheduler)
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()
         self._submit_transfers()
@@ -152,8 +177,23 @@ class EngineCore:
     def _submit_transfers(self) -> None:
         if self._tiers is not None:
             transfers = self._tiers.take_transfers()
-            if transfers:
-                self._executor.submit_transfers(transfers)
+            met, parted = ([], []) if self._remote is None else self._remote.take_peers()
+            if transfers or met or parted:
+                self._executor.submit_transfers(transfers, met, parted)
+
+    def _take_remote_news(self, scheduler: Scheduler) -> list[TokenChunk]:
+        if self._remote is None:
+            return []
+        self._remote.step()
+        chunks: list[TokenChunk] = []
+        for news in self._remote.take_news():
+            match news:
+                case Arrived(request_id, token):
+                    chunks += scheduler.take_first_token(request_id, token)
+                case Failed(request_id, reason):
+                    error = f"KV of this request could not be fetched: {reason}."
+                    chunks += scheduler.fail(request_id, error)
+        return chunks
 
     def _take_result(self, result: StepResult) -> list[TokenChunk]:
         if self._scheduler is None:
@@ -176,6 +216,8 @@ class EngineCore:
             self._scheduler = self._make_scheduler(worker)
         if self._tiers is not None:
             self._tiers.workers_ready(worker)
+        if self._holder is not None:
+            self._holder.workers_ready(worker)
 
     def _make_scheduler(self, worker: WorkerReady) -> Scheduler:
         config = self._config
@@ -195,13 +237,32 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             events=self._kv_events,
         )
-        if config.kv_tiers is not None:
+        remote = self._open_remote if self._handoff and self._handoff.peers else None
+        if config.kv_tiers is not None or remote is not None:
+            fails = config.handoff is not None and config.handoff.fail_on_load_failure
+            tiers = config.kv_tiers or KVTiersConfig(fail_on_load_failure=fails)
             self._tiers = self._build_tiers(
-                config.kv_tiers, worker, kv.pool, self._clock, self._kv_events
+                tiers, worker, kv.pool, self._clock, self._kv_events, remote
             )
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
-        return Scheduler(limits, kv, self._tiers)
+        self._holder = self._make_holder(kv.pool)
+        return Scheduler(limits, kv, self._tiers, self._holder)
+
+    def _open_remote(self, ledger: TransferLedger) -> KVConnector:
+        links, config = self._handoff, self._config.handoff
+        if links is None or links.peers is None or config is None:
+            raise RuntimeError("This engine has no way to others.")
+        self._remote = RemoteKV(links.peers, ledger, self._clock, fails=config.fail_on_load_failure)
+        return self._remote
+
+    def _make_holder(self, pool: BlockPool) -> KVHolder | None:
+        links, config = self._handoff, self._config.handoff
+        if links is None or links.door is None or config is None:
+            return None
+        leases = LeaseBook(pool, self._clock, config.lease_s)
+        tp_size = self._config.worker.parallel.tensor_parallel_size
+        return KVHolder(links.door, leases, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -254,6 +315,8 @@ class EngineCore:
                 self._executor.next_event_at(),
                 None if self._tiers is None else self._tiers.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
+                None if self._holder is None else self._holder.next_event_at(),
+                None if self._remote is None else self._remote.next_event_at(),
             )
             if instant is not None
         ]
@@ -265,6 +328,7 @@ class EngineCore:
         if scheduler is None:
             raise RuntimeError("The engine is not ready.")
         busy = scheduler.has_requests()
+        leases = None if self._holder is None else self._holder.leases
         return LoadReport(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -285,6 +349,9 @@ class EngineCore:
             is_worker_ready=self._is_worker_ready,
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
+            num_leases=leases.num_leases if leases else 0,
+            num_leased_blocks=leases.num_blocks if leases else 0,
+            num_leases_expired=leases.num_expired if leases else 0,
         )
 
     def _expert_rank_tokens(self) -> list[int]:
@@ -298,9 +365,12 @@ class EngineCore:
     def pollables(self) -> list[object]:
         """File descriptors and sockets that become readable with news for `step`."""
         tiers = [] if self._tiers is None else self._tiers.pollables()
-        return [*self._executor.pollables(), *tiers]
+        holder = [] if self._holder is None else self._holder.pollables()
+        return [*self._executor.pollables(), *tiers, *holder]
 
     def close(self) -> None:
+        if self._holder is not None:
+            self._holder.close()
         if self._tiers is not None:
             self._tiers.close()
         self._executor.close()

@@ -20,7 +20,7 @@ from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import ConnectorStack, Found
+from pagoda.kv.stack import ConnectorStack, Found, Unknown
 
 _NUM_PREFETCHED = 4
 """So many of those in line, the first, are looked at again when there is news: a long prompt takes time."""
@@ -77,7 +77,7 @@ class KVWaiting:
         """The request is queued, and finds so many blocks on the device."""
         keys = self._kv.prefix_keys(request.table, request.token_ids)
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
-        request.demand = Demand(request.request_id, keys, token_ids)
+        request.demand = Demand(request.request_id, keys, token_ids, request.kv_source)
         request.load_tried = False
         self._tiers.announce(request.demand, min(num_hits, len(keys)))
 
@@ -85,7 +85,7 @@ class KVWaiting:
         """The request is admitted or ends."""
         self._in_line.pop(request.request_id, None)
         if request.demand is not None:
-            request.demand = None
+            request.demand = request.kv_source = None
             self._tiers.forget(request.request_id)
 
     def passed(self, request: Request) -> None:
@@ -107,20 +107,20 @@ class KVWaiting:
         if demand is None or request.load_tried:
             return Begin.COMPUTES
         found = self._tiers.lookup(demand, len(hits))
-        if found is None:
-            return self._wait_for_answer(request)
+        if isinstance(found, Unknown):
+            return self._wait_for_answer(request, found)
         if found.num_blocks == 0:
             return Begin.COMPUTES
         self._load(request, hits, found)
         return Begin.WAITS
 
-    def _wait_for_answer(self, request: Request) -> Begin:
+    def _wait_for_answer(self, request: Request, unknown: Unknown) -> Begin:
         if request.request_id not in self._unanswered:
             if len(self._unanswered) >= self._max_unanswered:
                 return Begin.STAYS
             self._unanswered[request.request_id] = request
             self._in_line.pop(request.request_id, None)
-        self._tiers.wait(request.request_id)
+        self._tiers.wait(request.request_id, unknown)
         return Begin.WAITS
 
     def _load(self, request: Request, hits: list[Block], found: Found) -> None:

@@ -45,6 +45,7 @@ from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
+from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.logging import configure_logging
 
 
@@ -88,14 +89,25 @@ class EngineProcess:
     def _serve(self) -> None:
         self._publisher = _make_publisher(self._config, self._context)
         try:
-            self._run_core()
+            self._link()
         finally:
             if self._publisher is not None:
                 self._publisher.close()
 
-    def _run_core(self) -> None:
+    def _link(self) -> None:
+        config = self._config
+        if config.handoff is None:
+            self._run_core(None)
+            return
+        sockets = SocketLinks(config.handoff, config.worker.place.dp)
+        try:
+            self._run_core(sockets.links)
+        finally:
+            sockets.close()
+
+    def _run_core(self, links: HandoffLinks | None) -> None:
         executor = _make_executor(self._config, self._directory, self._clock)
-        self._core = EngineCore(self._config, executor, self._clock)
+        self._core = EngineCore(self._config, executor, self._clock, handoff=links)
         try:
             while not self._stopping:
                 self._sleep()

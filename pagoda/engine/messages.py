@@ -192,6 +192,10 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str
     """Under which it holds the KV; chosen by that engine, never given twice."""
+    tp_size: int = 1
+    """Of that engine, for proxies that ask. Its workers say themselves what each of them has."""
+    block_ids: tuple[int, ...] = ()
+    """Where the full blocks of the prompt are, once it is computed; for proxies that pass such a list on."""
 
 
 class GenerateRequest(
@@ -281,7 +285,13 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int | None = None
     """In a chunk that is news of the prompt alone: how many of its tokens are computed. For weighing the load."""
     kv_source: KVSource | None = None
-    """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be."""
+    """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be.
+    Again in the last one, if it is there."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it says something of the prompt alone; such chunks do not go to clients."""
+        return not self.token_ids and self.finish_reason is None
 
 
 class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
@@ -324,7 +334,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     num_awaiting_kv: int = 0
     """Requests that wait for KV to be looked up or loaded; `num_waiting` does not count them."""
     tiers: tuple[TierLoad, ...] = ()
-    """Below the device, nearest first."""
+    """Below the device, nearest first; other engines, from which KV is fetched, are the last."""
+    num_leases: int = 0
+    """Requests whose KV is held for other engines."""
+    num_leased_blocks: int = 0
+    """Blocks of them; one of two requests counts twice."""
+    num_leases_expired: int = 0
+    """Since start: nobody fetched them, or said that they were fetched."""
     query_id: int | None = None
     """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
     replicas: tuple[ReplicaLoad, ...] = ()

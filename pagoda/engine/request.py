@@ -24,6 +24,7 @@ class Request:
         "demand",
         "eos_token_ids",
         "finished",
+        "kv_source",
         "load_tried",
         "max_total_tokens",
         "num_cached_tokens",
@@ -43,6 +44,7 @@ class Request:
         "strikes",
         "table",
         "token_ids",
+        "transfer_id",
     )
 
     def __init__(
@@ -66,6 +68,12 @@ class Request:
             if max_tokens is None
             else min(max_model_len, self.num_prompt_tokens + max_tokens)
         )
+        if message.holds_kv:
+            self.max_total_tokens = min(self.max_total_tokens, self.num_tokens + 1)
+        self.transfer_id: str | None = None
+        """Under which its KV is held for another engine; None if it is not."""
+        self.kv_source = message.kv_source
+        """Whom else to ask for its KV; None once that was tried, or there is no need."""
         self.rank = (message.priority, arrival)
         """Requests are served in this order and preempted in the reverse of it."""
         self.table = table

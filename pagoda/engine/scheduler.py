@@ -32,6 +32,7 @@ from pagoda.engine.messages import (
     Capabilities,
     FinishReason,
     GenerateRequest,
+    KVSource,
     SlotStart,
     StepPlan,
     StepResult,
@@ -42,6 +43,7 @@ from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
+from pagoda.pd.holder import FirstToken, KVHolder
 
 SOLO_STRIKES = 2
 """From this many strikes on, a request is tried alone, so that it can neither give strikes to others nor get
@@ -117,7 +119,11 @@ class Scheduler:
     """Continuous batching over one KV cache."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, tiers: ConnectorStack | None = None
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        tiers: ConnectorStack | None = None,
+        holder: KVHolder | None = None,
     ) -> None:
         if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
             raise ValueError(
@@ -135,6 +141,7 @@ class Scheduler:
         """In order of rank, as is `_waiting`."""
         self._waiting: list[Request] = []
         self._kv_waiting = None if tiers is None else KVWaiting(kv, tiers, limits.max_num_seqs)
+        self._holder = holder
         self._suspects: set[Request] = set()
         """Requests that are tried alone because workers died during their steps."""
         self._blocked: _Blocked | None = None
@@ -190,6 +197,10 @@ class Scheduler:
         )
         self._num_arrivals += 1
         problem = self._refusal(request)
+        if problem is None and message.holds_kv and self._holder is None:
+            problem = (
+                "This engine holds no KV for others; it was started without --role prefill or both."
+            )
         if problem is not None:
             return [TokenChunk(message.request_id, [], FinishReason.ERROR, error=problem)]
         if request.num_output_tokens:
@@ -197,13 +208,18 @@ class Scheduler:
             if finish is not None:
                 return [TokenChunk(message.request_id, [], finish, stop_reason)]
         self._requests[request.request_id] = request
+        news = []
+        if message.holds_kv and self._holder is not None:
+            source = self._holder.open(request.num_tokens // self.kv.block_size)
+            request.transfer_id = source.transfer_id
+            news = [TokenChunk(request.request_id, [], kv_source=source)]
         if self._kv_waiting is None:
             insort(self._waiting, request, key=_by_rank)
         else:
             hits = self.kv.find_prefix(request.table, request.token_ids)
             self._kv_waiting.announce(request, len(hits))
             self._queue(request, hits, self._kv_waiting)
-        return []
+        return news
 
     def _queue(self, request: Request, hits: list[Block], kv_waiting: KVWaiting) -> None:
         """Lets the request wait for KV at once if there is room besides those in line before it, else in line."""
@@ -237,6 +253,7 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.finished = True
         del self._requests[request.request_id]
+        self._let_go(request, "its request failed or was aborted")
         self._suspects.discard(request)
         if request.slot is not None:
             self._leave_slot(request)
@@ -246,6 +263,12 @@ class Scheduler:
             self._kv_waiting.forget(request)
             self._blocked = None
         self._free_blocks(request)
+
+    def _let_go(self, request: Request, reason: str) -> None:
+        """What is held of the request for another engine is worth nothing to it any more."""
+        if request.transfer_id is not None and self._holder is not None:
+            self._holder.drop(request.transfer_id, reason)
+            request.transfer_id = None
 
     def _free_blocks(self, request: Request) -> None:
         """Steps under way may still use the blocks: what a preempted request samples in them counts."""
@@ -402,6 +425,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
         num_published = request.table.num_published
+        # Two requests that hold each other's room for others would wait for ever.
+        self._let_go(request, "its request was preempted")
         self._leave_slot(request)
         self._free_blocks(request)
         request.forget_kv()
@@ -489,9 +514,21 @@ class Scheduler:
         )
         if self._kv_waiting is not None:
             self._kv_waiting.forget(request)
-            self._kv_waiting.passed(request)
+        self._passed(request)
         draft.add(request, slot, count)
         return True
+
+    def _passed(self, request: Request) -> None:
+        """The request has got past further blocks: others may keep them, or fetch them."""
+        if self._kv_waiting is not None:
+            self._kv_waiting.passed(request)
+        if request.transfer_id is not None and self._holder is not None:
+            table, transfer_id = request.table, request.transfer_id
+            first, end = self._holder.num_held(transfer_id), table.num_published
+            if end > first:
+                self._holder.hold(
+                    transfer_id, table.blocks[first:end], table.keys[first + 1 : end + 1]
+                )
 
     # ---- results
 
@@ -541,8 +578,7 @@ class Scheduler:
             return False
         request.num_computed_tokens += share.num_tokens
         self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
-        if self._kv_waiting is not None:
-            self._kv_waiting.passed(request)
+        self._passed(request)
         if request.strikes and request.num_computed_tokens >= request.strike_point:
             request.strikes = 0
             self._suspects.discard(request)
@@ -551,6 +587,9 @@ class Scheduler:
     def _append(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
     ) -> TokenChunk:
+        source = None
+        if request.transfer_id is not None:
+            source = self._finish_prefill(request, token_id, logprobs)
         request.token_ids.append(token_id)
         finish, stop_reason = self._finish_of(request)
         if finish is not None:
@@ -562,7 +601,18 @@ class Scheduler:
             stop_reason,
             None if logprobs is None else [logprobs],
             request.num_cached_tokens or 0,
+            kv_source=source,
         )
+
+    def _finish_prefill(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    ) -> KVSource | None:
+        """The request ends with this token, and its KV stays."""
+        transfer_id, request.transfer_id = request.transfer_id, None
+        if transfer_id is None or self._holder is None:
+            return None
+        key = self.kv.sequence_key(request.table, request.token_ids)
+        return self._holder.finish(transfer_id, FirstToken(key, token_id, logprobs))
 
     def _finish_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
         """Whether the last output token ends the answer, and the stop token if one was asked for."""
@@ -598,6 +648,35 @@ class Scheduler:
             kv_waiting.prefetch_more()
         return chunks
 
+    # ---- what another engine computed
+
+    def take_first_token(self, request_id: str, token: FirstToken) -> list[TokenChunk]:
+        """The token behind a request's prompt, which counts as if it had been sampled here.
+
+        Unless the request has got further, or is being computed and will sample it, or asks for what the other
+        engine did not say, or there is none.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.slot is not None or request.num_pending_samples:
+            return []
+        if request.transfer_id is not None:  # whoever fetches from here wants its KV, too
+            return []
+        if self.kv.sequence_key(request.table, request.token_ids) != token.key:
+            return []
+        num_top, logprobs = request.sampling.logprobs, token.logprobs
+        if num_top is None:
+            return [self._append(request, token.token_id, None)]
+        if logprobs is None or len(logprobs.top_token_ids) < num_top:
+            return []
+        top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
+        trimmed = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
+        return [self._append(request, token.token_id, trimmed)]
+
+    def fail(self, request_id: str, error: str) -> list[TokenChunk]:
+        """Ends a request; `error` is a sentence."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [self._fail(request, error)]
+
     # ---- when the worker is lost
 
     def recover(self) -> list[TokenChunk]:
@@ -609,6 +688,8 @@ class Scheduler:
         """
         struck = {share.request for flight in self._in_flight for share in flight.shares}
         self._in_flight.clear()
+        if self._holder is not None:
+            self._holder.workers_lost()
         for request in struck:
             request.strike_point = max(request.strike_point, request.num_scheduled_tokens)
         for request in list(self._running):
@@ -621,6 +702,7 @@ class Scheduler:
                 insort(self._waiting, request, key=_by_rank)
         for request in self._waiting:
             request.lose_workers()
+            request.transfer_id = None
         self.kv.pool.clear_cache()
         self._freed_slots.clear()
         self._blocked = None

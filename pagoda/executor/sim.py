@@ -10,13 +10,16 @@ Transfers copy such cells to and from slots of a host arena and objects on a dis
 begin to end, nobody else may write to what they read, or touch what they write to; steps neither, unless the
 transfer waits for them. A step uses its blocks until it has been executed: it reads all that its requests have
 computed, and writes behind that.
+
+From another engine's device they are read as they are when the transfer ends, whatever that means by then. Between
+engines in processes of their own nothing is copied: such transfers only take their time.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from pagoda.engine.messages import (
     DiskObjects,
     HostSlots,
     KVPeer,
+    KVRank,
     RemoteBlocks,
     SimConfig,
     SlotStart,
@@ -62,6 +66,31 @@ class TransferFate(NamedTuple):
     """Blocks that are not copied."""
 
 
+class SimNeighbours:
+    """The workers of all simulated engines of one process, each of which may read the KV of the others."""
+
+    def __init__(self) -> None:
+        self._workers: dict[bytes, SimWorker] = {}
+        self._numbers = count_from()
+
+    def enter(self, worker: SimWorker) -> bytes:
+        """Returns under which name others find it."""
+        name = str(next(self._numbers)).encode()
+        self._workers[name] = worker
+        return name
+
+    def leave(self, name: bytes) -> None:
+        self._workers.pop(name, None)
+
+    def find(self, peer: KVPeer) -> SimWorker | None:
+        """None if it is gone."""
+        return self._workers.get(peer.ranks[0].doors[_NEIGHBOUR])
+
+
+_NEIGHBOUR = "sim"
+"""The transport between simulated workers of one process."""
+
+
 class _Copying(NamedTuple):
     transfer: Transfer
     failed: tuple[int, ...]
@@ -79,8 +108,12 @@ class SimExecutor:
         num_stages: int = 1,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
         disk: dict[bytes, Cells] | None = None,
+        neighbours: SimNeighbours | None = None,
     ) -> None:
-        """With `check_kv`, broken block tables are found; `disk` holds objects that are there already."""
+        """With `check_kv`, broken block tables are found; `disk` holds objects that are there already.
+
+        `neighbours` are where KV of other engines is copied from; None copies nothing.
+        """
         self._config = config
         self._clock = clock
         self._check_kv = check_kv
@@ -95,6 +128,9 @@ class SimExecutor:
         self._busy_until = [0.0] * num_stages
         """By stage."""
         self._disk = {} if disk is None else disk
+        self._neighbours = neighbours
+        self._name = b""
+        self._peers: dict[str, KVPeer] = {}
         self._worker = self._new_worker()
         self.max_in_flight = max_in_flight(num_stages)
 
@@ -110,6 +146,11 @@ class SimExecutor:
         self._executed_step = -1
         self._busy_until = [self._clock.now()] * len(self._busy_until)
         self.close()
+        num_blocks = num_blocks or config.num_blocks
+        doors = {}
+        if self._neighbours is not None:
+            self._name = self._neighbours.enter(self._worker)
+            doors = {_NEIGHBOUR: self._name}
         ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
@@ -117,7 +158,7 @@ class SimExecutor:
                 max_batch_seqs=2**31 - 1,
                 max_model_len=config.max_model_len,
             ),
-            num_blocks=num_blocks or config.num_blocks,
+            num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=min(config.max_model_len, config.num_blocks * config.block_size),
             vocab_size=config.vocab_size,
@@ -125,6 +166,8 @@ class SimExecutor:
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
             kv_directories=config.kv_directories,
+            kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, doors=doors),),
+            kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
         )
         self._foresee(self._clock.now(), ready)
 
@@ -141,16 +184,19 @@ class SimExecutor:
     def submit_transfers(
         self,
         transfers: list[Transfer],
-        met: Sequence[KVPeer] = (),  # noqa: ARG002
-        parted: Sequence[str] = (),  # noqa: ARG002
+        met: Sequence[KVPeer] = (),
+        parted: Sequence[str] = (),
     ) -> None:
         self._forget_executed_steps()
+        self._peers |= {peer.peer_id: peer for peer in met}
         for transfer in transfers:
             num_blocks = self._worker.begin(transfer)
             begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
             cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
             self._foresee(begins + cost, _Copying(transfer, fate.failed))
+        for peer_id in parted:
+            del self._peers[peer_id]
 
     def _executed_at(self, step: int) -> float:
         """When the worker will have executed all steps up to this one.
@@ -179,9 +225,24 @@ class SimExecutor:
         while self._events and self._events[0][0] <= now:
             _, _, event = heapq.heappop(self._events)
             if isinstance(event, _Copying):
-                event = self._worker.end(event.transfer, event.failed)
+                event = self._end(event)
             due.append(event)
         return due
+
+    def _end(self, copying: _Copying) -> TransferEnd:
+        transfer, failed = copying
+        if not isinstance(transfer.source, RemoteBlocks):
+            return self._worker.end(transfer, failed)
+        block_ids = transfer.source.block_ids
+        peer = self._peers.get(transfer.source.peer_id)
+        if peer is None:
+            return self._worker.end(transfer, tuple(range(len(block_ids))))
+        if self._neighbours is None:
+            return self._worker.end(transfer, failed, remote={})
+        neighbour = self._neighbours.find(peer)
+        if neighbour is None:
+            return self._worker.end(transfer, tuple(range(len(block_ids))))
+        return self._worker.end(transfer, failed, remote=neighbour.device)
 
     def pollables(self) -> list[object]:
         return []
@@ -192,6 +253,9 @@ class SimExecutor:
     def close(self) -> None:
         self._events.clear()
         self._steps.clear()
+        self._peers.clear()
+        if self._neighbours is not None:
+            self._neighbours.leave(self._name)
 
 
 class SimWorker:
@@ -210,7 +274,7 @@ class SimWorker:
         self._num_stages = num_stages
         self._check_kv = check_kv
         self._slots: dict[int, _Slot] = {}
-        self._device: dict[int, Cells] = {}
+        self.device: dict[int, Cells] = {}
         self._host: dict[int, Cells] = {}
         self._disk = {} if disk is None else disk
         self._step_writes: dict[int, set[int]] = {}
@@ -273,7 +337,7 @@ class SimWorker:
                     f"Step {step} writes to block {block_id}, which is under transfer."
                 )
             written.add(block_id)
-            cells = self._device.setdefault(block_id, {})
+            cells = self.device.setdefault(block_id, {})
             cells[offset] = tuple(slot.token_ids[: position + 1])
 
     def _read(self, step: int, slot_id: int, slot: _Slot) -> None:
@@ -285,7 +349,7 @@ class SimWorker:
                 raise ValueError(f"Step {step} reads block {block_id}, which is under transfer.")
         for position in range(slot.num_computed_tokens):
             block_id, offset = self._cell(slot, position)
-            cells = self._device.get(block_id, {})
+            cells = self.device.get(block_id, {})
             if cells.get(offset) != tuple(slot.token_ids[: position + 1]):
                 raise ValueError(
                     f"Slot {slot_id} would read another sequence's KV at position {position}."
@@ -320,11 +384,21 @@ class SimWorker:
         self._writing.update(targets)
         return len(_contents(transfer.source))
 
-    def end(self, transfer: Transfer, failed: tuple[int, ...] = ()) -> TransferEnd:
-        """Copies all but `failed`, of which the targets lose what they held."""
+    def end(
+        self,
+        transfer: Transfer,
+        failed: tuple[int, ...] = (),
+        remote: Mapping[Any, Cells] | None = None,
+    ) -> TransferEnd:
+        """Copies all but `failed`, of which the targets lose what they held.
+
+        `remote` is the device of another engine, where the source is there.
+        """
         self._reading.subtract(_places(transfer.source))
         self._writing.difference_update(_places(transfer.target))
-        source, target = self._memory(transfer.source), self._memory(transfer.target)
+        target = self._memory(transfer.target)
+        is_remote = isinstance(transfer.source, RemoteBlocks)
+        source = (remote or {}) if is_remote else self._memory(transfer.source)
         not_copied = []
         both = zip(_contents(transfer.source), _contents(transfer.target), strict=True)
         for index, (read, written) in enumerate(both):
@@ -332,7 +406,7 @@ class SimWorker:
             if index in failed or (cells is None and isinstance(transfer.source, DiskObjects)):
                 not_copied.append(index)
                 target.pop(written, None)
-            elif cells is None and self._check_kv:
+            elif cells is None and self._check_kv and not is_remote:
                 raise ValueError(f"{transfer} reads {read!r}, where nothing is.")
             else:
                 target[written] = dict(cells or {})
@@ -342,13 +416,13 @@ class SimWorker:
     def _memory(self, place: TransferPlace) -> dict[Any, Cells]:
         match place:
             case DeviceBlocks():
-                return self._device
+                return self.device
             case HostSlots():
                 return self._host
             case DiskObjects():
                 return self._disk
             case RemoteBlocks():
-                raise ValueError("There is no other engine.")
+                raise ValueError("Another engine's memory is not this worker's.")
 
 
 def _contents(place: TransferPlace) -> Sequence[int | bytes]:

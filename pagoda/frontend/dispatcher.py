@@ -24,6 +24,7 @@ from pagoda.engine.messages import (
     GenerateRequest,
     LoadReport,
     ReplicaLoad,
+    Role,
     TierLoad,
     TokenChunk,
 )
@@ -40,6 +41,7 @@ from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
+from pagoda.frontend.preparation import Preparation
 from pagoda.kv.block_keys import prefix_keys
 
 SOLO_DEATHS = 2
@@ -60,9 +62,12 @@ class Dispatcher:
     Belongs to one event loop.
     """
 
-    def __init__(self, replicas: Sequence[Replica], policy: Policy) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], policy: Policy, preparation: Preparation | None = None
+    ) -> None:
         self._members: list[_Member] = []
         self._policy = policy
+        self._preparation = preparation
         self._ledger = Ledger(0)
         self._cache = CacheUnion()
         self._limits: EngineReady | None = None
@@ -100,6 +105,14 @@ class Dispatcher:
         if self._limits is None:
             raise RuntimeError("The replicas have not started.")
         return self._limits
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica takes requests and computes."""
+        return any(
+            member.takes_requests and member.replica.state is ReplicaState.READY
+            for member in self._members
+        )
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
@@ -176,14 +189,15 @@ class Dispatcher:
                 if member is None:
                     yield held.ending()
                     return
-                chunks = cast(
-                    AsyncGenerator[TokenChunk, None], member.replica.generate(held.value())
-                )
                 try:
-                    async with contextlib.aclosing(chunks):
+                    async with (
+                        self._prepared(held, member) as request,
+                        contextlib.aclosing(_chunks_of(member.replica, request)) as chunks,
+                    ):
                         async for chunk in chunks:
-                            if chunk.num_computed_tokens is not None:
-                                self._ledger.reach(held.account, chunk.num_computed_tokens)
+                            if chunk.is_news:
+                                self._hear(held, chunk)
+                                yield chunk
                                 continue
                             if held.is_leaving(chunk):
                                 raise EngineLostError("The worker is being replaced.")
@@ -321,10 +335,14 @@ class Dispatcher:
         return None
 
     def _candidates(self, held: _Held) -> list[_Member]:
-        """Of those that have not refused it: those that compute, else those that will with a new worker."""
+        """Of those that have not refused it: those that compute, else those that will with a new worker.
+
+        Those whose part it is come before others, so a fleet that lacks one kind of hosts still serves.
+        """
         open_members = [
             m for m in self._members if m.takes_requests and m.index not in held.refusals
         ]
+        open_members = [m for m in open_members if m.has_part_in(held.request)] or open_members
         ready = [m for m in open_members if m.replica.state is ReplicaState.READY]
         return ready or open_members
 
@@ -346,6 +364,7 @@ class Dispatcher:
         member = candidates[chosen]
         held.num_sent = member.prefixes.add(keys)
         held.member = member
+        held.num_cached_tokens_there = choices[chosen].num_cached_tokens
         held.leaves = False
         held.account = self._ledger.open(
             member.index,
@@ -358,7 +377,7 @@ class Dispatcher:
         return member
 
     def _keys_of(self, held: _Held) -> list[int]:
-        if not self._policy.uses_prefixes or len(self._members) == 1:
+        if not self._uses_prefixes:
             return []
         if held.keys is None:
             request = held.request
@@ -371,6 +390,32 @@ class Dispatcher:
                 )
             )
         return held.keys
+
+    @property
+    def _uses_prefixes(self) -> bool:
+        """Whether it matters here what replicas have cached."""
+        is_one_of_many = self._policy.uses_prefixes and len(self._members) > 1
+        is_prepared = self._preparation is not None and self._preparation.needs_prefixes
+        return is_one_of_many or is_prepared
+
+    @contextlib.asynccontextmanager
+    async def _prepared(self, held: _Held, member: _Member) -> AsyncIterator[GenerateRequest]:
+        """What `member` is given, for as long as it has it."""
+        request = held.value()
+        if self._preparation is None or held.is_suspect:
+            yield request
+            return
+        role, num_cached_tokens = member.replica.limits.role, held.num_cached_tokens_there
+        async with self._preparation.prepare(request, role, num_cached_tokens) as prepared:
+            if held.aborted or held.leaves:
+                raise EngineLostError("The request was taken away before its replica had it.")
+            if prepared.kv_source is not None:
+                self._ledger.reach(held.account, held.account.num_tokens)
+            yield prepared
+
+    def _hear(self, held: _Held, news: TokenChunk) -> None:
+        if news.num_computed_tokens is not None:
+            self._ledger.reach(held.account, news.num_computed_tokens)
 
     def _take(self, held: _Held, chunk: TokenChunk) -> TokenChunk:
         """Every token passes here, so it does little."""
@@ -416,9 +461,8 @@ class Dispatcher:
         self._wake()
 
     def _follow_caches(self) -> None:
-        """What replicas have cached matters to a choice among them, and to those who follow this dispatcher."""
-        chooses = self._policy.uses_prefixes and len(self._members) > 1
-        if not (chooses or self._cache.is_followed):
+        """If what replicas have cached matters here, or to those who follow this dispatcher."""
+        if not (self._uses_prefixes or self._cache.is_followed):
             return
         for member in self._members:
             if member.unfollow is None:
@@ -495,6 +539,15 @@ class _Member:
         states = (ReplicaState.READY, ReplicaState.DEGRADED)
         return not self.is_leaving and self.replica.state in states
 
+    def has_part_in(self, request: GenerateRequest) -> bool:
+        """Whether such requests are meant for it, by its role in prefill/decode handoff."""
+        role = self.replica.limits.role
+        if request.holds_kv:
+            return role.holds_kv
+        if request.kv_source is not None:
+            return role.fetches_kv
+        return role is not Role.PREFILL
+
 
 class _Held:
     """A request as a value, from the door to its last chunk."""
@@ -510,6 +563,8 @@ class _Held:
         self.member: _Member | None = None
         """Where it is; None while it waits for a replica."""
         self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
+        self.num_cached_tokens_there = 0
+        """What its member is believed to have in its cache."""
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
         self.keys: list[int] | None = None
@@ -544,8 +599,14 @@ class _Held:
         """What a replica is given: the request with the tokens so far."""
         if not self.returns:
             return self.request
+        request = self.request
+        has_moved_on = len(self.token_ids) > len(request.output_token_ids)
         return msgspec.structs.replace(
-            self.request, output_token_ids=list(self.token_ids), returns=True
+            request,
+            output_token_ids=list(self.token_ids),
+            returns=True,
+            # What is held there ends with a token that has come already.
+            kv_source=None if has_moved_on else request.kv_source,
         )
 
     def lost_an_engine(self) -> None:
@@ -559,6 +620,10 @@ class _Held:
             return TokenChunk(self.request_id, [], FinishReason.ABORT)
         problem = f"{self.deaths} engines in a row died while this request was running."
         return TokenChunk(self.request_id, [], FinishReason.ERROR, error=problem)
+
+
+def _chunks_of(replica: Replica, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    return cast(AsyncGenerator[TokenChunk, None], replica.generate(request))
 
 
 async def _load_of(member: _Member) -> LoadReport | None:
@@ -584,6 +649,9 @@ _SUMS = (
     "num_blocks_removed",
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
+    "num_leases",
+    "num_leased_blocks",
+    "num_leases_expired",
 )
 
 
@@ -643,4 +711,14 @@ def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
         max_num_seqs=sum(limit.max_num_seqs for limit in limits),
         max_num_waiting=sum(limit.max_num_waiting for limit in limits),
         summary=count + "; ".join(summaries),
+        role=_sum_of_roles([limit.role for limit in limits]),
     )
+
+
+def _sum_of_roles(roles: Sequence[Role]) -> Role:
+    """What can be asked of some of them can be asked of all together."""
+    holds = any(role.holds_kv for role in roles)
+    fetches = any(role.fetches_kv for role in roles)
+    if holds and fetches:
+        return Role.BOTH
+    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE

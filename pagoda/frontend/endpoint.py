@@ -34,6 +34,9 @@ class Endpoint(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """The tokens of `request` as they come; the last chunk has a finish reason.
 
+        Between them there are chunks that are news of the prompt (`TokenChunk.is_news`), which are for whoever
+        places requests and not for clients.
+
         Closing the iterator early (`aclose`, cancellation) aborts the request. Failures of this request alone
         come as a chunk with `FinishReason.ERROR`.
 

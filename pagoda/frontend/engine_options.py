@@ -16,9 +16,10 @@ import msgspec
 from cyclopts import Group, Parameter
 from msgspec import Meta
 
-from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
+from pagoda.engine.config import EngineConfig, HandoffConfig, KVEventsConfig, KVTiersConfig
 from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.frontend.handoff_options import Handoff
 from pagoda.frontend.kv_directory import check_kv_directory
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.sizes import parse_bytes
@@ -97,7 +98,7 @@ class EngineOptions:
     seed: Seed | None = None
     """Seed of dummy weights; in generate and chat also of sampling."""
 
-    def engine_config(self, model: str) -> EngineConfig:
+    def engine_config(self, model: str, handoff: Handoff | None = None) -> EngineConfig:
         """An engine over a worker process that loads `model`, a directory or a preset's name.
 
         Raises:
@@ -111,17 +112,33 @@ class EngineOptions:
             raise ConfigError(
                 "--kv-events needs the prefix cache; leave --enable-prefix-caching on."
             )
-        tiers = options._kv_tiers(model)
+        tiers = options._kv_tiers(model, fetches=handoff is not None)
+        worker = options._worker_config(model, tiers)
+        if handoff is not None:
+            worker = msgspec.structs.replace(worker, kv_handoff=handoff.workers)
         return EngineConfig(
-            worker=options._worker_config(model, tiers),
+            worker=worker,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_waiting=options.max_num_waiting,
             enable_prefix_caching=options.enable_prefix_caching,
             kv_events=None if address is None else KVEventsConfig.parse(address),
             kv_tiers=tiers,
+            handoff=None if handoff is None else options._handoff(handoff.engine),
             step_timeout_s=options.step_timeout,
         )
+
+    def _handoff(self, config: HandoffConfig) -> HandoffConfig:
+        if not self.enable_prefix_caching:
+            raise ConfigError(
+                f"--role {config.role.value} needs the prefix cache; leave --enable-prefix-caching on."
+            )
+        fails = self.kv_load_failure == "fail"
+        if fails and not config.role.fetches_kv and self.kv_host_bytes is self.kv_disk_path is None:
+            raise ConfigError(
+                "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both."
+            )
+        return msgspec.structs.replace(config, fail_on_load_failure=fails)
 
     def _worker_config(self, model: str, tiers: KVTiersConfig | None) -> WorkerConfig:
         return WorkerConfig(
@@ -145,7 +162,7 @@ class EngineOptions:
             kv_disk_path=tiers.disk_path if tiers else None,
         )
 
-    def _kv_tiers(self, model: str) -> KVTiersConfig | None:
+    def _kv_tiers(self, model: str, *, fetches: bool) -> KVTiersConfig | None:
         has_disk = self.kv_disk_path is not None
         if has_disk != (self.kv_disk_bytes is not None):
             raise ConfigError(
@@ -156,8 +173,10 @@ class EngineOptions:
         if self.kv_disk_min_touches != _DEFAULT_ENGINE.kv_disk_min_touches and not has_disk:
             raise ConfigError("--kv-disk-min-touches needs --kv-disk-path.")
         if self.kv_host_bytes is None and not has_disk:
-            if self.kv_load_failure != _DEFAULT_ENGINE.kv_load_failure:
-                raise ConfigError("--kv-load-failure needs --kv-host-bytes or --kv-disk-path.")
+            if self.kv_load_failure != _DEFAULT_ENGINE.kv_load_failure and not fetches:
+                raise ConfigError(
+                    "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both."
+                )
             return None
         if not self.enable_prefix_caching:
             flag = "--kv-disk-path" if has_disk else "--kv-host-bytes"
@@ -256,7 +275,6 @@ _UNUSED_BY_SIM = (
     "kv_disk_path",
     "kv_disk_bytes",
     "kv_disk_min_touches",
-    "kv_load_failure",
     "threads",
     "pin_threads",
 )
@@ -303,7 +321,11 @@ class ExecutorOptions:
         return ModelFiles(model=name, directory=None, served_name=name)
 
     def engine_config(
-        self, engine: EngineOptions, model: str, parallel: ParallelOptions = _DEFAULT_PARALLEL
+        self,
+        engine: EngineOptions,
+        model: str,
+        parallel: ParallelOptions = _DEFAULT_PARALLEL,
+        handoff: Handoff | None = None,
     ) -> EngineConfig:
         """The engine that `engine` describes, over the executor chosen here, for each of the replicas.
 
@@ -312,7 +334,7 @@ class ExecutorOptions:
                 model cannot be split as `parallel` says.
         """
         self._check(engine, parallel)
-        config = engine.engine_config(model)
+        config = engine.engine_config(model, handoff)
         topology = parallel.config()
         if config.kv_events is not None:
             config.kv_events.check_ports(topology.data_parallel_size)
@@ -322,6 +344,11 @@ class ExecutorOptions:
             return msgspec.structs.replace(config, worker=_shared_host(worker, topology))
         if self.executor == "ray":
             check_topology(model, engine.load_format, topology)
+            if handoff is not None and handoff.workers.transports == ("shm",):
+                raise ConfigError(
+                    "--kv-transports shm does not go with --executor ray, whose workers may be on other hosts; "
+                    "name tcp too."
+                )
             return msgspec.structs.replace(
                 config, executor="ray", ray_address=self.ray_address, worker=worker
             )

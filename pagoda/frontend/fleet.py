@@ -19,6 +19,7 @@ from pagoda.errors import ConfigError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_link import HostDoor
+from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Membership, Registry
 from pagoda.ipc.curve import keep_door, keys_of
@@ -109,6 +110,7 @@ class JoinedFleet:
             address=f"tcp://{join.advertise}:{self._door.port}",
             model=join.model,
             model_digest=join.model_digest,
+            role=self.dispatcher.limits.role,
         )
         self._memberships = [
             Membership(self._context, router, join.keys, message) for router in join.routers
@@ -135,6 +137,8 @@ class RouterConfig:
     model: str
     model_digest: str
     policy: PolicyName = DEFAULT_POLICY
+    remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
+    """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
 
 
 class RoutedFleet:
@@ -144,7 +148,11 @@ class RoutedFleet:
         self._config = config
         self._context = zmq.asyncio.Context()
         self._registry: Registry | None = None
-        self.dispatcher = Dispatcher([], POLICIES[config.policy])
+        self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._pod.dispatcher
 
     @property
     def port(self) -> int:
@@ -157,7 +165,7 @@ class RoutedFleet:
         config = self._config
         keep_door(self._context, config.keys)
         self._registry = Registry(
-            self.dispatcher,
+            self._pod,
             self._context,
             f"tcp://{config.listen}",
             config.keys,
@@ -178,7 +186,7 @@ class RoutedFleet:
     async def close(self) -> None:
         if self._registry is not None:
             await self._registry.close()
-        await self.dispatcher.close()
+        await self._pod.close()
         self._context.term()
 
 
@@ -195,8 +203,12 @@ def parse_address(address: str, flag: str) -> str:
 
 
 def read_cluster_key(path: Path) -> CurveKeys:
-    """The keys of all hosts and routers that have this file.
+    """The keys of all hosts and routers that have this file; raises what `read_cluster_secret` does."""
+    return keys_of(read_cluster_secret(path))
 
+
+def read_cluster_secret(path: Path) -> bytes:
+    """
     Raises:
         ConfigError: it cannot be read, or is too short to be a secret.
     """
@@ -209,7 +221,7 @@ def read_cluster_key(path: Path) -> CurveKeys:
             f"--cluster-key-file {path} must hold a secret of {MIN_SECRET_BYTES} bytes or more, "
             f"such as `openssl rand -hex 32` makes; it has {len(secret)}."
         )
-    return keys_of(secret)
+    return secret
 
 
 def make_dispatcher(engine: EngineConfig, policy: PolicyName = DEFAULT_POLICY) -> Dispatcher:

@@ -18,9 +18,9 @@ from pagoda.engine.messages import (
     JoinAnswer,
 )
 from pagoda.errors import ConfigError, EngineDeadError
-from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.host_link import RemoteHost
 from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.pods import Members
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 
@@ -42,11 +42,11 @@ class _Entry:
 
 
 class Registry:
-    """Takes hosts of one model into a dispatcher, and lets go of those that leave, hang up or fall silent."""
+    """Takes in hosts of one model, and lets go of those that leave, hang up or fall silent."""
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        members: Members,
         context: zmq.asyncio.Context,
         address: str,
         keys: CurveKeys,
@@ -60,7 +60,7 @@ class Registry:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._dispatcher = dispatcher
+        self._members = members
         self._context = context
         self._keys = keys
         self._model = model
@@ -156,7 +156,7 @@ class Registry:
             _log.warning("a host that wants to join cannot be used: %s", error)
             self._drop(join.host_id, "did not answer")
             return
-        self._dispatcher.add(host)
+        self._members.add(host)
         self._first.set()
         _log.info("the host at %s has joined", host.address)
         await host.wait_failed()
@@ -166,7 +166,7 @@ class Registry:
         entry = self._entries.get(host_id)
         if entry is not None:
             _log.info("the host at %s leaves", entry.host.address)
-            self._dispatcher.release(entry.host)
+            self._members.release(entry.host)
 
     def _drop(self, host_id: str, reason: str) -> None:
         entry = self._entries.pop(host_id, None)
@@ -175,7 +175,7 @@ class Registry:
         _log.info("the host at %s %s", entry.host.address, reason)
         if entry.expiry is not None:
             entry.expiry.cancel()
-        self._dispatcher.remove(entry.host)
+        self._members.remove(entry.host)
         entry.host.lose(reason)
         end = asyncio.create_task(entry.host.close())
         self._ends.add(end)

@@ -16,6 +16,7 @@ import msgspec
 from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
+    KVSource,
     SamplingParams,
     TokenChunk,
     TokenLogprobs,
@@ -49,6 +50,8 @@ class TextDelta(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    kv_source: KVSource | None = None
+    """In the last one, if KV of the prompt is held: where."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,14 @@ class TextGenerator:
         priority: int = 0,
         cache_salt: str | None = None,
         session: str | None = None,
+        holds_kv: bool = False,
+        kv_source: KVSource | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
         fit into the context instead of refusing it. `session` is what requests have in common that one replica
-        may serve.
+        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`.
 
         Raises:
             InvalidRequestError: something does not fit the model; names the field.
@@ -170,6 +175,8 @@ class TextGenerator:
                     priority=priority,
                     cache_salt=cache_salt,
                     session=session,
+                    holds_kv=holds_kv,
+                    kv_source=kv_source,
                 ),
                 sampling=sampling,
                 prompt=text,
@@ -185,10 +192,16 @@ class TextGenerator:
             OverloadedError, EngineDeadError: as `Endpoint.generate`.
         """
         assembler = TextAssembler(self.text.tokenizer, request)
+        source: KVSource | None = None
         chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
+                source = chunk.kv_source or source
+                if chunk.is_news:
+                    continue
                 delta = assembler.push(chunk)
+                if source is not None and delta.finish_reason is not None:
+                    delta = msgspec.structs.replace(delta, kv_source=source)
                 yield delta
                 if delta.finish_reason is not None:
                     return

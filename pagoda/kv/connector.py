@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from pagoda.engine.messages import TierLoad, Transfer, TransferEnd, WorkerReady
+from pagoda.engine.messages import KVSource, TierLoad, Transfer, TransferEnd, WorkerReady
 
 if TYPE_CHECKING:
     from pagoda.kv.block_pool import Block  # which workers, who share this module, never see
@@ -29,6 +29,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Of the full blocks of its tokens, root first, without the block of its last token, which is computed."""
     token_ids: Sequence[int]
     """Of these blocks, as they were when the request was queued."""
+    source: KVSource | None = None
+    """Another engine that has them, or will."""
 
 
 class Offer(NamedTuple):
@@ -48,6 +50,11 @@ class KVConnector(Protocol):
     @property
     def tier(self) -> str:
         """Its name in metrics and logs."""
+        ...
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether it knows by itself how long to wait; else nobody waits longer than the stack's patience."""
         ...
 
     def announce(self, demand: Demand, start: int) -> None:
@@ -71,7 +78,7 @@ class KVConnector(Protocol):
         ...
 
     def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
-        """Begins to fill `blocks` with `keys[start:]`; returns the id of the transfer in the ledger.
+        """Begins to fill `blocks` with `keys[start:]`; returns its id in the ledger: one transfer, or several.
 
         No more blocks than `lookup` has just found. The ends of loads are for whoever asked for them, who says
         `loaded` what became of it.

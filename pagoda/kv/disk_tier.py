@@ -55,6 +55,7 @@ class DiskTier:
     """The engine's half of the directories of objects; every rank has the same keys in its own."""
 
     tier = "disk"
+    gives_up = False
 
     def __init__(
         self,

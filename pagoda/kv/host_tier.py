@@ -50,6 +50,7 @@ class HostTier:
     """The engine's half of the arenas; every rank has the same slots."""
 
     tier = "host"
+    gives_up = False
 
     def __init__(
         self,

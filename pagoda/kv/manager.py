@@ -71,6 +71,14 @@ class KVManager:
         self._key(table, token_ids, num_blocks - 1)
         return table.keys[1 : num_blocks + 1]
 
+    def sequence_key(self, table: BlockTable, token_ids: Sequence[int]) -> bytes:
+        """Names all of `token_ids`, as `block_keys` names those of full blocks."""
+        num_blocks, num_behind = divmod(len(token_ids), self.block_size)
+        if num_blocks:
+            self._key(table, token_ids, num_blocks - 1)
+        parent = table.keys[num_blocks]
+        return block_key(parent, token_ids[-num_behind:]) if num_behind else parent
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -40,6 +40,13 @@ class Segment(NamedTuple):
     end: int
 
 
+class Unknown(NamedTuple):
+    """Somebody may have a part of a prefix, which will be known later."""
+
+    whom: KVConnector
+    """Who does not say, or is just loading it for another request."""
+
+
 class Found(NamedTuple):
     """What can be loaded of a prefix from `start` on."""
 
@@ -100,10 +107,11 @@ class ConnectorStack:
         """Transfers of loads that nobody had the patience to wait for, and who began them."""
         self._loads: dict[str, _Load] = {}
         """Those that a request waits for."""
-        self._loading: set[bytes] = set()
-        """The keys of these."""
+        self._loading: dict[bytes, KVConnector] = {}
+        """The keys of these, and where they come from."""
         self._deadlines: dict[str, float] = {}
-        """When a request that waits stops doing so, the earliest first."""
+        """When a request that waits stops doing so, the earliest first; not of those who wait for a connector that
+        gives up by itself."""
         self._ended: list[LoadEnd] = []
         self._backlog: list[deque[Offer]] = [deque() for _ in connectors]
         """What each connector was offered when there was no room for stores."""
@@ -140,22 +148,25 @@ class ConnectorStack:
             start += count or 0
         return is_near
 
-    def lookup(self, demand: Demand, start: int) -> Found | None:
-        """What can be loaded from `keys[start]` on; None: ask again when `poll` says so."""
+    def lookup(self, demand: Demand, start: int) -> Found | Unknown:
+        """What can be loaded from `keys[start]` on; if it is unknown, ask again when `poll` says so."""
         segments: list[Segment] = []
         end = start
         while self._has_workers and end < len(demand.keys):
             segment = self._next_segment(demand, end)
-            if segment is None or self._is_loading(demand.keys[segment.start : segment.end + 1]):
-                return None
+            if isinstance(segment, Unknown):
+                return segment
+            loader = self._loader(demand.keys[segment.start : segment.end + 1])
+            if loader is not None:
+                return Unknown(loader)
             if segment.end == end:
                 break
             segments.append(segment)
             end = segment.end
         return Found(demand, start, segments)
 
-    def _next_segment(self, demand: Demand, start: int) -> Segment | None:
-        """What the first connector that has `keys[start]` has; empty if none has, None if that is not known.
+    def _next_segment(self, demand: Demand, start: int) -> Segment | Unknown:
+        """What the first connector that has `keys[start]` has; empty if none has.
 
         One that still holds blocks of an overdue load is not asked: it would come to hold all of them.
         """
@@ -164,18 +175,27 @@ class ConnectorStack:
                 continue
             count = connector.lookup(demand, start)
             if count is None:
-                return None
+                return Unknown(connector)
             if count:
                 return Segment(connector, start, start + count)
         return Segment(self._connectors[-1], start, start)
 
-    def _is_loading(self, keys: Sequence[bytes]) -> bool:
-        return bool(self._loading) and not self._loading.isdisjoint(keys)
+    def _loader(self, keys: Sequence[bytes]) -> KVConnector | None:
+        """Where the first of `keys` comes from that is on its way."""
+        if not self._loading:
+            return None
+        return next((self._loading[key] for key in keys if key in self._loading), None)
 
     # ---- waiting
 
-    def wait(self, request_id: str) -> None:
+    def wait(self, request_id: str, unknown: Unknown) -> None:
         """The request waits for an answer to `lookup`, with patience that began when it first did."""
+        if unknown.whom.gives_up:
+            self.stop_waiting(request_id)
+        else:
+            self._begin_patience(request_id)
+
+    def _begin_patience(self, request_id: str) -> None:
         self._deadlines.setdefault(request_id, self._clock.now() + PATIENCE_S)
 
     def load(self, found: Found, blocks: Sequence[Block]) -> None:
@@ -197,10 +217,11 @@ class ConnectorStack:
             after_step = max(block.used_by for block in part)
             transfer_id = segment.connector.load(demand, segment.start, part, after_step)
             self._parts[transfer_id] = _Part(load, segment.connector, first, end)
+            self._loading.update(dict.fromkeys(keys[first:end], segment.connector))
         self._loads[demand.request_id] = load
-        self._loading.update(keys)
         self.stop_waiting(demand.request_id)
-        self.wait(demand.request_id)
+        if not all(segment.connector.gives_up for segment in segments):
+            self._begin_patience(demand.request_id)
 
     def abandon(self, request_id: str) -> None:
         """The request waits no longer. Blocks under transfer stay referenced until it has ended."""
@@ -208,7 +229,8 @@ class ConnectorStack:
         load = self._loads.pop(request_id, None)
         if load is not None:
             load.request_id = None
-            self._loading.difference_update(load.keys)
+            for key in load.keys:
+                self._loading.pop(key, None)
             self._has_news = True
 
     def stop_waiting(self, request_id: str) -> None:
@@ -217,6 +239,8 @@ class ConnectorStack:
 
     def take_ended(self) -> list[LoadEnd]:
         """Requests that need not wait any more, since the last call."""
+        for end in self._ledger.take_settled():
+            self._take_end(end)
         self._run_out_of_patience()
         ended, self._ended = self._ended, []
         return ended
@@ -228,12 +252,17 @@ class ConnectorStack:
             if deadline > now:
                 return
             load = self._loads.get(request_id)
-            self.abandon(request_id)
             if load is None:
+                self.abandon(request_id)
                 self._ended.append(LoadEnd(request_id, 0))
                 continue
             missing = {i: part for i, part in self._parts.items() if part.load is load}
-            self._overdue.update((i, part.connector) for i, part in missing.items())
+            overdue = [i for i, part in missing.items() if not part.connector.gives_up]
+            if not overdue:
+                self.stop_waiting(request_id)
+                continue
+            self.abandon(request_id)
+            self._overdue.update((i, missing[i].connector) for i in overdue)
             num_loaded = min(load.num_good, *(part.first for part in missing.values()))
             load.error = load.error or f"it took longer than {PATIENCE_S:g} s"
             self._end_load(request_id, num_loaded, load.error)
@@ -271,8 +300,10 @@ class ConnectorStack:
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """Takes what the executor says; ends that do not count are ignored."""
-        if not self._ledger.close(end):
-            return
+        if self._ledger.close(end):
+            self._take_end(end)
+
+    def _take_end(self, end: TransferEnd) -> None:
         self._overdue.pop(end.transfer_id, None)
         part = self._parts.pop(end.transfer_id, None)
         if part is not None:

@@ -18,6 +18,9 @@ from pagoda.kv.housekeeping import HousekeepingThread
 from pagoda.kv.stack import ConnectorStack
 from pagoda.kv.transfers import TransferLedger
 
+RemoteOpener = Callable[[TransferLedger], KVConnector]
+"""Makes the connector to other engines, the farthest of all."""
+
 
 def build_tiers(
     config: KVTiersConfig,
@@ -25,14 +28,15 @@ def build_tiers(
     pool: BlockPool,
     clock: Clock,
     events: KVEventRecorder | None = None,
+    remote: RemoteOpener | None = None,
 ) -> ConnectorStack | None:
-    """The tiers below `pool`, nearest first; None if the workers have none."""
+    """The tiers below `pool`, nearest first; None if the workers have none, and there is no `remote` one."""
 
     def open_housekeeper(directories: Sequence[KVDirectory]) -> Housekeeper:
         return HousekeepingThread(directories, clock)
 
     epoch_s = time.time() - clock.now()
-    return stack_tiers(config, ready, pool, clock, events, open_housekeeper, epoch_s)
+    return stack_tiers(config, ready, pool, clock, events, open_housekeeper, epoch_s, remote)
 
 
 def stack_tiers(
@@ -43,6 +47,7 @@ def stack_tiers(
     events: KVEventRecorder | None,
     open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
     epoch_s: float,
+    remote: RemoteOpener | None = None,
 ) -> ConnectorStack | None:
     """`build_tiers`, with who looks at the disk, and with what the clock's time lacks to seconds since 1970."""
     ledger = TransferLedger(pool)
@@ -64,6 +69,8 @@ def stack_tiers(
             events=events,
         )
         connectors.append(disk)
+    if remote is not None:
+        connectors.append(remote(ledger))
     if not connectors:
         return None
     return ConnectorStack(

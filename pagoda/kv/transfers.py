@@ -36,19 +36,25 @@ class _Open(NamedTuple):
 
 
 class TransferLedger:
-    """Numbers transfers, and holds one reference to each of their device blocks until they have ended."""
+    """Numbers transfers, and holds one reference to each of their device blocks until they have ended.
+
+    A load whose transfers begin one after the other is held open as a whole, under a number of its own, until its
+    owner settles it.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._generation = 0
         self._next_id = 0
         self._open: dict[int, _Open] = {}
+        self._held: dict[int, Sequence[Block]] = {}
+        self._settled: list[TransferEnd] = []
         self._outbox: list[Transfer] = []
         self._num_stored = 0
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._held)
 
     @property
     def store_room(self) -> int:
@@ -78,6 +84,26 @@ class TransferLedger:
         self._outbox.append(transfer)
         return transfer.transfer_id
 
+    def hold(self, blocks: Sequence[Block]) -> int:
+        """Holds the targets of transfers that its owner will open; `settle` ends it. Returns its id."""
+        held_id = self._next_id
+        self._next_id += 1
+        self._pool.share(blocks)
+        self._held[held_id] = blocks
+        return held_id
+
+    def settle(self, held_id: int, failed: list[int], error: str = "") -> None:
+        """What was held has ended, and is told like a transfer's end; a second time changes nothing."""
+        blocks = self._held.pop(held_id, None)
+        if blocks is not None:
+            self._pool.release(blocks)
+            self._settled.append(TransferEnd(held_id, self._generation, failed, error))
+
+    def take_settled(self) -> list[TransferEnd]:
+        """What was settled since the last call."""
+        settled, self._settled = self._settled, []
+        return settled
+
     def take(self) -> list[Transfer]:
         """What was begun since the last call."""
         begun, self._outbox = self._outbox, []
@@ -99,9 +125,13 @@ class TransferLedger:
     def drop_all(self) -> None:
         """The workers are gone: nothing of what they were doing goes on."""
         entries, self._open = list(self._open.values()), {}
+        held, self._held = list(self._held.values()), {}
         self._outbox.clear()
+        self._settled.clear()
         self._num_stored = 0
         self._generation += 1
         for entry in entries:
             entry.owner.transfer_lost(entry.transfer)
             self._pool.release(entry.blocks)
+        for blocks in held:
+            self._pool.release(blocks)

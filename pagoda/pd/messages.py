@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import PROTOCOL_VERSION, KVPeer, TokenLogprobs
+from pagoda.engine.messages import PROTOCOL_VERSION, KVPeer, TokenId, TokenLogprobs
 
 
 class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
@@ -28,10 +28,11 @@ class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
 
 
 class KVWant(msgspec.Struct, frozen=True, tag="kv_want"):
-    """Tell me of this transfer's blocks from index `start` on. Renews the lease."""
+    """Tell me of this transfer's blocks from index `start` on, up to `end`. Renews the lease."""
 
     transfer_id: str
     start: int
+    end: int
 
 
 class KVRenew(msgspec.Struct, frozen=True, tag="kv_renew"):
@@ -73,13 +74,21 @@ class KVBlocks(msgspec.Struct, frozen=True, tag="kv_blocks"):
     peer_id: str
     first: int
     block_ids: list[int]
+    key: bytes
+    """Of the last of them (`pagoda.kv.block_keys`), so that nobody reads KV of other tokens than he believes."""
+    num_blocks: int
+    """How many there will be of the whole prompt, from its beginning."""
 
 
 class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     """No block follows, and this is the token behind the prompt."""
 
     transfer_id: str
-    token_id: int
+    key: bytes
+    """Of all tokens before it (`KVManager.sequence_key`)."""
+    num_blocks: int
+    """As in `KVBlocks`."""
+    token_id: TokenId
     logprobs: TokenLogprobs | None = None
 
 

@@ -19,10 +19,12 @@ from pagoda.engine.messages import (
     TokenChunks,
 )
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
-from pagoda.executor.sim import SimExecutor
+from pagoda.executor.sim import SimExecutor, SimNeighbours
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
+from pagoda.pd.links import HandoffLinks
+from pagoda.sim.network import SimNetwork
 
 _FRONTEND = b"frontend"
 """It has one."""
@@ -34,15 +36,31 @@ class SimEndpoint:
     Belongs to the event loop in which it is started, whose time is the engine's.
     """
 
-    def __init__(self, config: EngineConfig, *, check_kv: bool = False) -> None:
-        """With `check_kv` the simulated worker refuses to read KV that is not the sequence's own."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        check_kv: bool = False,
+        network: SimNetwork | None = None,
+        address: str = "",
+    ) -> None:
+        """With `check_kv` the simulated worker refuses to read KV that is not the sequence's own.
+
+        An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
+        event loop, and where it has `address`, `tcp://HOST:PORT`.
+        """
         self._config = config
+        self._network = network
+        self._address = address
+        self._num_starts = 0
         self._check_kv = check_kv
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
         self._session = EngineSession(self._send, self._check_open)
         self._limits: EngineReady | None = None
         self._core: EngineCore | None = None
+        self._executor: SimExecutor | None = None
+        self._links: HandoffLinks | None = None
         self._running: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
@@ -128,14 +146,31 @@ class SimEndpoint:
     # ---- the engine
 
     def _begin(self) -> None:
-        clock = _LoopClock(asyncio.get_running_loop())
-        executor = SimExecutor(self._config.sim, clock=clock, check_kv=self._check_kv)
-        core = self._core = EngineCore(self._config, executor, clock)
+        clock = LoopClock(asyncio.get_running_loop())
+        self._num_starts += 1
+        links, neighbours = self._link()
+        executor = self._executor = SimExecutor(
+            self._config.sim, clock=clock, check_kv=self._check_kv, neighbours=neighbours
+        )
+        core = self._core = EngineCore(self._config, executor, clock, handoff=links)
+        self._links = links
         core.step()
         self._limits = core.ready
         self._running = asyncio.create_task(self._run(core))
         self._enter(ReplicaState.READY)
         self._session.begin()
+
+    def _link(self) -> tuple[HandoffLinks | None, SimNeighbours | None]:
+        if self._network is None or self._config.handoff is None:
+            return None, None
+        engine_id = f"{self._address}-{self._num_starts}"
+        links = self._network.links(
+            engine_id, self._config.handoff.role, self._address, self._wake_at
+        )
+        return links, self._network.neighbours
+
+    def _wake_at(self, instant: float) -> None:
+        asyncio.get_running_loop().call_at(instant, self._news.set)
 
     async def _run(self, core: EngineCore) -> None:
         loop = asyncio.get_running_loop()
@@ -155,7 +190,11 @@ class SimEndpoint:
             self._running.cancel()
         if self._restart is not None:
             self._restart.cancel()
-        self._core = self._running = self._restart = None
+        if self._executor is not None:
+            self._executor.close()
+        if self._links is not None:
+            self._links.close()
+        self._core = self._running = self._restart = self._executor = self._links = None
         self._enter(state)
         self._session.fail(EngineLostError("The engine ended."))
 
@@ -192,7 +231,9 @@ class SimEndpoint:
         return self._core
 
 
-class _LoopClock:
+class LoopClock:
+    """The time of an event loop."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 

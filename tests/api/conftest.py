@@ -19,6 +19,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.app import make_server
 from pagoda.api.service import ApiConfig, Service
+from pagoda.engine.messages import Role
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.text_generator import TextGenerator
 
@@ -91,9 +92,10 @@ class ApiFactory:
         text: ModelText = TEXT,
         loading: bool = False,
         max_model_len: int = 256,
+        role: Role = Role.NONE,
         **config: Any,
     ) -> Api:
-        endpoint = ScriptedEndpoint(answer, max_model_len=max_model_len)
+        endpoint = ScriptedEndpoint(answer, max_model_len=max_model_len, role=role)
         service = Service(ApiConfig(served_model_name="tiny", **config))
         if not loading:
             service.generator = TextGenerator(endpoint, text)

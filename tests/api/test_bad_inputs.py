@@ -93,7 +93,7 @@ DEEPER = b"[" * 200_000 + b"]" * 200_000
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "x" * 1000}, "cache_salt"),
         ({"priority": 2**40}, "priority"),
-        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params.a"),
         ({"unknown": 1}, "unknown"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

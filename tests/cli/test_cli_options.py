@@ -148,7 +148,7 @@ def test_the_workers_of_all_replicas_share_host_memory() -> None:
         ),
         (
             {"kv_load_failure": "fail"},
-            "--kv-load-failure needs --kv-host-bytes or --kv-disk-path.",
+            "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both.",
         ),
         (
             {"kv_host_bytes": "1GiB", "enable_prefix_caching": False},

@@ -9,7 +9,12 @@ import msgspec
 from kv_subscriber import CacheView
 from sim_disk import SimDisk
 
-from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
+from pagoda.engine.config import (
+    EngineConfig,
+    HandoffConfig,
+    KVEventsConfig,
+    KVTiersConfig,
+)
 from pagoda.engine.core import EngineCore
 from pagoda.engine.messages import (
     FinishReason,
@@ -24,14 +29,15 @@ from pagoda.engine.messages import (
 )
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
-from pagoda.executor.sim import SimExecutor, TransferFate, sim_token
+from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
 from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import KVEventBatch, KVEventRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.stack import ConnectorStack
-from pagoda.kv.tiers import stack_tiers
+from pagoda.kv.tiers import RemoteOpener, stack_tiers
 from pagoda.parallel.config import ParallelConfig
+from pagoda.pd.links import HandoffLinks
 
 VOCAB_SIZE = 50
 
@@ -76,12 +82,16 @@ class Harness:
         prefix_caching: bool = True,
         num_stages: int = 1,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
+        clock: VirtualClock | None = None,
+        handoff: HandoffConfig | None = None,
+        links: HandoffLinks | None = None,
+        neighbours: SimNeighbours | None = None,
         kv_host_slots: int = 0,
         kv_tiers: KVTiersConfig | None = None,
         disk: SimDisk | None = None,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
     ) -> None:
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.disk = disk
         directories = () if disk is None else (KVDirectory("/nowhere", 1),)
         sim = SimConfig(
@@ -102,6 +112,7 @@ class Harness:
             num_stages=num_stages,
             transfer_fate=transfer_fate,
             disk=None if disk is None else disk.objects,
+            neighbours=neighbours,
         )
         if wrap is not None:
             executor = wrap(executor, self.clock)  # type: ignore[arg-type]
@@ -116,8 +127,9 @@ class Harness:
             enable_prefix_caching=prefix_caching,
             kv_events=KVEventsConfig("127.0.0.1", 5557),
             kv_tiers=kv_tiers,
+            handoff=handoff,
         )
-        self.core = EngineCore(config, executor, self.clock, self._build_tiers)
+        self.core = EngineCore(config, executor, self.clock, self._build_tiers, links)
         self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, TokenChunk] = {}
@@ -130,10 +142,11 @@ class Harness:
         pool: BlockPool,
         clock: Clock,
         events: KVEventRecorder | None,
+        remote: RemoteOpener | None,
     ) -> ConnectorStack | None:
         disk = self.disk or SimDisk()
         return stack_tiers(
-            config, ready, pool, clock, events, lambda _: disk.open(clock), epoch_s=1e9
+            config, ready, pool, clock, events, lambda _: disk.open(clock), 1e9, remote
         )
 
     @property
@@ -221,6 +234,10 @@ def check_books(scheduler: Scheduler) -> None:
         block.block_id for request in scheduler._requests.values() for block in request.table.blocks
     )
     held.update(block.block_id for entry in tiers._ledger._open.values() for block in entry.blocks)
+    held.update(block.block_id for blocks in tiers._ledger._held.values() for block in blocks)
+    if scheduler._holder is not None:
+        leases = scheduler._holder.leases._blocks.values()
+        held.update(block.block_id for blocks in leases for block in blocks)
     pool = scheduler.kv.pool
     pool.check()
     assert {block.block_id: block.ref_count for block in pool._blocks if block.ref_count} == held
@@ -233,7 +250,11 @@ def check_books(scheduler: Scheduler) -> None:
     loading, unanswered = kv_waiting._loading, kv_waiting._unanswered
     assert len(scheduler._running) + len(loading) <= scheduler.limits.max_num_seqs
     assert len(unanswered) <= scheduler.limits.max_num_seqs
-    assert sorted([*loading, *unanswered]) == sorted(tiers._deadlines)
+    waiting = {*loading, *unanswered}
+    if any(tier.gives_up for tier in tiers._connectors):
+        assert tiers._deadlines.keys() <= waiting
+    else:
+        assert sorted(waiting) == sorted(tiers._deadlines)
     assert loading.keys() == tiers._loads.keys()
     places = [*scheduler._running, *scheduler._waiting, *loading.values(), *unanswered.values()]
     assert sorted(r.request_id for r in places) == sorted(scheduler._requests)

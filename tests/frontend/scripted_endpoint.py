@@ -11,7 +11,9 @@ from pagoda.engine.messages import (
     EngineReady,
     FinishReason,
     GenerateRequest,
+    KVSource,
     LoadReport,
+    Role,
     TokenChunk,
     TokenLogprobs,
 )
@@ -26,7 +28,11 @@ class ScriptedEndpoint:
     """Answers with `answer`, then with the end-of-sequence token if there is room for it."""
 
     def __init__(
-        self, answer: str | Callable[[GenerateRequest], str] = "ok", *, max_model_len: int = 256
+        self,
+        answer: str | Callable[[GenerateRequest], str] = "ok",
+        *,
+        max_model_len: int = 256,
+        role: Role = Role.NONE,
     ) -> None:
         self.answer = answer
         self.limits = EngineReady(
@@ -37,6 +43,7 @@ class ScriptedEndpoint:
             max_num_seqs=8,
             max_num_waiting=8,
             summary="scripted",
+            role=role,
         )
         self.requests: list[GenerateRequest] = []
         self.ended: list[str] = []
@@ -71,6 +78,12 @@ class ScriptedEndpoint:
         if request.eos_token_ids:
             ids.append(EOS)
         limit = request.sampling.max_tokens
+        held = None
+        if request.holds_kv:
+            limit = 1
+            source = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
+            yield TokenChunk(request.request_id, [], kv_source=source)
+            held = msgspec.structs.replace(source, block_ids=(7,))
         for count, token_id in enumerate(ids[:limit]):
             if count == self.pause_after:
                 self.paused.set()
@@ -88,6 +101,7 @@ class ScriptedEndpoint:
                 token_id if token_id in request.sampling.stop_token_ids else None,
                 self._logprobs(request, token_id),
                 self.num_cached_tokens,
+                kv_source=held if reason is not None else None,
             )
             if reason is not None:
                 return

@@ -20,6 +20,7 @@ from pagoda.kv.transfers import TransferLedger
 class ScriptedTier:
     def __init__(self, name: str, ledger: TransferLedger) -> None:
         self.tier = name
+        self.gives_up = False
         self.has: set[bytes] = set()
         self.is_unsure = False
         """Whether it does not know what else it has."""

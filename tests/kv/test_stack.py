@@ -9,7 +9,7 @@ from pagoda.engine.messages import DeviceBlocks, DiskObjects, Transfer
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand
-from pagoda.kv.stack import PATIENCE_S, ConnectorStack, LoadEnd
+from pagoda.kv.stack import PATIENCE_S, ConnectorStack, LoadEnd, Unknown
 from pagoda.kv.transfers import TransferLedger
 
 OTHER = msgspec.structs.replace(DEMAND, request_id="other")
@@ -39,12 +39,12 @@ class Stack:
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         found = self.stack.lookup(demand, start)
-        return None if found is None else found.num_blocks
+        return None if isinstance(found, Unknown) else found.num_blocks
 
     def load(self, count: int, start: int = 0, demand: Demand = DEMAND) -> list[Transfer]:
         """As a request does that holds the blocks only while it waits."""
         found = self.stack.lookup(demand, start)
-        assert found is not None
+        assert not isinstance(found, Unknown)
         end = start + count
         segments = [s._replace(end=min(s.end, end)) for s in found.segments if s.start < end]
         self.blocks = self.pool.take(count)
@@ -187,16 +187,16 @@ def test_when_the_first_gives_up_the_second_may_load() -> None:
 
 def test_patience_with_an_answer_ends() -> None:
     it = Stack(fails=True)
-    it.stack.wait("r")
+    it.stack.wait("r", Unknown(it.near))
     it.pass_time(PATIENCE_S / 2)
-    it.stack.wait("r")
-    it.stack.wait("other")
+    it.stack.wait("r", Unknown(it.near))
+    it.stack.wait("other", Unknown(it.near))
     assert it.stack.next_event_at() == PATIENCE_S
     it.pass_time(PATIENCE_S / 2)
     assert it.stack.take_ended() == [LoadEnd("r", 0)]
     it.stack.abandon("other")
     assert it.stack.next_event_at() is None
-    it.stack.wait("other")
+    it.stack.wait("other", Unknown(it.near))
     assert it.stack.next_event_at() == 2 * PATIENCE_S
 
 
@@ -324,7 +324,7 @@ def test_nothing_of_lost_workers_remains() -> None:
     (transfer,) = it.load(4)
     it.stack.offer(offers_of(it.pool, 6, 16))
     it.pool.release(it.blocks)
-    it.stack.wait("other")
+    it.stack.wait("other", Unknown(it.near))
     it.stack.workers_lost()
     assert it.near.calls[-2:] == [("lost", 1), ("workers lost",)]
     assert it.pool.num_available == 64

@@ -20,10 +20,38 @@ class TransportError(PagodaError):
 
 
 class Region(NamedTuple):
-    """Memory of this process that others may read."""
+    """Memory of this process that others may read, and that this process reads theirs into."""
 
     address: int
     num_bytes: int
+
+
+class MemoryFile(NamedTuple):
+    """A file without a name that regions are mapped from; other processes of this host can map it as well."""
+
+    descriptor: int
+    num_bytes: int
+    offsets: tuple[int, ...]
+    """Of each region, in the file."""
+
+
+class OwnMemory(NamedTuple):
+    """What a worker has to offer, and room for what it reads. Stays as it is while any transport uses it."""
+
+    regions: tuple[Region, ...]
+    file: MemoryFile | None = None
+    """None where regions are memory of this process alone."""
+
+
+class Access(NamedTuple):
+    """Who may read, and how they come here."""
+
+    host: str
+    """The address at which this host is reached."""
+    secret: bytes
+    """Known to all that may read; each side proves to the other that it knows it."""
+    encrypts: bool = False
+    """Whether what is read must not be seen by others on its way between hosts."""
 
 
 class Span(NamedTuple):
@@ -47,15 +75,17 @@ class MemoryDoor(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody reads any more when this returns."""
+        """Reads that have not ended when this returns fail. May be called twice."""
         ...
 
 
 class MemoryLink(Protocol):
     """A connection to one `MemoryDoor`. Reads may come from several threads."""
 
-    def read(self, spans: Sequence[Span]) -> None:
-        """Returns when all spans have been read.
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        """Returns when all spans have been read; gives up at `deadline` (`time.monotonic`).
+
+        When it returns or raises, nothing is written to the targets any more.
 
         Raises:
             TransportError: they have not; what is in the targets means nothing.
@@ -64,4 +94,23 @@ class MemoryLink(Protocol):
 
     def close(self) -> None:
         """Ends reads under way with an error. May be called twice, from any thread."""
+        ...
+
+
+class Transport(Protocol):
+    """One way of moving KV, as one worker uses it: for its own memory, and to read that of others into it."""
+
+    def open_door(self) -> MemoryDoor:
+        """
+        Raises:
+            TransportError: this host does not offer what it takes.
+        """
+        ...
+
+    def connect(self, descriptor: bytes, deadline: float) -> MemoryLink:
+        """To the door that `descriptor` is of; gives up at `deadline` (`time.monotonic`).
+
+        Raises:
+            TransportError: there is no such door, or not for us.
+        """
         ...

@@ -1,0 +1,138 @@
+"""A pod: hosts that compute prompts, and hosts that take over their KV and go on.
+
+The decode hosts have all requests. For one whose prompt is long enough a prefill host gets the same request
+beside it, and the decode host is told where the KV will be, as soon as the prefill host has said so. All that
+a client sees comes from the decode host, which computes what it does not get; so nothing that happens to
+prefill hosts is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Protocol, cast
+
+import msgspec
+
+from pagoda.engine.messages import GenerateRequest, KVSource, Role, TokenChunk
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import Replica
+from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.policies import POLICIES, Policy
+
+DEFAULT_MIN_TOKENS = 256
+"""Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
+PATIENCE_S = 1.0
+"""How long a request waits to hear where its KV will be: a prefill host says so at once."""
+
+_log = logging.getLogger(__name__)
+
+
+class Members(Protocol):
+    """What takes in hosts that have started, and lets them go."""
+
+    def add(self, replica: Replica) -> None: ...
+
+    def release(self, replica: Replica) -> None:
+        """It gets nothing new; what it has goes on there."""
+        ...
+
+    def remove(self, replica: Replica) -> None: ...
+
+
+class Pod:
+    """The hosts behind a router, by what they do."""
+
+    def __init__(self, policy: Policy, min_tokens: int = DEFAULT_MIN_TOKENS) -> None:
+        """`policy` chooses among those that answer; prefill hosts are chosen by what waits for them.
+
+        Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
+        """
+        self._prefill = Dispatcher([], POLICIES["least-pending-tokens"])
+        self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
+
+    def add(self, replica: Replica) -> None:
+        """A prefill host also answers, as long as there is nobody else who does."""
+        self.dispatcher.add(replica)
+        if replica.limits.role is Role.PREFILL:
+            self._prefill.add(replica)
+
+    def release(self, replica: Replica) -> None:
+        self.dispatcher.release(replica)
+        self._prefill.release(replica)
+
+    def remove(self, replica: Replica) -> None:
+        self.dispatcher.remove(replica)
+        self._prefill.remove(replica)
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+        await self._prefill.close()
+
+
+class RemotePrefill:
+    """A `Preparation` that has prompts computed on prefill hosts."""
+
+    def __init__(
+        self, prefill: Dispatcher, min_tokens: int, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._prefill = prefill
+        self._min_tokens = min_tokens
+        self._patience_s = patience_s
+        self._numbers = itertools.count()
+
+    @property
+    def needs_prefixes(self) -> bool:
+        return self._prefill.is_ready
+
+    @asynccontextmanager
+    async def prepare(
+        self, request: GenerateRequest, role: Role, num_cached_tokens: int
+    ) -> AsyncIterator[GenerateRequest]:
+        if not self._is_worth_it(request, role, num_cached_tokens):
+            yield request
+            return
+        source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
+        computing = asyncio.create_task(self._compute(request, source))
+        try:
+            await asyncio.wait(
+                (source, computing),
+                timeout=self._patience_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if source.done():
+                yield msgspec.structs.replace(request, kv_source=source.result())
+            else:
+                await cancel_all([computing])
+                yield request
+        finally:
+            await cancel_all([computing])
+
+    def _is_worth_it(self, request: GenerateRequest, role: Role, num_cached_tokens: int) -> bool:
+        if request.holds_kv or request.kv_source is not None:
+            return False  # somebody else has arranged it
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        is_long = num_tokens - num_cached_tokens >= self._min_tokens
+        return is_long and role.fetches_kv and self._prefill.is_ready
+
+    async def _compute(self, request: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
+        """Has a prefill host compute `request`, and says where as soon as that is known."""
+        copy = msgspec.structs.replace(
+            request, request_id=f"{request.request_id}/prefill{next(self._numbers)}", holds_kv=True
+        )
+        chunks = cast(AsyncGenerator[TokenChunk, None], self._prefill.generate(copy))
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.kv_source is None:
+                        continue
+                    if not source.done():
+                        source.set_result(chunk.kv_source)
+                    elif chunk.kv_source.transfer_id != source.result().transfer_id:
+                        return  # the host was lost, and at the next one nobody will ask
+        except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
+            _log.info("a prompt is not computed by a prefill host: %s", error)

@@ -1,0 +1,243 @@
+"""The prefill engine's half of a handoff: it holds KV under leases, and answers who asks for it.
+
+It knows nothing of connections: who asks says all that is needed, as often as he likes, and gets the same answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+from pagoda.engine.messages import (
+    PROTOCOL_VERSION,
+    KVPeer,
+    KVSource,
+    TokenLogprobs,
+    WorkerReady,
+)
+from pagoda.kv.block_pool import Block
+from pagoda.pd.door import Door
+from pagoda.pd.leases import LeaseBook
+from pagoda.pd.messages import (
+    DecodeMessage,
+    KVBlocks,
+    KVCheck,
+    KVDone,
+    KVGone,
+    KVHello,
+    KVPrefilled,
+    KVRefused,
+    KVRenew,
+    KVRenewed,
+    KVVerdict,
+    KVWant,
+    KVWelcome,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class _Held:
+    """One request whose KV is held."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        """That its prompt fills."""
+        self.keys: list[bytes] = []
+        """Of the blocks that are held."""
+        self.asker: bytes | None = None
+        """Who is told of its blocks as they come."""
+        self.end = 0
+        """Up to which one."""
+        self.prefilled: KVPrefilled | None = None
+
+
+class FirstToken(NamedTuple):
+    """What a prompt's computation ended with."""
+
+    key: bytes
+    """Of the tokens before it."""
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class KVHolder:
+    """The scheduler tells it what becomes of requests with `holds_kv`; the engine's loop calls `step`."""
+
+    def __init__(
+        self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float, tp_size: int = 1
+    ) -> None:
+        self.leases = leases
+        self._door = door
+        self._engine_id = engine_id
+        self._lease_s = lease_s
+        self._tp_size = tp_size
+        self._numbers = count()
+        self._num_starts = 0
+        self._peer: KVPeer | None = None
+        """This engine's workers, as others reach them; None while there are none."""
+        self._digest = ""
+        self._held: dict[str, _Held] = {}
+        """By transfer; the same as are in `leases`."""
+        self._early: list[bytes] = []
+        """Who said hello while there were no workers."""
+
+    # ---- what the scheduler says
+
+    def open(self, num_blocks: int) -> KVSource:
+        """A request is queued whose prompt fills so many blocks."""
+        transfer_id = f"{self._engine_id}-{next(self._numbers)}"
+        self.leases.open(transfer_id)
+        self._held[transfer_id] = _Held(num_blocks)
+        return self._source(transfer_id)
+
+    def num_held(self, transfer_id: str) -> int:
+        """Leading blocks of its prompt."""
+        return len(self.leases.blocks(transfer_id))
+
+    def hold(self, transfer_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> None:
+        """Further blocks of the prompt are computed."""
+        held = self._held.get(transfer_id)
+        if held is None:
+            return
+        first = self.num_held(transfer_id)
+        self.leases.hold(transfer_id, blocks)
+        held.keys += keys
+        if held.asker is not None:
+            self._send_blocks(held.asker, transfer_id, held, first)
+
+    def finish(self, transfer_id: str, token: FirstToken) -> KVSource | None:
+        """The prompt is computed, and the request ends. Where its KV is; None if it is not held any more."""
+        held = self._held.get(transfer_id)
+        if held is None:
+            return None
+        self.leases.finish(transfer_id)
+        held.prefilled = KVPrefilled(
+            transfer_id, token.key, held.num_blocks, token.token_id, token.logprobs
+        )
+        if held.asker is not None:
+            self._door.send(held.asker, held.prefilled)
+        return self._source(transfer_id, self.leases.blocks(transfer_id))
+
+    def drop(self, transfer_id: str, reason: str) -> None:
+        """There will be no more of it, and what there is means nothing to anybody; a clause says why."""
+        held = self._held.pop(transfer_id, None)
+        self.leases.end(transfer_id)
+        if held is not None and held.asker is not None:
+            self._door.send(held.asker, KVGone(transfer_id, reason))
+
+    def _source(self, transfer_id: str, blocks: Sequence[Block] = ()) -> KVSource:
+        return KVSource(
+            address=self._door.address,
+            engine_id=self._engine_id,
+            transfer_id=transfer_id,
+            block_ids=tuple(block.block_id for block in blocks),
+            tp_size=self._tp_size,
+        )
+
+    # ---- the workers, and the engine's loop
+
+    def workers_ready(self, ready: WorkerReady) -> None:
+        self._num_starts += 1
+        self._digest = ready.kv_digest
+        self._peer = KVPeer(
+            peer_id=f"{self._engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
+        )
+        early, self._early = self._early, []
+        for asker in early:
+            self._door.send(asker, self._welcome(self._peer))
+
+    def workers_lost(self) -> None:
+        """All KV is lost with them."""
+        self._peer = None
+        for transfer_id in list(self._held):
+            self.drop(transfer_id, "the workers that held it were lost")
+
+    def step(self) -> None:
+        """Answers what has come, and lets go of what nobody wanted for too long."""
+        for asker, message in self._door.receive():
+            self._answer(asker, message)
+        for transfer_id in self.leases.expire():
+            _log.info("nobody fetched KV of transfer %s; it is not held any more", transfer_id)
+            self.drop(transfer_id, "its lease has run out")
+
+    def next_event_at(self) -> float | None:
+        """When the next lease runs out."""
+        return self.leases.next_end
+
+    def pollables(self) -> list[object]:
+        return self._door.pollables()
+
+    def close(self) -> None:
+        for transfer_id in list(self._held):
+            self.drop(transfer_id, "the engine that held it has ended")
+
+    # ---- what others ask
+
+    def _answer(self, asker: bytes, message: DecodeMessage) -> None:
+        match message:
+            case KVHello():
+                self._greet(asker, message)
+            case KVWant():
+                self._tell(asker, message)
+            case KVRenew():
+                for transfer_id in message.transfer_ids:
+                    if not self.leases.renew(transfer_id):
+                        self._door.send(asker, _unknown(transfer_id))
+                self._door.send(asker, KVRenewed())
+            case KVCheck():
+                is_valid = self.leases.renew(message.transfer_id)
+                self._door.send(asker, KVVerdict(message.transfer_id, is_valid))
+            case KVDone():
+                for transfer_id in message.transfer_ids:
+                    self._held.pop(transfer_id, None)
+                    self.leases.end(transfer_id)
+
+    def _greet(self, asker: bytes, hello: KVHello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = f"it speaks protocol {PROTOCOL_VERSION}, this engine {hello.protocol_version}"
+            self._door.send(asker, KVRefused(reason))
+        elif self._peer is None:
+            if asker not in self._early:
+                self._early.append(asker)
+        elif hello.digest != self._digest:
+            reason = "its KV is of another model, or laid out in another way"
+            self._door.send(asker, KVRefused(reason))
+        else:
+            self._door.send(asker, self._welcome(self._peer))
+
+    def _welcome(self, peer: KVPeer) -> KVWelcome:
+        return KVWelcome(engine_id=self._engine_id, peer=peer, lease_s=self._lease_s)
+
+    def _tell(self, asker: bytes, want: KVWant) -> None:
+        transfer_id = want.transfer_id
+        held = self._held.get(transfer_id)
+        if held is None:
+            self._door.send(asker, _unknown(transfer_id))
+            return
+        self.leases.renew(transfer_id)
+        held.asker, held.end = asker, want.end
+        self._send_blocks(asker, transfer_id, held, max(0, want.start))
+        if held.prefilled is not None:
+            self._door.send(asker, held.prefilled)
+
+    def _send_blocks(self, asker: bytes, transfer_id: str, held: _Held, first: int) -> None:
+        end = min(held.end, len(held.keys))
+        if self._peer is None or end <= first:
+            return
+        block_ids = [block.block_id for block in self.leases.blocks(transfer_id)[first:end]]
+        message = KVBlocks(
+            transfer_id,
+            self._peer.peer_id,
+            first,
+            block_ids,
+            held.keys[end - 1],
+            held.num_blocks,
+        )
+        self._door.send(asker, message)
+
+
+def _unknown(transfer_id: str) -> KVGone:
+    return KVGone(transfer_id, "it is not held, or not any more")

@@ -1,0 +1,17 @@
+"""The transports by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagoda.pd.transport.base import Access, OwnMemory, Transport
+from pagoda.pd.transport.shm import ShmTransport
+from pagoda.pd.transport.tcp import TcpTransport
+
+TRANSPORTS: dict[str, Callable[[OwnMemory, Access], Transport]] = {
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+}
+"""Of `--kv-transports`. Making one raises TransportError where this host does not have what it takes."""
+NEEDS_SHARED_MEMORY = frozenset({"shm"})
+"""Those that read only memory that processes can share."""

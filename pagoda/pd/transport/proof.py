@@ -1,0 +1,111 @@
+"""Both ends of a stream prove to each other that they know the secret, without telling it.
+
+    door    ── nonce ──>                       guest
+            <─ nonce, wish, proof of guest ──
+            ── proof of door ──>
+
+A proof is an HMAC-SHA256 (RFC 2104) over both nonces and all that must not be another's: the door's identity, so
+that a port that another process has taken over by now is not mistaken for the old one, and the channel, so that
+nobody in the middle can pass proofs on. Who comes without the secret gets a nonce and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+
+from pagoda.pd.transport.base import TransportError
+
+DOOR_ID_BYTES = 16
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_WISH_BYTES = 1
+
+
+def new_door_id() -> bytes:
+    return secrets.token_bytes(DOOR_ID_BYTES)
+
+
+class Prover:
+    """What one end knows: the secret, and of which door the stream is."""
+
+    def __init__(self, secret: bytes, door_id: bytes) -> None:
+        self._key = hashlib.blake2b(secret, digest_size=32, person=b"pagoda-kv").digest()
+        self._door_id = door_id
+
+    def admit(self, stream: socket.socket, channel: bytes, deadline: float) -> int:
+        """The door's part; returns what the guest wishes, a number below 256. `channel` as the guest knows it.
+
+        Raises:
+            TransportError: whoever is there does not know the secret, or wants another door.
+            OSError: nobody is there any more, or it takes longer than until `deadline`.
+        """
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        send_all(stream, nonce, deadline)
+        answer = receive(stream, _NONCE_BYTES + _WISH_BYTES + _PROOF_BYTES, deadline)
+        said, given = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
+        transcript = nonce + said
+        if not hmac.compare_digest(given, self._proof(b"guest", channel, transcript)):
+            raise TransportError("somebody came without the secret")
+        send_all(stream, self._proof(b"door", channel, transcript), deadline)
+        return said[_NONCE_BYTES]
+
+    def enter(self, stream: socket.socket, channel: bytes, wish: int, deadline: float) -> None:
+        """The guest's part.
+
+        Raises:
+            TransportError: that is not the door, or it does not let us in.
+            OSError: nobody is there any more, or it takes longer than until `deadline`.
+        """
+        nonce = receive(stream, _NONCE_BYTES, deadline)
+        said = secrets.token_bytes(_NONCE_BYTES) + bytes([wish])
+        transcript = nonce + said
+        send_all(stream, said + self._proof(b"guest", channel, transcript), deadline)
+        try:
+            given = receive(stream, _PROOF_BYTES, deadline)
+        except ConnectionError:
+            raise TransportError(
+                "it is another's by now, or the cluster's key is not the same there"
+            ) from None
+        if not hmac.compare_digest(given, self._proof(b"door", channel, transcript)):
+            raise TransportError("whoever is there does not know the cluster's key")
+
+    def _proof(self, who: bytes, channel: bytes, transcript: bytes) -> bytes:
+        parts = (who.ljust(8), self._door_id, hashlib.sha256(channel).digest(), transcript)
+        return hmac.digest(self._key, b"".join(parts), "sha256")
+
+
+def receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    """
+    Raises:
+        OSError: the stream ends before so many bytes, or they take longer than until `deadline`.
+    """
+    parts: list[bytes] = []
+    while num_bytes:
+        wait_until(stream, deadline)
+        part = stream.recv(num_bytes)
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
+
+
+def send_all(stream: socket.socket, data: bytes, deadline: float) -> None:
+    wait_until(stream, deadline)
+    stream.sendall(data)
+
+
+def wait_until(stream: socket.socket, deadline: float, most_s: float | None = None) -> None:
+    """Lets the next operation on `stream` take until `deadline`, but no longer than `most_s`.
+
+    Raises:
+        TimeoutError: it is over.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it took too long")
+    stream.settimeout(left if most_s is None else min(left, most_s))

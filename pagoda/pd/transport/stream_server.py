@@ -1,0 +1,169 @@
+"""Serves streams to guests, and keeps what strangers can do small: few of them, for a short time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagoda.pd.transport.base import TransportError
+
+MAX_STRANGERS = 32
+"""Connections that have not proved anything yet; one more, and the oldest of them is closed."""
+MAX_GUESTS = 512
+HANDSHAKE_S = 5.0
+_BACKLOG = 128
+_PAUSE_S = 0.1
+"""After an accept that failed, such as for want of descriptors."""
+_FAREWELL_S = 5.0
+_WARNING_INTERVAL_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Admitted(NamedTuple):
+    """A stream whose other end has proved that it knows the secret."""
+
+    stream: socket.socket
+    wish: int
+
+
+class _Connection:
+    """One of them, whatever its socket is wrapped in by now."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._handle = stream.dup()
+        self._lock = threading.Lock()
+
+    def hang_up(self) -> None:
+        """Wakes whoever waits at it."""
+        with self._lock, contextlib.suppress(OSError):
+            self._handle.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._handle.close()
+
+
+class StreamServer:
+    """A thread that accepts connections, and one for each of them."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        admit: Callable[[socket.socket, float], Admitted],
+        serve: Callable[[Admitted], None],
+        name: str,
+    ) -> None:
+        """`admit` gets a stream and a deadline, and raises TransportError or OSError for strangers; `serve`
+        returns, or raises these, when the guest has gone. `name` is that of the threads."""
+        self._listener = listener
+        self._admit = admit
+        self._serve = serve
+        self._name = name
+        self._state = threading.Condition()
+        """Guards all that follows."""
+        self._strangers: dict[_Connection, threading.Thread] = {}
+        self._leaving: dict[_Connection, threading.Thread] = {}
+        """Strangers that have been hung up on, and whose threads have not ended yet."""
+        self._guests: dict[_Connection, threading.Thread] = {}
+        self._is_closed = False
+        self._next_warning_at = 0.0
+        listener.listen(_BACKLOG)
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody is served any more when this returns."""
+        with self._state:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_FAREWELL_S)
+        self._listener.close()
+        with self._state:
+            left = self._strangers | self._leaving | self._guests
+        for connection in left:
+            connection.hang_up()
+        for thread in left.values():
+            thread.join(_FAREWELL_S)
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                if not self._is_closed:
+                    time.sleep(_PAUSE_S)
+                continue
+            try:
+                self._receive(stream)
+            except (OSError, RuntimeError):  # no descriptor or no thread is left
+                stream.close()
+                time.sleep(_PAUSE_S)
+
+    def _receive(self, stream: socket.socket) -> None:
+        connection = _Connection(stream)
+        thread = threading.Thread(
+            target=self._host, args=(stream, connection), name=self._name, daemon=True
+        )
+        with self._state:
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                self._leaving[oldest] = self._strangers.pop(oldest)
+                oldest.hang_up()
+            # Others wait in the kernel meanwhile.
+            self._state.wait_for(lambda: len(self._leaving) < MAX_STRANGERS, HANDSHAKE_S)
+            self._strangers[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError:
+            self._forget(connection)
+            raise
+
+    def _host(self, stream: socket.socket, connection: _Connection) -> None:
+        try:
+            admitted = self._admit(stream, time.monotonic() + HANDSHAKE_S)
+            stream = admitted.stream
+            if self._welcome(connection):
+                self._serve(admitted)
+        except (TransportError, OSError) as error:
+            self._warn(error)
+        except Exception:
+            _log.exception("a reader of KV could not be served")
+        finally:
+            with contextlib.suppress(OSError):
+                connection.hang_up()
+            stream.close()
+            self._forget(connection)
+
+    def _welcome(self, connection: _Connection) -> bool:
+        with self._state:
+            if self._is_closed or len(self._guests) >= MAX_GUESTS:
+                return False
+            thread = self._strangers.pop(connection, None)
+            if thread is not None:
+                self._guests[connection] = thread
+            return thread is not None
+
+    def _forget(self, connection: _Connection) -> None:
+        with self._state:
+            self._strangers.pop(connection, None)
+            self._leaving.pop(connection, None)
+            self._state.notify_all()
+            self._guests.pop(connection, None)
+        connection.close()
+
+    def _warn(self, error: Exception) -> None:
+        with self._state:
+            now = time.monotonic()
+            if self._is_closed or now < self._next_warning_at:
+                return
+            self._next_warning_at = now + _WARNING_INTERVAL_S
+        _log.warning("a connection for KV ended: %s", error)

@@ -1,0 +1,455 @@
+"""KV over TCP: between any two hosts, without further software.
+
+A guest connects, makes a channel that nobody can listen to (TLS with anonymous Diffie-Hellman, group ffdhe2048 of
+RFC 7919) and proves over it that it knows the secret; the proof covers the channel (`tls-unique`, RFC 5929), so
+nobody in the middle can pass it on. Then TLS ends, and bytes go as they are, unless one side wants encryption.
+
+A request is a count and so many (region, offset, length); the answer is these bytes, one behind the other. They go
+from the door's memory to the socket, and from the guest's socket to where they belong, without a copy in between.
+A request that does not fit the regions ends the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
+from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
+
+MAX_SPANS = 4096
+"""Of one request."""
+MAX_REQUEST_BYTES = 2**30
+MAX_STREAMS = 4
+"""Of one link; between hosts one stream seldom fills the network."""
+_STREAM_BYTES = 2**23
+"""A further stream is worth it from so many bytes on."""
+_SILENCE_S = 10.0
+"""How long the other side may move no byte in the middle of a request."""
+_BUFFERS = 1024
+"""The most that one call of the kernel takes (IOV_MAX)."""
+
+_COUNT = struct.Struct("<I")
+_ENTRY = struct.Struct("<IQQ")
+_PLAIN, _ENCRYPTED = 0, 1
+_GROUP = Path(__file__).parent / "ffdhe2048.pem"
+
+
+class TcpDescriptor(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+    door_id: bytes
+    encrypts: bool
+
+
+class TcpTransport:
+    def __init__(self, memory: OwnMemory, access: Access) -> None:
+        self._memory = memory
+        self._access = access
+
+    def open_door(self) -> TcpDoor:
+        return TcpDoor(self._memory.regions, self._access)
+
+    def connect(self, descriptor: bytes, deadline: float) -> TcpLink:
+        link = TcpLink(descriptor, self._access)
+        link.connect(deadline)
+        return link
+
+
+class TcpDoor:
+    """Serves regions of this process, each guest in a thread of its own."""
+
+    def __init__(self, regions: Sequence[Region], access: Access) -> None:
+        """
+        Raises:
+            TransportError: `access.host` is no address of this host.
+        """
+        self._regions = [
+            memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
+            for region in regions
+        ]
+        self._encrypts = access.encrypts
+        self._tls = _tls(ssl.PROTOCOL_TLS_SERVER)
+        door_id = new_door_id()
+        self._prover = Prover(access.secret, door_id)
+        listener = _listen(access.host)
+        port: int = listener.getsockname()[1]
+        self._descriptor = msgspec.msgpack.encode(
+            TcpDescriptor(access.host, port, door_id, access.encrypts)
+        )
+        self._server = StreamServer(listener, self._admit, self._serve, "kv-tcp-door")
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._descriptor
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _admit(self, stream: socket.socket, deadline: float) -> Admitted:
+        _tune(stream)
+        wait_until(stream, deadline)
+        channel = self._tls.wrap_socket(stream, server_side=True)
+        wish = self._prover.admit(channel, _binding(channel), deadline)
+        if self._encrypts and wish != _ENCRYPTED:
+            raise TransportError("a guest wants no encryption, but this host does")
+        return Admitted(channel if wish == _ENCRYPTED else _bared(channel, deadline), wish)
+
+    def _serve(self, guest: Admitted) -> None:
+        stream = guest.stream
+        while True:
+            stream.settimeout(
+                None
+            )  # until the guest wants something; whether it lives, the kernel asks
+            first = stream.recv(1)
+            if not first:
+                return
+            pieces = self._read_request(stream, first)
+            stream.settimeout(_SILENCE_S)
+            if isinstance(stream, ssl.SSLSocket):
+                for piece in pieces:
+                    stream.sendall(piece)
+            else:
+                _send(stream, pieces)
+
+    def _read_request(self, stream: socket.socket, first: bytes) -> list[memoryview]:
+        deadline = time.monotonic() + _SILENCE_S
+        rest = receive(stream, _COUNT.size - 1, deadline)
+        (count,) = _COUNT.unpack(first + rest)
+        if not 1 <= count <= MAX_SPANS:
+            raise TransportError(
+                f"a guest asks for {count} pieces, at most {MAX_SPANS} are allowed"
+            )
+        table = receive(stream, count * _ENTRY.size, deadline)
+        pieces = [self._piece(*entry) for entry in _ENTRY.iter_unpack(table)]
+        if sum(len(piece) for piece in pieces) > MAX_REQUEST_BYTES:
+            raise TransportError(f"a guest asks for more than {MAX_REQUEST_BYTES} bytes at once")
+        return pieces
+
+    def _piece(self, region: int, offset: int, num_bytes: int) -> memoryview:
+        if region >= len(self._regions):
+            raise TransportError(f"a guest asks for region {region} of {len(self._regions)}")
+        memory = self._regions[region]
+        if not (num_bytes >= 1 and offset + num_bytes <= len(memory)):
+            raise TransportError(f"a guest asks for bytes beyond the end of region {region}")
+        return memory[offset : offset + num_bytes]
+
+
+class TcpLink:
+    """Some streams to one door; a read takes as many as it is large, and reads beside it take others."""
+
+    def __init__(self, descriptor: bytes, access: Access) -> None:
+        """
+        Raises:
+            TransportError: it is no descriptor of this transport.
+        """
+        try:
+            self._door = msgspec.msgpack.decode(descriptor, type=TcpDescriptor)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"what describes the door makes no sense: {error}") from None
+        self._prover = Prover(access.secret, self._door.door_id)
+        self._wish = _ENCRYPTED if access.encrypts or self._door.encrypts else _PLAIN
+        self._tls = _tls(ssl.PROTOCOL_TLS_CLIENT)
+        self._helpers = ThreadPoolExecutor(MAX_STREAMS - 1, thread_name_prefix="kv-tcp-read")
+        self._lock = threading.Lock()
+        """Guards all that follows."""
+        self._idle: list[_Stream] = []
+        self._busy: set[_Stream] = set()
+        self._is_closed = False
+
+    def connect(self, deadline: float) -> None:
+        """Finds out whether the door is there.
+
+        Raises:
+            TransportError: it is not, or does not let us in.
+        """
+        self._put_back(self._take(deadline))
+
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        total = sum(span.num_bytes for span in spans)
+        num_streams = max(1, min(MAX_STREAMS, total // _STREAM_BYTES))
+        first, *others = _shares(spans, -(-total // num_streams))
+        try:
+            readings = [self._helpers.submit(self._read, share, deadline) for share in others]
+        except RuntimeError:
+            raise TransportError("the connection was closed") from None
+        problems: list[TransportError] = []
+        try:
+            self._read(first, deadline)
+        except TransportError as error:
+            problems.append(error)
+        for reading in readings:  # all of them: none may write to the targets behind our back
+            problem = reading.exception()
+            if isinstance(problem, TransportError):
+                problems.append(problem)
+            elif problem is not None:
+                raise problem
+        if problems:
+            raise problems[0]
+
+    def _read(self, spans: Sequence[Span], deadline: float) -> None:
+        stream = self._take(deadline)
+        try:
+            stream.read(spans, deadline)
+        except BaseException as error:
+            self._drop(stream)
+            if isinstance(error, OSError):
+                raise TransportError(self._clause(error)) from error
+            raise
+        self._put_back(stream)
+
+    def _take(self, deadline: float) -> _Stream:
+        with self._lock:
+            if self._is_closed:
+                raise TransportError("the connection was closed")
+            if self._idle:
+                stream = self._idle.pop()
+                self._busy.add(stream)
+                return stream
+        stream = self._open(deadline)
+        with self._lock:
+            self._busy.add(stream)
+            is_closed = self._is_closed
+        if is_closed:
+            self._drop(stream)
+            raise TransportError("the connection was closed")
+        return stream
+
+    def _open(self, deadline: float) -> _Stream:
+        deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
+        where = self._door.host, self._door.port
+        try:
+            connection = socket.create_connection(where, max(0.001, deadline - time.monotonic()))
+        except OSError as error:
+            raise TransportError(self._clause(error)) from error
+        try:
+            return _Stream(self._enter(connection, deadline))
+        except OSError as error:
+            connection.close()
+            raise TransportError(self._clause(error)) from error
+        except TransportError as error:
+            connection.close()
+            raise TransportError(self._clause(error)) from None
+
+    def _enter(self, connection: socket.socket, deadline: float) -> socket.socket:
+        _tune(connection)
+        wait_until(connection, deadline)
+        channel = self._tls.wrap_socket(connection)
+        try:
+            self._prover.enter(channel, _binding(channel), self._wish, deadline)
+            return channel if self._wish == _ENCRYPTED else _bared(channel, deadline)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _clause(self, error: Exception) -> str:
+        return f"{self._door.host}:{self._door.port}: {error}"
+
+    def _put_back(self, stream: _Stream) -> None:
+        with self._lock:
+            self._busy.discard(stream)
+            if not self._is_closed:
+                self._idle.append(stream)
+                return
+        stream.close()
+
+    def _drop(self, stream: _Stream) -> None:
+        with self._lock:
+            self._busy.discard(stream)
+        stream.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for stream in self._busy:  # whoever reads from it closes it
+                stream.hang_up()
+        for stream in idle:
+            stream.close()
+        self._helpers.shutdown(wait=False)
+
+
+class _Stream:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        """
+        Raises:
+            OSError: the stream ended, or it took too long.
+        """
+        for request in _requests(spans):
+            self._ask(request, deadline)
+            targets = (
+                (ctypes.c_char * span.num_bytes).from_address(span.target) for span in request
+            )
+            if isinstance(self._stream, ssl.SSLSocket):
+                for target in targets:
+                    self._fill(memoryview(target).cast("B"), deadline)
+            else:
+                self._scatter(list(targets), deadline)
+
+    def _ask(self, spans: Sequence[Span], deadline: float) -> None:
+        entries = (_ENTRY.pack(span.region, span.offset, span.num_bytes) for span in spans)
+        send_all(self._stream, _COUNT.pack(len(spans)) + b"".join(entries), deadline)
+
+    def _fill(self, target: memoryview, deadline: float) -> None:
+        while target:
+            wait_until(self._stream, deadline, _SILENCE_S)
+            count = self._stream.recv_into(target)
+            if not count:
+                raise ConnectionResetError("the connection was closed")
+            target = target[count:]
+
+    def _scatter(self, targets: list[Any], deadline: float) -> None:
+        """Fills all of them in a row."""
+        first = 0
+        while first < len(targets):
+            wait_until(self._stream, deadline, _SILENCE_S)
+            count = self._stream.recvmsg_into(targets[first : first + _BUFFERS])[0]
+            if not count:
+                raise ConnectionResetError("the connection was closed")
+            first = _advance(targets, first, count)
+
+    def hang_up(self) -> None:
+        """Wakes whoever waits at it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(
+                self._stream, socket.SHUT_RDWR
+            )  # not TLS, which another thread uses
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _send(stream: socket.socket, pieces: list[memoryview]) -> None:
+    first = 0
+    buffers: list[Any] = pieces
+    while first < len(buffers):
+        first = _advance(buffers, first, stream.sendmsg(buffers[first : first + _BUFFERS]))
+
+
+def _advance(buffers: list[Any], first: int, count: int) -> int:
+    """`count` bytes went to or came from `buffers[first:]`; cuts what is begun, and returns where to go on."""
+    while count:
+        size = memoryview(buffers[first]).nbytes
+        if count < size:
+            buffers[first] = memoryview(buffers[first]).cast("B")[count:]
+            return first
+        count -= size
+        first += 1
+    return first
+
+
+def _requests(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Cut so that each is allowed."""
+    request: list[Span] = []
+    size = 0
+    for span in _cut(spans, MAX_REQUEST_BYTES):
+        if len(request) == MAX_SPANS or size + span.num_bytes > MAX_REQUEST_BYTES:
+            yield request
+            request, size = [], 0
+        request.append(span)
+        size += span.num_bytes
+    if request:
+        yield request
+
+
+def _shares(spans: Sequence[Span], share_bytes: int) -> list[list[Span]]:
+    """All spans in parts of so many bytes; one part at least."""
+    shares: list[list[Span]] = [[]]
+    room = share_bytes
+    for span in spans:
+        while span.num_bytes > room:
+            head, span = _split(span, room)
+            shares[-1].append(head)
+            shares.append([])
+            room = share_bytes
+        shares[-1].append(span)
+        room -= span.num_bytes
+        if room == 0:
+            shares.append([])
+            room = share_bytes
+    return [share for share in shares if share] or [[]]
+
+
+def _cut(spans: Iterable[Span], most_bytes: int) -> Iterator[Span]:
+    for span in spans:
+        while span.num_bytes > most_bytes:
+            head, span = _split(span, most_bytes)
+            yield head
+        yield span
+
+
+def _split(span: Span, count: int) -> tuple[Span, Span]:
+    head = span._replace(num_bytes=count)
+    rest = Span(span.region, span.offset + count, span.num_bytes - count, span.target + count)
+    return head, rest
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise TransportError(f"{host} is no address of this host: {error}") from None
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise TransportError(f"{host} is no address of this host: {error}") from None
+    return listener
+
+
+def _tls(side: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.check_hostname = False
+    context.verify_mode = (
+        ssl.CERT_NONE
+    )  # who is there is proved by the secret, over this very channel
+    # The last version with anonymous key exchange and with a name for the channel that Python can tell.
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers("ADH-AES256-GCM-SHA384:@SECLEVEL=0")  # level 1 has no anonymous ones
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
+    if side == ssl.PROTOCOL_TLS_SERVER:
+        context.load_dh_params(str(_GROUP))
+    return context
+
+
+def _binding(channel: ssl.SSLSocket) -> bytes:
+    binding = channel.get_channel_binding("tls-unique")
+    if binding is None:
+        raise TransportError("the channel has no name that a proof could cover")
+    return binding
+
+
+def _bared(channel: ssl.SSLSocket, deadline: float) -> socket.socket:
+    """The stream below, once both sides have ended TLS."""
+    wait_until(channel, deadline)
+    channel.unwrap()
+    return socket.socket(channel.family, channel.type, channel.proto, channel.detach())
+
+
+def _tune(stream: socket.socket) -> None:
+    """Sends at once, and notices a peer that vanished without a word."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

@@ -1,0 +1,190 @@
+"""The ways between simulated engines of one process: doors and peers without sockets, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Generic, TypeVar
+
+from pagoda.engine.messages import Role
+from pagoda.executor.sim import SimNeighbours
+from pagoda.ipc.clock import Clock
+from pagoda.pd.links import HandoffLinks
+from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.pd.peers import PeerLost
+
+T = TypeVar("T")
+
+Wake = Callable[[float], None]
+"""Tells an engine's loop when something will be there for it."""
+Fate = Callable[[DecodeMessage | PrefillMessage], Sequence[float]]
+"""After how many seconds a message comes; each time that it does."""
+
+
+class _Inbox(Generic[T]):
+    """What is on its way to one engine."""
+
+    def __init__(self, clock: Clock, wake: Wake) -> None:
+        self._clock = clock
+        self._wake = wake
+        self._order = count()
+        self._items: list[tuple[float, int, T]] = []
+
+    def put(self, item: T, delay_s: float) -> None:
+        instant = self._clock.now() + delay_s
+        heapq.heappush(self._items, (instant, next(self._order), item))
+        self._wake(instant)
+
+    def take(self) -> list[T]:
+        now = self._clock.now()
+        due = []
+        while self._items and self._items[0][0] <= now:
+            due.append(heapq.heappop(self._items)[2])
+        return due
+
+    def next_event_at(self) -> float | None:
+        return self._items[0][0] if self._items else None
+
+
+class SimNetwork:
+    """Where simulated engines find each other. What is sent comes as `fate` says; by default at once."""
+
+    def __init__(self, clock: Clock, fate: Fate = lambda _: (0.0,)) -> None:
+        self.neighbours = SimNeighbours()
+        self._clock = clock
+        self._fate = fate
+        self._numbers = count(1)
+        self._doors: dict[str, SimDoor] = {}
+        self._connections: dict[bytes, SimPeers] = {}
+        """By whom the door calls the asker."""
+
+    def door(self, address: str, wake: Wake = lambda _: None) -> SimDoor:
+        door = self._doors[address] = SimDoor(address, self, self._clock, wake)
+        return door
+
+    def peers(self, wake: Wake = lambda _: None) -> SimPeers:
+        return SimPeers(self, self._clock, wake)
+
+    def links(
+        self, engine_id: str, role: Role, address: str, wake: Wake = lambda _: None
+    ) -> HandoffLinks:
+        """What an engine of this role has; its door, if it has one, is at `address`."""
+        door = self.door(address, wake) if role.holds_kv else None
+        peers = self.peers(wake) if role.fetches_kv else None
+        return HandoffLinks(engine_id, door, peers)
+
+    def connect(self, peers: SimPeers, address: str) -> bytes | None:
+        """None if nobody is there."""
+        if address not in self._doors:
+            return None
+        asker = str(next(self._numbers)).encode()
+        self._connections[asker] = peers
+        return asker
+
+    def disconnect(self, asker: bytes) -> None:
+        self._connections.pop(asker, None)
+
+    def cut(self, address: str) -> None:
+        """Ends all connections to a door; those that had them are told."""
+        for asker, peers in list(self._connections.items()):
+            if peers.lose(asker, address, PeerLost("it hung up")):
+                del self._connections[asker]
+
+    def close(self, door: SimDoor) -> None:
+        if self._doors.get(door.address) is door:
+            del self._doors[door.address]
+            self.cut(door.address)
+
+    def ask(self, address: str, asker: bytes, message: DecodeMessage) -> None:
+        door = self._doors.get(address)
+        if door is None:
+            return
+        for delay_s in self._fate(message):
+            door.inbox.put((asker, message), delay_s)
+
+    def answer(self, asker: bytes, message: PrefillMessage) -> None:
+        peers = self._connections.get(asker)
+        if peers is None:
+            return
+        for delay_s in self._fate(message):
+            peers.inbox.put((asker, message), delay_s)
+
+
+class SimDoor:
+    """A `Door`."""
+
+    def __init__(self, address: str, network: SimNetwork, clock: Clock, wake: Wake) -> None:
+        self.address = address
+        self.inbox: _Inbox[tuple[bytes, DecodeMessage]] = _Inbox(clock, wake)
+        self._network = network
+
+    def receive(self) -> list[tuple[bytes, DecodeMessage]]:
+        return self.inbox.take()
+
+    def send(self, asker: bytes, message: PrefillMessage) -> None:
+        self._network.answer(asker, message)
+
+    def next_event_at(self) -> float | None:
+        return self.inbox.next_event_at()
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def close(self) -> None:
+        self._network.close(self)
+
+
+class SimPeers:
+    """`Peers`."""
+
+    def __init__(self, network: SimNetwork, clock: Clock, wake: Wake) -> None:
+        self.inbox: _Inbox[tuple[bytes, PrefillMessage | PeerLost]] = _Inbox(clock, wake)
+        self._network = network
+        self._askers: dict[str, bytes] = {}
+        """By address, what the door there calls this engine."""
+        self._addresses: dict[bytes, str] = {}
+
+    def send(self, address: str, message: DecodeMessage) -> None:
+        asker = self._askers.get(address)
+        if asker is None:
+            asker = self._network.connect(self, address) or b"nobody at " + address.encode()
+            self._askers[address] = asker
+            self._addresses[asker] = address
+            if asker.startswith(b"nobody"):
+                self.inbox.put((asker, PeerLost("nobody is there")), 0.0)
+        self._network.ask(address, asker, message)
+
+    def lose(self, asker: bytes, address: str, loss: PeerLost) -> bool:
+        """Whether there was such a connection."""
+        if self._addresses.get(asker) != address:
+            return False
+        self.inbox.put((asker, loss), 0.0)
+        return True
+
+    def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
+        messages: list[tuple[str, PrefillMessage | PeerLost]] = []
+        for asker, message in self.inbox.take():
+            address = self._addresses.get(asker)
+            if address is None:
+                continue  # a connection that is no more
+            if isinstance(message, PeerLost):
+                self.hang_up(address)
+            messages.append((address, message))
+        return messages
+
+    def next_event_at(self) -> float | None:
+        return self.inbox.next_event_at()
+
+    def hang_up(self, address: str) -> None:
+        asker = self._askers.pop(address, None)
+        if asker is not None:
+            del self._addresses[asker]
+            self._network.disconnect(asker)
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def close(self) -> None:
+        for address in list(self._askers):
+            self.hang_up(address)

@@ -1,0 +1,208 @@
+"""`kv_transfer_params`: what proxies before prefill and decode servers send and get."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagoda.api.kv_transfer import handoff_of
+from pagoda.api.protocol import CompletionRequest
+from pagoda.engine.messages import KVSource, Role
+from pagoda.errors import InvalidRequestError
+
+ASKS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""As vLLM's proxies write it."""
+GIVEN = {
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "remote_engine_id": "e1",
+    "remote_block_ids": [7],
+    "remote_host": "10.0.0.1",
+    "remote_port": 5700,
+    "tp_size": 1,
+    "transfer_id": "t1",
+}
+SOURCE = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_answers_with_one_token_and_says_where_the_kv_is(
+    serve_api, stream: bool
+) -> None:
+    api = await serve_api("yes", role=Role.PREFILL)
+    answer = await api.complete(prompt="x" * 20, kv_transfer_params=ASKS, stream=stream)
+    if stream:
+        [event] = answer.events()
+    else:
+        event = answer.json()
+    [choice] = event["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("y", "length")
+    assert event["kv_transfer_params"] == GIVEN
+    [request] = api.endpoint.requests
+    assert request.holds_kv
+    assert request.kv_source is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prefill_of_a_conversation(serve_api, stream: bool) -> None:
+    api = await serve_api("yes", role=Role.BOTH)
+    answer = await api.chat(kv_transfer_params={"do_remote_decode": True}, stream=stream)
+    last = answer.events()[-1] if stream else answer.json()
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["kv_transfer_params"]["transfer_id"] == "t1"
+    assert last["kv_transfer_params"]["do_remote_prefill"] is True
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+async def test_decode_is_told_where_the_kv_is(serve_api, route: str) -> None:
+    api = await serve_api("yes", role=Role.DECODE)
+    answer = (await getattr(api, route)(kv_transfer_params=GIVEN)).json()
+    assert "kv_transfer_params" not in answer
+    [request] = api.endpoint.requests
+    assert (request.holds_kv, request.kv_source) == (False, SOURCE)
+
+
+async def test_what_prefill_answers_is_what_decode_takes(serve_api) -> None:
+    prefill = await serve_api("yes", role=Role.PREFILL)
+    decode = await serve_api("yes", role=Role.DECODE)
+    params = (await prefill.complete(kv_transfer_params=ASKS)).json()["kv_transfer_params"]
+    assert (await decode.complete(kv_transfer_params={**params, "dp_rank": 0})).status == 200
+    assert decode.endpoint.requests[0].kv_source == SOURCE
+
+
+async def test_a_stream_of_decode_has_no_parameters(serve_api) -> None:
+    api = await serve_api("yes", role=Role.DECODE)
+    events = (await api.complete(kv_transfer_params=GIVEN, stream=True)).events()
+    assert all("kv_transfer_params" not in event for event in events)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_decode": False}, {"do_remote_decode": None, "remote_port": None}],
+)
+async def test_parameters_that_ask_for_nothing_change_nothing(api, params: Any) -> None:
+    answer = (await api.complete(prompt=["a", "b"], n=2, kv_transfer_params=params)).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["ok"] * 4
+    assert "kv_transfer_params" not in answer
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [("tcp://[fd00::1]:5700", "fd00::1"), ("tcp://prefill-0.pods:5700", "prefill-0.pods")],
+)
+def test_addresses_of_all_kinds(address: str, host: str) -> None:
+    body = CompletionRequest(prompt="x", kv_transfer_params={**GIVEN, "remote_host": host})
+    source = handoff_of(body, Role.DECODE).kv_source
+    assert source is not None
+    assert source.address == address
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 7])
+async def test_length_and_min_tokens_are_the_clients_whatever_the_proxy_asks_of_prefill(
+    serve_api, max_tokens: int | None
+) -> None:
+    api = await serve_api("yes", role=Role.BOTH)
+    asked = {"min_tokens": 5, "max_tokens": max_tokens}
+    assert (await api.complete(kv_transfer_params=ASKS, **asked)).status == 200
+    assert (api.endpoint.requests[0].sampling.min_tokens >= 1) is True
+    if max_tokens != 1:
+        assert (await api.complete(kv_transfer_params=GIVEN, **asked)).status == 200
+        assert api.endpoint.requests[1].sampling.min_tokens == 5
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    *((GIVEN | {name: value}, name) for name, values in {
+        "do_remote_decode": ["yes", 1, 0, [], {}],
+        "do_remote_prefill": ["true", 1, 0.0, []],
+        "remote_engine_id": ["", 7, True, "x" * 257, "a\0b", ["e1"], {}],
+        "remote_block_ids": ["1", 7, {}, [-1], [1.5], ["1"], [True], [2**31], [[1]], [None]],
+        "remote_host": ["", 7, "a b", "tcp://a", "a/b", "a;b", "a:b", "*", "x" * 300, "fe80::1%eth0", "-a", "ä"],
+        "remote_port": [0, -1, 65536, 2**70, "5700", 5700.0, True, [5700], {}],
+        "tp_size": [0, -1, 2**17, 2**70, "1", 1.0, True],
+        "dp_rank": [-1, 2**17, "0", 0.5, False],
+        "transfer_id": ["", 7, "x" * 257, "\n", None],
+    }.items() for value in values),
+    *((GIVEN | {name: None}, name) for name in ("remote_engine_id", "remote_host", "remote_port")),
+    ({"do_remote_prefill": True}, "remote_engine_id"),
+    (GIVEN | {"do_remote_decode": True}, "do_remote_prefill"),
+    (GIVEN | {"remote_request_id": "x"}, "remote_request_id"),
+    (GIVEN | {"x" * 1000: 1}, "x" * 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "name"), BAD)
+async def test_a_wrong_field_is_refused_by_name(
+    serve_api, params: dict[str, Any], name: str
+) -> None:
+    api = await serve_api(role=Role.BOTH)
+    for answer in [
+        await api.complete(kv_transfer_params=params),
+        await api.chat(kv_transfer_params=params, stream=True),
+    ]:
+        assert answer.status == 400
+        error = answer.error()
+        assert error["param"] == f"kv_transfer_params.{name}"
+        assert error["message"].startswith(f"kv_transfer_params.{name} ")
+        assert len(error["message"]) < 500
+    assert api.endpoint.requests == []
+
+
+@pytest.mark.parametrize("value", [[], "x", 1, True])
+async def test_parameters_that_are_no_object(api, value: Any) -> None:
+    assert (await api.complete(kv_transfer_params=value)).error()["param"] == "kv_transfer_params"
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "name"),
+    [
+        (Role.NONE, ASKS, "do_remote_decode"),
+        (Role.DECODE, ASKS, "do_remote_decode"),
+        (Role.NONE, GIVEN, "do_remote_prefill"),
+        (Role.PREFILL, GIVEN, "do_remote_prefill"),
+    ],
+)
+async def test_a_server_that_is_not_for_it_says_so(
+    serve_api, role: Role, params: dict[str, Any], name: str
+) -> None:
+    api = await serve_api(role=role)
+    error = (await api.complete(kv_transfer_params=params)).error()
+    assert error["param"] == f"kv_transfer_params.{name}"
+    assert f"--role {role}" in error["message"]
+
+
+@pytest.mark.parametrize("params", [ASKS, GIVEN])
+async def test_one_prompt_and_one_answer_at_a_time(serve_api, params: dict[str, Any]) -> None:
+    api = await serve_api(role=Role.BOTH)
+    assert (await api.complete(kv_transfer_params=params, n=2)).error()["param"] == "n"
+    assert (await api.chat(kv_transfer_params=params, n=2)).error()["param"] == "n"
+    answer = await api.complete(prompt=["a", "b"], kv_transfer_params=params)
+    assert answer.error()["param"] == "prompt"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.dictionaries(st.sampled_from([*GIVEN, "dp_rank", "other"]), JSON, max_size=9))
+def test_any_parameters_give_a_handoff_or_a_sentence(params: dict[str, Any]) -> None:
+    body = CompletionRequest(prompt="x", kv_transfer_params=params)
+    with suppress(InvalidRequestError):
+        source = handoff_of(body, Role.BOTH).kv_source
+        if params.get("do_remote_prefill"):
+            assert source is not None
+            assert source.address.endswith(f":{params['remote_port']}")

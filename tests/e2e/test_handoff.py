@@ -1,0 +1,185 @@
+"""Prefill here, decode there: tokens and log-probabilities are those of one engine, whatever the two look like.
+
+The embedded model in real engine and worker processes, in pods of the test's own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import pytest_asyncio
+from handoff_pod import (
+    BLOCK_SIZE,
+    Answer,
+    ask_all,
+    engine_config,
+    fetched,
+    pod_of,
+    requests,
+    rounded,
+    until_free,
+)
+
+from pagoda.engine.messages import GenerateRequest
+from pagoda.frontend.engine_client import EngineClient
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENGINES: dict[str, dict[str, object]] = {
+    "one": {"role": "none"},
+    "P": {"role": "prefill"},
+    "P small steps": {"role": "prefill", "max_num_batched_tokens": 56},
+    "P tp2": {"role": "prefill", "tp": 2},
+    "P pp2": {"role": "prefill", "pp": 2},
+    "D": {"role": "decode"},
+    "D small steps": {"role": "decode", "max_num_batched_tokens": 40},
+    "D tp2": {"role": "decode", "tp": 2},
+    "D over tcp": {"role": "decode", "transports": "tcp"},
+    "one int8": {"role": "none", "kv_cache_dtype": "int8"},
+    "P int8": {"role": "prefill", "kv_cache_dtype": "int8"},
+    "D int8": {"role": "decode", "kv_cache_dtype": "int8"},
+}
+NUM_REQUESTS = 16
+
+Engines = dict[str, EngineClient]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
+    key = tmp_path_factory.mktemp("cluster") / "key"
+    key.write_bytes(os.urandom(16).hex().encode())
+    started: Engines = {}
+    for name, fields in ENGINES.items():
+        options = dict(fields)
+        started[name] = EngineClient(engine_config(key, str(options.pop("role")), **options))
+    try:
+        names = list(started)
+        for pair in zip(names[::2], names[1::2], strict=True):
+            await asyncio.gather(*(started[name].start() for name in pair))
+        yield started
+    finally:
+        await asyncio.gather(*(engine.close() for engine in started.values()))
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[GenerateRequest]:
+    return requests(NUM_REQUESTS)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def expected(engines: Engines, asked: list[GenerateRequest]) -> list[Answer]:
+    return await ask_all(engines["one"], asked)
+
+
+TOPOLOGIES = {
+    "1P1D": ["P", "D"],
+    "1P2D": ["P", "D", "D small steps"],
+    "2P1D": ["P", "P small steps", "D"],
+    "chunked prompts": ["P small steps", "D small steps"],
+    "P tp2, D tp1": ["P tp2", "D"],
+    "P tp1, D tp2": ["P", "D tp2"],
+    "P tp2, D tp2": ["P tp2", "D tp2"],
+    "P pp2": ["P pp2", "D"],
+    "P pp2, D tp2": ["P pp2", "D tp2"],
+    "tcp": ["P", "P pp2", "D over tcp"],
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+async def test_answers_are_those_of_one_engine(
+    engines: Engines, asked: list[GenerateRequest], expected: list[Answer], topology: str
+) -> None:
+    members = [engines[name] for name in TOPOLOGIES[topology]]
+    decoders = [engines[name] for name in TOPOLOGIES[topology] if name.startswith("D")]
+    before = [await fetched(engine) for engine in decoders]
+    async with pod_of(members) as pod:
+        answers = await ask_all(pod.dispatcher, asked, topology)
+    after = [await fetched(engine) for engine in decoders]
+    exact = "2" not in "".join(TOPOLOGIES[topology])
+    assert (answers == expected) if exact else (rounded(answers) == rounded(expected))
+    num_full = sum((len(r.prompt_token_ids) - 1) // BLOCK_SIZE for r in asked)
+    num_loaded = sum(a.num_loaded - b.num_loaded for a, b in zip(after, before, strict=True))
+    assert num_loaded >= 0.9 * num_full
+    assert all(a.num_failed == b.num_failed for a, b in zip(after, before, strict=True))
+    await until_free(members)
+
+
+async def test_quantised_kv(engines: Engines, asked: list[GenerateRequest]) -> None:
+    members = [engines["P int8"], engines["D int8"]]
+    expected = await ask_all(engines["one int8"], asked)
+    async with pod_of(members) as pod:
+        assert await ask_all(pod.dispatcher, asked, "int8") == expected
+    assert (await fetched(members[1])).num_loaded > 0
+    await until_free(members)
+
+
+async def test_kv_of_another_kind_is_not_used(
+    engines: Engines, asked: list[GenerateRequest], expected: list[Answer]
+) -> None:
+    members = [engines["P int8"], engines["D"]]
+    before = await fetched(engines["D"])
+    async with pod_of(members) as pod:
+        assert await ask_all(pod.dispatcher, asked[:4], "mixed kinds") == expected[:4]
+    assert (await fetched(engines["D"])).num_loaded == before.num_loaded
+    await until_free([engines["D"]])
+
+
+async def test_sixty_four_at_a_time(engines: Engines) -> None:
+    many = requests(64, max_tokens=12)
+    expected = await ask_all(engines["one"], many, "64")
+    members = [engines["P"], engines["D"]]
+    async with pod_of(members) as pod:
+        assert await ask_all(pod.dispatcher, many, "64") == expected
+    await until_free(members)
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+async def test_prefixes_that_one_side_has(
+    engines: Engines, asked: list[GenerateRequest], expected: list[Answer], side: str
+) -> None:
+    salt = f"known to {side}"
+    members = [engines["P"], engines["D"]]
+    await ask_all(engines[side], asked, salt)
+    before = await fetched(engines["D"])
+    async with pod_of(members) as pod:
+        assert await ask_all(pod.dispatcher, asked, salt) == expected
+    num_loaded = (await fetched(engines["D"])).num_loaded - before.num_loaded
+    assert (num_loaded > 0) == (side == "P")
+    await until_free(members)
+
+
+def worker_pid(engine: EngineClient) -> int:
+    assert engine.engine_pid is not None
+    [worker] = psutil.Process(engine.engine_pid).children()
+    return worker.pid
+
+
+@pytest.mark.parametrize("name", ["P", "D"])
+@pytest.mark.parametrize("who", ["engine", "worker"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+async def test_a_death_on_either_side_changes_no_token(
+    engines: Engines,
+    asked: list[GenerateRequest],
+    expected: list[Answer],
+    name: str,
+    who: str,
+    delay_s: float,
+) -> None:
+    members = [engines["P"], engines["D"]]
+    async with pod_of(members) as pod:
+        answers = asyncio.create_task(
+            ask_all(pod.dispatcher, asked, f"{who} of {name} dies after {delay_s}")
+        )
+        await asyncio.sleep(delay_s)
+        victim = engines[name].engine_pid if who == "engine" else worker_pid(engines[name])
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        assert await answers == expected
+        while engines[name].state != "ready":
+            await asyncio.sleep(0.01)
+    await until_free(members)

@@ -1,0 +1,313 @@
+"""Whoever does not know the secret learns nothing and does no harm; nobody gets more than there is."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from transport_rig import SECRET, Memory, make, read, soon
+
+from pagoda.pd.transport import stream_server, tcp
+from pagoda.pd.transport.base import MemoryDoor, Span, TransportError
+from pagoda.pd.transport.proof import Prover
+from pagoda.pd.transport.shm import ShmDescriptor
+from pagoda.pd.transport.tcp import TcpDescriptor
+
+Knock = Callable[[], socket.socket]
+
+
+class House:
+    """A door, and how to knock at it without saying anything."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.theirs, self.ours = Memory(1), Memory(2)
+        self.transport = make(name, self.ours)
+        self.door: MemoryDoor = make(name, self.theirs).open_door()
+
+    def knock(self) -> socket.socket:
+        if self.name == "shm":
+            shm = msgspec.msgpack.decode(self.door.descriptor, type=ShmDescriptor)
+            stream = socket.socket(socket.AF_UNIX)
+            stream.connect(f"\0{shm.name}")
+        else:
+            door = msgspec.msgpack.decode(self.door.descriptor, type=TcpDescriptor)
+            stream = socket.create_connection((door.host, door.port))
+        stream.settimeout(20)
+        return stream
+
+    def check(self) -> None:
+        """Guests are served."""
+        link = self.transport.connect(self.door.descriptor, soon())
+        read(link, [Span(0, 7, 100, self.ours.address(0))])
+        assert self.ours.bytes_of(0, 0, 100) == self.theirs.bytes_of(0, 7, 100)
+        link.close()
+
+    def close(self) -> None:
+        self.door.close()
+        self.theirs.close()
+        self.ours.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def house(request: pytest.FixtureRequest) -> Iterator[House]:
+    house = House(request.param)
+    yield house
+    house.close()
+
+
+def drain(stream: socket.socket) -> bytes:
+    """All that comes until the other side hangs up."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := stream.recv(2**16):
+            parts.append(part)
+    stream.close()
+    return b"".join(parts)
+
+
+def test_another_secret_does_not_open(house: House) -> None:
+    wrong = make(house.name, house.ours, b"another secret of another")
+    with pytest.raises(TransportError, match="cluster's key"):
+        wrong.connect(house.door.descriptor, soon())
+    house.check()
+
+
+def test_a_door_that_does_not_know_the_secret_is_not_believed(house: House) -> None:
+    door = make(house.name, house.theirs, b"another secret of another").open_door()
+    with pytest.raises(TransportError):
+        house.transport.connect(door.descriptor, soon())
+    door.close()
+
+
+def test_another_door_at_the_same_place_is_not_taken_for_it(house: House) -> None:
+    """The process was started again, and its successor has the port."""
+    kind = ShmDescriptor if house.name == "shm" else TcpDescriptor
+    descriptor = msgspec.msgpack.decode(house.door.descriptor, type=kind)
+    stale = msgspec.structs.replace(descriptor, door_id=bytes(16))
+    with pytest.raises(TransportError, match="another's by now"):
+        house.transport.connect(msgspec.msgpack.encode(stale), soon())
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096, b"\xff" * 2**20, b"\x16\x03\x01\xff\xff"]
+)
+def test_garbage_is_answered_with_nothing(house: House, said: bytes) -> None:
+    stream = house.knock()
+    with contextlib.suppress(OSError):  # it may have hung up by now
+        stream.sendall(said)
+        stream.shutdown(socket.SHUT_WR)
+    assert len(drain(stream)) <= 64, "a nonce or a TLS alert"
+    house.check()
+
+
+def test_who_is_silent_is_sent_away(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_server, "HANDSHAKE_S", 0.2)
+    drain(house.knock())
+    house.check()
+
+
+def test_who_is_slow_is_sent_away(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_server, "HANDSHAKE_S", 0.3)
+    stream = house.knock()
+    hello = b"\x16\x03\x01\x01\x00" + bytes(256)
+    ended = threading.Event()
+
+    def trickle() -> None:
+        for byte in hello:
+            if ended.wait(0.05):
+                return
+            try:
+                stream.send(bytes([byte]))
+            except OSError:
+                return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    sent_away = stream.dup()
+    drain(sent_away)
+    ended.set()
+    thread.join()
+    stream.close()
+    house.check()
+
+
+def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
+    crowd = [house.knock() for _ in range(5 * stream_server.MAX_STRANGERS)]
+    house.check()
+    threads = [thread for thread in threading.enumerate() if f"kv-{house.name}" in thread.name]
+    assert len(threads) <= 2 * stream_server.MAX_STRANGERS + 2
+    for stream in crowd:
+        stream.close()
+
+
+def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
+    crowd = [house.knock() for _ in range(10)]
+    house.door.close()
+    for stream in crowd:
+        assert len(drain(stream)) <= 64
+    assert not [t for t in threading.enumerate() if f"kv-{house.name}" in t.name]
+
+
+# ---- guests that misbehave
+
+
+def enter(house: House, *, wish: int = 0) -> socket.socket:
+    """A guest's stream, to say on it what one likes."""
+    door = msgspec.msgpack.decode(house.door.descriptor, type=TcpDescriptor)
+    stream = house.knock()
+    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
+    Prover(SECRET, door.door_id).enter(channel, tcp._binding(channel), wish, soon())
+    bare = tcp._bared(channel, soon())
+    bare.settimeout(20)
+    return bare
+
+
+@pytest.fixture
+def tcp_house() -> Iterator[House]:
+    house = House("tcp")
+    yield house
+    house.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        struct.pack("<I", 0),
+        struct.pack("<I", 2**32 - 1),
+        struct.pack("<I", tcp.MAX_SPANS + 1),
+        struct.pack("<IIQQ", 1, 0, 0, 0),
+        struct.pack("<IIQQ", 1, 0, 2**64 - 1, 2),
+        struct.pack("<IIQQ", 1, 0, 0, 2**64 - 1),
+        struct.pack("<IIQQ", 1, 2**32 - 1, 0, 1),
+        struct.pack("<I", tcp.MAX_SPANS) + struct.pack("<IQQ", 2, 0, 3 * 2**20) * tcp.MAX_SPANS,
+    ],
+    ids=lambda said: said[:20].hex(),
+)
+def test_requests_that_make_no_sense_end_the_stream(tcp_house: House, request_bytes: bytes) -> None:
+    stream = enter(tcp_house)
+    stream.sendall(request_bytes)
+    assert drain(stream) == b""
+    tcp_house.check()
+
+
+def test_a_guest_that_stops_in_the_middle_is_sent_away(
+    tcp_house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
+    stream = enter(tcp_house)
+    stream.sendall(struct.pack("<I", 3))
+    assert drain(stream) == b""
+    tcp_house.check()
+
+
+def test_a_guest_that_does_not_take_what_it_asked_for_is_sent_away(
+    tcp_house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
+    stream = enter(tcp_house)
+    count = 300
+    asked = struct.pack("<I", count) + struct.pack("<IQQ", 2, 0, 3 * 2**20) * count
+    stream.sendall(asked)
+    served = [thread for thread in threading.enumerate() if thread.name == "kv-tcp-door"][1:]
+    assert len(served) == 1, "besides the one that accepts"
+    served[0].join(20)
+    assert not served[0].is_alive()
+    assert len(drain(stream)) < count * 3 * 2**20
+    tcp_house.check()
+
+
+def test_a_host_that_encrypts_takes_no_guest_that_does_not(tcp_house: House) -> None:
+    tcp_house.door.close()
+    tcp_house.door = make("tcp", tcp_house.theirs, encrypts=True).open_door()
+    stream = tcp_house.knock()
+    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
+    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
+    Prover(SECRET, door.door_id).enter(channel, tcp._binding(channel), 0, soon())
+    assert channel.recv(100) == b""
+    channel.close()
+    tcp_house.check()
+
+
+class Eavesdropper:
+    """Passes on whatever goes between a guest and the door, and keeps it."""
+
+    def __init__(self, port: int) -> None:
+        self.heard = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._to = port
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        guest, _ = self._listener.accept()
+        door = socket.create_connection(("127.0.0.1", self._to))
+        ways = [
+            threading.Thread(target=self._pass_on, args=w) for w in ((guest, door), (door, guest))
+        ]
+        for way in ways:
+            way.start()
+        for way in ways:
+            way.join()
+        guest.close()
+        door.close()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(2**16):
+            self.heard += data
+            target.sendall(data)
+        with contextlib.suppress(OSError):  # the other side has hung up as well
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._threads[0].join(20)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: House, encrypts: bool) -> None:
+    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
+    ear = Eavesdropper(door.port)
+    through = msgspec.msgpack.encode(msgspec.structs.replace(door, port=ear.port))
+    link = make("tcp", tcp_house.ours, encrypts=encrypts).connect(through, soon())
+    read(link, [Span(0, 0, 10_000, tcp_house.ours.address(0))])
+    link.close()
+    ear.close()
+    wanted = tcp_house.theirs.bytes_of(0, 0, 10_000)
+    assert tcp_house.ours.bytes_of(0, 0, 10_000) == wanted
+    assert (wanted in bytes(ear.heard)) == (not encrypts)
+
+
+def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: House) -> None:
+    """Two channels, one to each side, have two names; a proof for one is none for the other."""
+    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
+    listener = socket.create_server(("127.0.0.1", 0))
+    outcome: list[bytes] = []
+
+    def stand_between() -> None:
+        guest, _ = listener.accept()
+        inside = tcp._tls(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(guest, server_side=True)
+        outside = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
+            socket.create_connection(("127.0.0.1", door.port))
+        )
+        inside.sendall(outside.recv(32))
+        outside.sendall(inside.recv(65))
+        outcome.append(outside.recv(32))
+        outside.close()
+        inside.close()
+
+    thread = threading.Thread(target=stand_between)
+    thread.start()
+    port = listener.getsockname()[1]
+    through = msgspec.msgpack.encode(msgspec.structs.replace(door, port=port))
+    with pytest.raises(TransportError):
+        tcp_house.transport.connect(through, soon())
+    thread.join(20)
+    listener.close()
+    assert outcome == [b""], "the door proved nothing"

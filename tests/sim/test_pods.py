@@ -1,0 +1,310 @@
+"""Pods in virtual time: what prefill and decode hosts are given, and that nothing of it shows in an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+import msgspec
+import pytest
+from test_dispatching import Answer, ask, assert_nothing_left, engine, request
+
+from pagoda.engine.messages import FinishReason, GenerateRequest, KVSource, Role, TokenChunk
+from pagoda.errors import OverloadedError
+from pagoda.frontend.pods import PATIENCE_S, Pod
+from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.event_loop import run
+
+LONG, SHORT = list(range(40)), list(range(10))
+MIN_TOKENS = 16
+
+
+class Host(SimEndpoint):
+    """An engine that plays its role in what it says, without any KV going from one to the other."""
+
+    def __init__(self, role: Role, name: str = "", **fields: object) -> None:
+        super().__init__(engine(**fields), check_kv=True)
+        self.role, self.name = role, name
+        self.taken: list[GenerateRequest] = []
+        self.says_nothing = False
+        self.is_full = False
+
+    async def start(self) -> None:
+        await super().start()
+        self._limits = msgspec.structs.replace(self.limits, role=self.role)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        self.taken.append(request)
+        if self.is_full:
+            raise OverloadedError("The waiting queue is full.")
+        if request.holds_kv:
+            assert self.role.holds_kv
+            if not self.says_nothing:
+                source = KVSource(address=self.name, engine_id="e", transfer_id=request.request_id)
+                yield TokenChunk(request.request_id, [], kv_source=source)
+            one = msgspec.structs.replace(
+                request.sampling, max_tokens=len(request.output_token_ids) + 1
+            )
+            request = msgspec.structs.replace(request, sampling=one, holds_kv=False)
+        async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+    @property
+    def num_prefills(self) -> int:
+        return sum(request.holds_kv for request in self.taken)
+
+
+async def start(
+    roles: Sequence[Role], policy: PolicyName = "least-pending-tokens", **fields: object
+) -> tuple[Pod, list[Host]]:
+    pod = Pod(POLICIES[policy], MIN_TOKENS)
+    hosts = [Host(role, f"host{index}", **fields) for index, role in enumerate(roles)]
+    for host in hosts:
+        await host.start()
+        pod.add(host)
+    return pod, hosts
+
+
+async def end(pod: Pod, hosts: Sequence[Host]) -> None:
+    await asyncio.sleep(1)
+    assert_nothing_left(pod.dispatcher)
+    assert_nothing_left(pod._prefill)
+    for host in hosts:
+        pod.remove(host)
+        await host.close()
+    await pod.close()
+
+
+P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
+
+
+def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
+    async def main() -> None:
+        pod, [p, d] = await start([P, D])
+        assert (await ask(pod.dispatcher, request("long", LONG))).complete
+        assert (await ask(pod.dispatcher, request("short", SHORT))).complete
+        [copy] = p.taken
+        assert (copy.holds_kv, copy.prompt_token_ids, copy.request_id) == (
+            True,
+            LONG,
+            "long/prefill0",
+        )
+        sources = [taken.kv_source for taken in d.taken]
+        assert sources == [
+            KVSource(address="host0", engine_id="e", transfer_id="long/prefill0"),
+            None,
+        ]
+        assert not any(taken.holds_kv for taken in d.taken)
+        await end(pod, [p, d])
+
+    run(main())
+
+
+def test_what_is_believed_to_be_cached_is_not_computed_elsewhere() -> None:
+    async def main() -> None:
+        pod, [p, d] = await start([P, D])
+        await ask(pod.dispatcher, request("first", LONG))
+        again = await ask(pod.dispatcher, request("again", [*LONG, *SHORT]))
+        more = await ask(pod.dispatcher, request("more", [*LONG, *LONG]))
+        assert again.complete
+        assert more.complete
+        assert [r.request_id for r in p.taken] == ["first/prefill0", "more/prefill1"]
+        await end(pod, [p, d])
+
+    run(main())
+
+
+def test_hosts_without_a_role_get_no_source() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, NONE])
+        assert (await ask(pod.dispatcher, request("r", LONG))).complete
+        assert not hosts[0].taken
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_out() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, P, D, D])
+        asking = [ask(pod.dispatcher, request(f"r{i}", [i, *LONG])) for i in range(12)]
+        assert all(answer.complete for answer in await asyncio.gather(*asking))
+        assert [host.num_prefills for host in hosts] == [6, 6, 0, 0]
+        assert [len(host.taken) for host in hosts] == [6, 6, 6, 6]
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D], base_s=1.0)
+        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=3)))
+        await asyncio.sleep(0.1)
+        assert pod.dispatcher.ledger.pending_tokens == [0, 3]
+        assert pod._prefill.ledger.pending_tokens == [len(LONG) + 3]
+        assert (await asking).complete
+        await end(pod, hosts)
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", ["silent", "full", "lost", "given up"])
+def test_whatever_happens_to_prefill_is_no_error(fault: str) -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D])
+        p, d = hosts
+        p.says_nothing = fault == "silent"
+        p.is_full = fault == "full"
+        began = asyncio.get_running_loop().time()
+        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG)))
+        await asyncio.sleep(0.001)
+        if fault == "lost":
+            p.kill(restart_s=100)
+        elif fault == "given up":
+            p.give_up("It was broken.")
+            pod.remove(p)
+        answer = await asking
+        assert answer.complete
+        assert asyncio.get_running_loop().time() - began < PATIENCE_S + 0.5
+        if fault in ("silent", "full"):
+            assert [taken.kv_source for taken in d.taken] == [None]
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_a_prompt_is_not_computed_for_an_answer_that_has_ended() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D], base_s=0.05)
+        hosts[0]._config = engine(base_s=5.0)
+        answer = await ask(pod.dispatcher, request("r", LONG, max_tokens=2), leave_after=1)
+        assert answer.left
+        assert pod._prefill.ledger.num_requests == [0]
+        await asyncio.sleep(6)
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_abort_while_the_request_is_prepared() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D])
+        hosts[0].says_nothing = True
+        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG)))
+        await asyncio.sleep(0)
+        await pod.dispatcher.abort("r")
+        assert (await asking).finish is FinishReason.ABORT
+        assert not hosts[1].taken
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_a_lost_decode_host_is_followed_by_another_with_the_tokens_so_far() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D, D])
+        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=60)))
+        await asyncio.sleep(0.3)
+        first = next(host for host in hosts[1:] if host.taken)
+        first.kill(restart_s=100)
+        assert (await asking).complete
+        [second] = [host for host in hosts[1:] if host is not first]
+        assert hosts[0].num_prefills == 2
+        [again] = second.taken
+        assert again.output_token_ids
+        assert again.kv_source is not None
+        assert again.kv_source.transfer_id == "r/prefill1"
+        await end(pod, hosts)
+
+    run(main())
+
+
+@pytest.mark.parametrize("field", ["holds_kv", "kv_source"])
+def test_what_somebody_else_has_arranged_goes_through_untouched(field: str) -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D])
+        source = KVSource(address="elsewhere", engine_id="x", transfer_id="t")
+        given = {"holds_kv": True} if field == "holds_kv" else {"kv_source": source}
+        asked = msgspec.structs.replace(request("r", LONG), **given)
+        chunks = [chunk async for chunk in pod.dispatcher.generate(asked)]
+        assert [host.taken for host in hosts] == (
+            [[asked], []] if field == "holds_kv" else [[], [asked]]
+        )
+        told = [chunk.kv_source for chunk in chunks if chunk.kv_source is not None]
+        assert len(told) == (field == "holds_kv")
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_prefill_hosts_answer_when_there_is_nobody_else() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, P])
+        assert (await ask(pod.dispatcher, request("r", LONG))).complete
+        late = Host(D, "late")
+        await late.start()
+        pod.add(late)
+        assert (await ask(pod.dispatcher, request("s", LONG))).complete
+        assert [r.request_id for r in late.taken] == ["s"]
+        assert sum(host.num_prefills for host in hosts) == 1
+        await end(pod, [*hosts, late])
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("roles", "role"),
+    [([P, P], P), ([D, NONE], D), ([P, D], Role.BOTH), ([NONE], NONE), ([Role.BOTH, D], Role.BOTH)],
+)
+def test_a_pod_can_do_what_any_of_its_hosts_can(roles: list[Role], role: Role) -> None:
+    async def main() -> None:
+        pod, hosts = await start(roles)
+        assert pod.dispatcher.limits.role is role
+        await end(pod, hosts)
+
+    run(main())
+
+
+# ---- whole lives
+
+
+async def live(seed: int) -> None:
+    rng = random.Random(seed)
+    roles = [rng.choice([P, D, Role.BOTH, NONE]) for _ in range(rng.randint(1, 6))]
+    pod, hosts = await start(roles, rng.choice(list(POLICIES)), num_blocks=rng.choice([40, 200]))
+    asking: list[asyncio.Task[Answer]] = []
+    mortal = rng.choice([0.0, 0.1])
+    for index in range(rng.randint(1, 40)):
+        host = rng.choice(hosts)
+        host.says_nothing, host.is_full = rng.random() < 0.05, host.role is P and rng.random() < 0.1
+        prompt = [rng.randrange(3)] * rng.choice([0, 24]) + [index] * rng.randint(1, 30)
+        asked = request(f"r{index}", prompt, rng.randint(1, 40))
+        leave_after = rng.choice([None, None, None, 1, 5])
+        asking.append(asyncio.create_task(ask(pod.dispatcher, asked, leave_after=leave_after)))
+        await asyncio.sleep(rng.expovariate(50))
+        if rng.random() < mortal:
+            rng.choice(hosts).kill(restart_s=rng.choice([0.05, 1.0]))
+    for answer in await asyncio.gather(*asking):
+        if answer.finish is FinishReason.ERROR:
+            assert mortal
+        elif answer.refusal is not None:
+            assert not answer.tokens
+        else:
+            assert answer.complete or answer.left
+    await asyncio.sleep(3)
+    await end(pod, hosts)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + 40):
+        try:
+            run(live(seed))
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
