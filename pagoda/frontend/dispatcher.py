@@ -349,14 +349,14 @@ class Dispatcher:
     def _enter(self, held: _Held, candidates: Sequence[_Member]) -> _Member:
         keys = self._keys_of(held)
         block_size = self.limits.block_size
-        choices = [
-            Candidate(
-                member.index,
-                self._ledger.pending_tokens[member.index],
-                member.prefixes.num_cached(keys) * block_size,
+        choices = []
+        for member in candidates:
+            pending_tokens = self._ledger.pending_tokens[member.index]
+            num_cached = member.prefixes.num_cached(keys)
+            num_sharing = member.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
+            choices.append(
+                Candidate(member.index, pending_tokens, num_cached * block_size, num_sharing)
             )
-            for member in candidates
-        ]
         num_tokens = len(held.request.prompt_token_ids) + len(held.token_ids)
         arrival = Arrival(held.request_id, self._num_placed, num_tokens, held.request.session)
         self._num_placed += 1
