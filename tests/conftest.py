@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about what else the machine does than about what is tested.
+settings.register_profile("pagoda", deadline=None)
+settings.load_profile("pagoda")
 
 # Read when torch is loaded: its threads sleep when they wait, as in a worker, so tests stay fast on busy machines.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

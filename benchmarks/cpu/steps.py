@@ -65,7 +65,7 @@ def main(
         num_threads=threads or available_cores(),
     )
     began = time.perf_counter()
-    runner, ready, _ = load_runner(plan_worker(config))
+    runner, ready, *_ = load_runner(plan_worker(config))
     console = output.stdout()
     console.print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
     with torch.inference_mode():

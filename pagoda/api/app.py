@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from pagoda.api import info
+from pagoda.api import hosts, info
 from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
@@ -40,6 +40,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models": {"GET": info.models},
     "/v1/models/*": {"GET": info.model},
     "/v1/load": {"GET": info.load},
+    "/v1/hosts": {"GET": hosts.list_hosts},
+    "/v1/hosts/*": {"DELETE": hosts.dismiss_host},
     "/metrics": {"GET": metrics},
     "/v1/completions": {"POST": completions},
     "/v1/chat/completions": {"POST": chat_completions},

@@ -66,13 +66,14 @@ async def load(call: Call) -> web.StreamResponse:
     return call.json(
         {
             "draining": call.service.draining,
-            **_figures(report),
+            **figures(report),
             "replicas": [_replica(replica) for replica in report.replicas],
         }
     )
 
 
-def _figures(report: LoadReport) -> dict[str, Any]:
+def figures(report: LoadReport) -> dict[str, Any]:
+    """Of an engine, or of all that a dispatcher has together."""
     inner = {"query_id", "replicas"}
     return {name: getattr(report, name) for name in report.__struct_fields__ if name not in inner}
 
@@ -82,7 +83,7 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
         "state": replica.state,
         "num_requests": replica.num_requests,
         "weighed_tokens": replica.weighed_tokens,
-        **({} if replica.report is None else _figures(replica.report)),
+        **({} if replica.report is None else figures(replica.report)),
     }
 
 

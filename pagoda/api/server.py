@@ -76,6 +76,7 @@ async def serve(
     except BaseException:
         await runner.cleanup()
         raise
+    service.fleet = fleet
     dispatcher = fleet.dispatcher
     try:
         url = await _listen(runner, server)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.frontend.fleet import Fleet
+from pagoda.frontend.registry import Registry
 from pagoda.frontend.text_generator import TextGenerator
 
 
@@ -35,6 +37,8 @@ class Service:
     config: ApiConfig
     generator: TextGenerator | None = None
     draining: bool = False
+    fleet: Fleet | None = None
+    """What is behind the API, as soon as it is being started."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def ready_generator(self) -> TextGenerator:
@@ -45,6 +49,17 @@ class Service:
         if self.generator is None:
             raise unavailable("The model is loading.")
         return self.generator
+
+    def require_registry(self) -> Registry:
+        """
+        Raises:
+            ApiError: 404, this is no router; 503, it is starting.
+        """
+        if self.fleet is None or (self.fleet.router_id and self.fleet.registry is None):
+            raise unavailable("The router is starting.")
+        if self.fleet.registry is None:
+            raise ApiError(404, "This server has no hosts; a router (pagoda route) has.")
+        return self.fleet.registry
 
     def admit(self, model: str | None) -> TextGenerator:
         """The generator for a new request that names `model`.

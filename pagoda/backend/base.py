@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, empty
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
@@ -36,6 +36,15 @@ class TokenBatch:
     """[s] int64, tokens of each sequence that have K and V after this step."""
     block_tables: Tensor
     """[s, b] int64, ids of the cache blocks that hold each sequence; entries past its end are any valid id."""
+
+
+NewTensor = Callable[[tuple[int, ...], dtype], Tensor]
+"""Gives an unwritten tensor of a shape and a dtype, in memory of whoever's choice."""
+
+
+def new_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
+    """In memory of this process alone, which is taken from the machine as it is written."""
+    return empty(shape, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -251,6 +260,7 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         head_dim: int,
         dtype: dtype,
         kv_dtype: dtype | None = None,
+        new: NewTensor = new_tensor,
     ) -> KVCache:
         """The cache of one layer: `dtype` is that of activations, `kv_dtype` that of K and V if it is another.
 

@@ -15,7 +15,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput, TokenBatch
+from pagoda.backend.base import (
+    Experts,
+    ForwardPass,
+    HeadNorms,
+    KVCache,
+    NewTensor,
+    StepInput,
+    TokenBatch,
+    new_tensor,
+)
 from pagoda.backend.cpu_collectives import SharedMemoryCollectives
 from pagoda.backend.cpu_memory import WeightMemory
 from pagoda.backend.cpu_native import load_native
@@ -91,6 +100,7 @@ class CpuBackend:
         head_dim: int,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
+        new: NewTensor = new_tensor,
     ) -> KVCache:
         """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: vectors hold an element of many keys.
 
@@ -110,13 +120,13 @@ class CpuBackend:
         p = self._kernels.key_pair(*dtypes)
         q = self._kernels.value_pair(*dtypes, block_size)
         blocks = (num_blocks, num_kv_heads)
-        keys = torch.empty((*blocks, head_dim // p, block_size, p), dtype=kv_dtype)
-        values = torch.empty((*blocks, block_size // q, head_dim, q), dtype=kv_dtype)
+        keys = new((*blocks, head_dim // p, block_size, p), kv_dtype)
+        values = new((*blocks, block_size // q, head_dim, q), kv_dtype)
         for part in (keys, values):
             self._native.advise_large_pages(part.data_ptr(), part.nbytes)
         if kv_dtype != torch.int8:
             return KVCache(keys, values)
-        scales = (torch.empty((*blocks, block_size)) for _ in range(2))
+        scales = (new((*blocks, block_size), torch.float32) for _ in range(2))
         return KVCache(keys, values, *scales)
 
     # ---- token by token

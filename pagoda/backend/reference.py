@@ -23,8 +23,10 @@ from pagoda.backend.base import (
     ForwardPass,
     HeadNorms,
     KVCache,
+    NewTensor,
     StepInput,
     TokenBatch,
+    new_tensor,
 )
 from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
 from pagoda.backend.rounding import quantize_int4, quantize_int8
@@ -109,14 +111,15 @@ class ReferenceBackend:
         head_dim: int,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
+        new: NewTensor = new_tensor,
     ) -> KVCache:
         """K and V are [num_blocks, num_kv_heads, block_size, head_dim]."""
         # Left unwritten: memory is taken from the machine as blocks come into use.
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        keys, values = (torch.empty(shape, dtype=kv_dtype or dtype) for _ in range(2))
+        keys, values = (new(shape, kv_dtype or dtype) for _ in range(2))
         if keys.dtype != torch.int8:
             return KVCache(keys, values)
-        return KVCache(keys, values, torch.empty(shape[:3]), torch.empty(shape[:3]))
+        return KVCache(keys, values, *(new(shape[:3], torch.float32) for _ in range(2)))
 
     # ---- token by token
 

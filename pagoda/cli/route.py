@@ -1,11 +1,10 @@
-"""`pagoda route`: one API over hosts that join."""
+"""`pagoda route`: one API over several hosts."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
@@ -13,9 +12,12 @@ from cyclopts import Group, Parameter
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.cli.serve import ServerOptions, announce
-from pagoda.engine.messages import EngineReady
-from pagoda.frontend.fleet import RoutedFleet, RouterConfig, parse_address, read_cluster_key
+from pagoda.cli.serve import JoinOptions, ServerOptions, announce
+from pagoda.engine.messages import CurveKeys, EngineReady
+from pagoda.errors import ConfigError
+from pagoda.frontend.discovery.base import Discover
+from pagoda.frontend.discovery.flags import discovering
+from pagoda.frontend.fleet import Fleet, JoinedFleet, RoutedFleet, RouterConfig
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
@@ -27,18 +29,32 @@ from pagoda.models.resolve import resolve_model
 @Parameter(name="*", group=Group("Router", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """Who may join, and who takes a request."""
+    """Where hosts are found, and which takes a request."""
 
-    join_listen: Annotated[str, Parameter(metavar="HOST:PORT")] = "127.0.0.1:5600"
-    """Where hosts join with --join; port 0 takes a free one."""
-    cluster_key_file: Path
-    """A file with a secret that hosts and routers have in common."""
+    join_listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
+    """Where hosts join with --join; port 0 takes a free one; by default 127.0.0.1:5600."""
+    discovery: Annotated[str | None, Parameter(metavar="FILE|etcd://HOST:PORT/PREFIX")] = None
+    """Look for hosts elsewhere: in a file with a HOST:PORT a line, or where they join an etcd."""
     policy: PolicyName = DEFAULT_POLICY
     """Which host takes a request, as --data-parallel-policy says it of replicas."""
     remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
     """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
 
+    def discover(self, keys: CurveKeys) -> Discover:
+        """
+        Raises:
+            ConfigError: it cannot be found out where hosts are.
+        """
+        if self.discovery is not None and self.join_listen is not None:
+            raise ConfigError("--discovery and --join-listen exclude each other.")
+        return discovering(self.discovery, self.join_listen or _JOIN_LISTEN, keys)
 
+
+_JOIN_LISTEN = "127.0.0.1:5600"
+
+
+_ROUTER = RouterOptions()
+_JOIN = JoinOptions()
 _SERVER = ServerOptions()
 _GENERAL = GeneralOptions()
 
@@ -46,11 +62,12 @@ _GENERAL = GeneralOptions()
 def route(
     model: str | None = None,
     *,
-    router: RouterOptions,
+    router: RouterOptions = _ROUTER,
+    join: JoinOptions = _JOIN,
     server: ServerOptions = _SERVER,
     general: GeneralOptions = _GENERAL,
 ) -> int:
-    """Serve a model over the OpenAI API with the hosts that join, until SIGTERM or Ctrl-C.
+    """Serve a model over the OpenAI API with several hosts, until SIGTERM or Ctrl-C.
 
     Args:
         model: As the hosts have it, for its tokenizer and chat template; by default the embedded pagoda-tiny.
@@ -60,14 +77,20 @@ def route(
     started = time.perf_counter()
     files = resolve_model(model)
     config = server.config()
-    fleet = RouterConfig(
-        listen=parse_address(router.join_listen, "--join-listen"),
-        keys=read_cluster_key(router.cluster_key_file),
+    keys = join.keys("pagoda route")
+    routed = RouterConfig(
+        discover=router.discover(keys),
+        keys=keys,
         model=files.served_name,
         model_digest=model_digest(files),
         policy=router.policy,
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
     )
+    joined = join.config(files)
+
+    def make_fleet() -> Fleet:
+        fleet = RoutedFleet(routed)
+        return fleet if joined is None else JoinedFleet(fleet, joined)
 
     def on_ready(url: str, limits: EngineReady) -> None:
         announce(url, config, files, None, limits, time.perf_counter() - started)
@@ -75,7 +98,7 @@ def route(
     event_loop.run(
         serve_api(
             config,
-            partial(RoutedFleet, fleet),
+            make_fleet,
             partial(load_text, files, simulated=False, chat_template=server.chat_template),
             model_name=files.served_name,
             on_ready=on_ready,

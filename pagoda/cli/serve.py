@@ -28,14 +28,15 @@ from pagoda.cli.options import (
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.cli.sizes import format_bytes
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import EngineReady
+from pagoda.engine.messages import CurveKeys, EngineReady
 from pagoda.errors import ConfigError
+from pagoda.frontend.discovery.addresses import Advertised
+from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.fleet import (
     EngineFleet,
     Fleet,
     JoinConfig,
     JoinedFleet,
-    parse_address,
     read_cluster_key,
 )
 from pagoda.frontend.handoff_options import HandoffOptions
@@ -78,38 +79,46 @@ class ServerOptions:
         )
 
 
-@Parameter(name="*", group=Group("Router", sort_key=25))
+@Parameter(name="*", group=Group("Routers above", sort_key=25))
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """Which routers this host serves, besides its own API."""
+    """Which routers this one serves, besides its own API."""
 
-    join: Annotated[str | None, Parameter(metavar="HOST:PORT,...")] = None
-    """Routers (pagoda route) that may send this host requests."""
+    join: Annotated[str | None, Parameter(metavar="HOST:PORT,...|etcd://HOST:PORT/PREFIX")] = None
+    """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
     cluster_key_file: Path | None = None
     """A file with a secret that hosts and routers have in common."""
-    advertise: str = "127.0.0.1"
-    """The address of this host at which routers and other hosts reach it."""
+    advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
+    """The address of this machine at which routers reach it; without a port a free one is taken."""
 
-    def config(self, files: ModelFiles, handoff: HandoffOptions) -> JoinConfig | None:
-        """
+    def config(self, files: ModelFiles) -> JoinConfig | None:
+        """None if no router is served.
+
         Raises:
             ConfigError: a flag lacks another, or says what is not possible.
         """
-        if self.join is None:
-            if self.cluster_key_file is not None and handoff.role == "none":
-                raise ConfigError("--cluster-key-file needs --join or --role.")
+        advertised = Advertised.parse(self.advertise)
+        if self.join is None and advertised.port is None:
             return None
-        if self.cluster_key_file is None:
-            raise ConfigError(
-                "--join needs --cluster-key-file, the file that the router was given."
-            )
+        keys = self.keys("--join" if self.join is not None else "--advertise with a port")
         return JoinConfig(
-            routers=[parse_address(router, "--join") for router in self.join.split(",")],
-            keys=read_cluster_key(self.cluster_key_file),
-            advertise=self.advertise,
+            register=registering(self.join, keys),
+            keys=keys,
+            advertised=advertised,
             model=files.served_name,
             model_digest=model_digest(files),
         )
+
+    def keys(self, user: str) -> CurveKeys:
+        """
+        Raises:
+            ConfigError: there is no --cluster-key-file, which `user` needs, or it is no secret.
+        """
+        if self.cluster_key_file is None:
+            raise ConfigError(
+                f"{user} needs --cluster-key-file, a file that all hosts and routers are given."
+            )
+        return read_cluster_key(self.cluster_key_file)
 
 
 _SERVER = ServerOptions()
@@ -145,12 +154,14 @@ def serve(
     config = server.config()
     handed = handoff.config(
         cluster_key_file=join.cluster_key_file,
-        advertise=join.advertise,
+        advertise=Advertised.parse(join.advertise).host,
         num_replicas=parallel.data_parallel_size,
     )
     engine_config = executor.engine_config(engine, files.model, parallel, handed)
 
-    joined = join.config(files, handoff)
+    joined = join.config(files)
+    if joined is None and join.cluster_key_file is not None and handed is None:
+        raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
     def make_fleet() -> Fleet:
         engines = EngineFleet(engine_config, parallel.data_parallel_policy)

@@ -253,7 +253,13 @@ class EngineCore:
         links, config = self._handoff, self._config.handoff
         if links is None or links.peers is None or config is None:
             raise RuntimeError("This engine has no way to others.")
-        self._remote = RemoteKV(links.peers, ledger, self._clock, fails=config.fail_on_load_failure)
+        self._remote = RemoteKV(
+            links.peers,
+            ledger,
+            self._clock,
+            engine_id=links.engine_id,
+            fails=config.fail_on_load_failure,
+        )
         return self._remote
 
     def _make_holder(self, pool: BlockPool) -> KVHolder | None:
@@ -314,9 +320,9 @@ class EngineCore:
                 self._restart_at,
                 self._executor.next_event_at(),
                 None if self._tiers is None else self._tiers.next_event_at(),
-                None if self._cache_news is None else self._cache_news.next_event_at(),
                 None if self._holder is None else self._holder.next_event_at(),
                 None if self._remote is None else self._remote.next_event_at(),
+                None if self._cache_news is None else self._cache_news.next_event_at(),
             )
             if instant is not None
         ]

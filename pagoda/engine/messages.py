@@ -236,9 +236,15 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A frontend's first message; answered by `EngineReady` as soon as the engine is."""
+    """A frontend's first message; answered by `EngineReady` as soon as the engine is.
+
+    What else a router says to a host, which refuses a router of another model; an engine does not read it.
+    """
 
     protocol_version: int = PROTOCOL_VERSION
+    model: str = ""
+    model_digest: str = ""
+    """Of all that turns text into tokens, and of what the weights are; the same where answers are alike."""
 
 
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
@@ -426,6 +432,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
     """In prefill/decode handoff; of several replicas all have the same."""
+    host_id: str = ""
+    """Of a host, new at each start; empty for an engine."""
+    routers: tuple[str, ...] = ()
+    """Ids of all routers that a request may pass behind this point."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -443,38 +453,40 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: int
 
 
-class HostJoin(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as it can be found. All else about it is said over the connection to it."""
+
+    host_id: str
+    """New at each start; empty where only the address is known."""
+    address: str
+    """`tcp://host:port`, where it takes `FrontendMessage`s, as an engine does."""
+
+
+class HostJoin(msgspec.Struct, frozen=True, tag="join"):
     """A host says to a router that it is there: first, and again and again as long as it is."""
 
-    host_id: str
-    """New at each start."""
-    address: str
-    """Where it takes `FrontendMessage`s, as an engine does."""
-    model: str
-    model_digest: str
-    """Of all that turns text into tokens, and of what the weights are; the same for hosts that answer alike."""
-    protocol_version: int = PROTOCOL_VERSION
-    role: Role = Role.NONE
-
-
-class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
-    """The host takes no new requests; it finishes those that it has."""
-
-    host_id: str
+    host: HostRecord
 
 
 class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """Answers every `HostJoin`."""
 
-    ttl_s: float = 0.0
+    ttl_s: float
     """After how many seconds without another one the host counts as gone."""
     refusal: str = ""
-    """Why the host is not taken, in a sentence; empty if it is."""
+    """Why the host is not used, in a sentence; empty if it is, or may still be."""
+    is_final: bool = False
+    """The router will not use it until it is another one; it need not come again."""
 
 
-HostMessage = HostJoin | HostLeave
+class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
+    """A host takes no new requests from this router; it finishes those that it has."""
+
+
 FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | FollowCache | Shutdown
 EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport | CacheNews
+HostMessage = EngineMessage | HostLeave
+"""What a host says to a router."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

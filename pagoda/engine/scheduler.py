@@ -612,7 +612,9 @@ class Scheduler:
         if transfer_id is None or self._holder is None:
             return None
         key = self.kv.sequence_key(request.table, request.token_ids)
-        return self._holder.finish(transfer_id, FirstToken(key, token_id, logprobs))
+        num_cached_tokens = request.num_cached_tokens or 0
+        token = FirstToken(key, token_id, logprobs, num_cached_tokens)
+        return self._holder.finish(transfer_id, token)
 
     def _finish_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
         """Whether the last output token ends the answer, and the stop token if one was asked for."""
@@ -665,12 +667,14 @@ class Scheduler:
             return []
         num_top, logprobs = request.sampling.logprobs, token.logprobs
         if num_top is None:
-            return [self._append(request, token.token_id, None)]
-        if logprobs is None or len(logprobs.top_token_ids) < num_top:
+            logprobs = None
+        elif logprobs is None or len(logprobs.top_token_ids) < num_top:
             return []
-        top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
-        trimmed = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
-        return [self._append(request, token.token_id, trimmed)]
+        else:
+            top_ids, top = logprobs.top_token_ids[:num_top], logprobs.top_logprobs[:num_top]
+            logprobs = TokenLogprobs(logprobs.logprob, logprobs.rank, top_ids, top)
+        chunk = self._append(request, token.token_id, logprobs)
+        return [msgspec.structs.replace(chunk, num_cached_tokens=token.num_cached_tokens)]
 
     def fail(self, request_id: str, error: str) -> list[TokenChunk]:
         """Ends a request; `error` is a sentence."""

@@ -90,6 +90,7 @@ class Dispatcher:
         self._idle.set()
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
             self._new_member(replica)
 
@@ -162,10 +163,20 @@ class Dispatcher:
 
     def release(self, replica: Replica) -> None:
         """The replica gets no new requests; those that it has go on there."""
-        for member in self._members:
-            if member.replica is replica:
-                member.is_leaving = True
-        self._wake()
+        self._member(replica).is_leaving = True
+        self._notify()
+
+    def take_back(self, replica: Replica) -> None:
+        """A replica that was released gets requests again."""
+        self._member(replica).is_leaving = False
+        self._notify()
+
+    async def emptied(self, replica: Replica) -> None:
+        """Returns when a replica that was released has no requests any more."""
+        member = self._member(replica)
+        while self._ledger.num_requests[member.index]:
+            member.left.clear()
+            await member.left.wait()
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
@@ -177,7 +188,14 @@ class Dispatcher:
             self._outliers.remove(member.index)
         if self._members:
             self._add_limits()
-        self._wake()
+        self._notify()
+
+    def _member(self, replica: Replica) -> _Member:
+        return next(member for member in self._members if member.replica is replica)
+
+    def num_requests(self, replica: Replica) -> int:
+        """That the replica has."""
+        return self._ledger.num_requests[self._member(replica).index]
 
     def _add_limits(self) -> None:
         """Without any replica those of the last ones hold: requests wait for another of the same kind."""
@@ -195,6 +213,19 @@ class Dispatcher:
         return self._failure or EngineDeadError("The engine was closed.")
 
     # ---- Endpoint
+
+    @property
+    def state(self) -> ReplicaState:
+        """That of the best replica which takes requests. Without any they wait for one: it is degraded."""
+        if self._failure is not None:
+            return ReplicaState.FAILED
+        if self._limits is None:
+            return ReplicaState.STARTING
+        states = {member.replica.state for member in self._members if member.takes_requests}
+        return ReplicaState.READY if ReplicaState.READY in states else ReplicaState.DEGRADED
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         held = self._accept(request)
@@ -322,9 +353,9 @@ class Dispatcher:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         if request.request_id in self._requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
-        room = self.limits.max_num_seqs + self.limits.max_num_waiting
-        if len(self._requests) >= room and not any(m.takes_requests for m in self._members):
-            raise OverloadedError("No engine is running, and too many requests wait for one.")
+        # More would be refused by all replicas in turn, or wait for one without end.
+        if len(self._requests) >= self.limits.max_num_seqs + self.limits.max_num_waiting:
+            raise OverloadedError("The waiting queue is full.")
         held = self._requests[request.request_id] = _Held(request)
         self._idle.clear()
         return held
@@ -487,14 +518,16 @@ class Dispatcher:
 
     def _leave(self, held: _Held) -> None:
         """The request is not at its replica any more. May be called twice."""
-        if held.member is None:
+        member = held.member
+        if member is None:
             return
         if held.keys:
-            held.member.prefixes.end(held.num_sent, held.keys)
-        self._outliers.end(held.member.index, held.request_id)
+            member.prefixes.end(held.num_sent, held.keys)
+        self._outliers.end(member.index, held.request_id)
         held.member = None
         held.waits_since = None
         self._ledger.close(held.account)
+        member.left.set()
         if self._on_trial is held:
             self._on_trial = None
             self._wake()
@@ -510,11 +543,21 @@ class Dispatcher:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
+        if self._limits is not None and self._members:
+            member.prefixes.resize(member.replica.limits.num_blocks)
+            self._add_limits()
+        self._notify()
+
+    def _notify(self) -> None:
+        """Something about replicas is different."""
         self._wake()
+        for listener in self._listeners:
+            listener()
 
     def _follow_caches(self) -> None:
-        """If what replicas have cached matters here, or to those who follow this dispatcher."""
-        if not (self._uses_prefixes or self._cache.is_followed):
+        """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
+        is_prepared = self._preparation is not None
+        if not (self._uses_prefixes or is_prepared or self._cache.is_followed):
             return
         for member in self._members:
             if member.unfollow is None:
@@ -560,7 +603,8 @@ class Dispatcher:
 
     def _move_requests_of(self, member: _Member) -> None:
         """It computes nothing, or will do so without their KV: another replica has their tokens sooner."""
-        if not any(m.replica.state is ReplicaState.READY for m in self._members if m is not member):
+        others = (m for m in self._members if m is not member and m.takes_requests)
+        if not any(m.replica.state is ReplicaState.READY for m in others):
             return
         for held in self._requests.values():
             if held.member is member:
@@ -619,6 +663,8 @@ class _Member:
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
         self.was_ready = False
+        self.left = asyncio.Event()
+        """Set whenever a request has left it."""
         self.unfollow: Callable[[], None] | None = None
         """Ends the news of its cache; None while there are none."""
 
@@ -802,6 +848,7 @@ def _sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
         max_num_waiting=sum(limit.max_num_waiting for limit in limits),
         summary=count + "; ".join(summaries),
         role=_sum_of_roles([limit.role for limit in limits]),
+        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
     )
 
 

@@ -20,6 +20,18 @@ class Health(msgspec.Struct, frozen=True):
     """Why it is not ready, as one clause: `the worker is restarting`."""
 
 
+class ReplicaState(enum.StrEnum):
+    """Whether a replica takes requests."""
+
+    STARTING = "starting"
+    """There is no engine yet, or none any more and another is on its way. `generate` raises EngineLostError."""
+    READY = "ready"
+    DEGRADED = "degraded"
+    """The engine takes requests, and they wait until its worker is replaced. Its KV cache is lost."""
+    FAILED = "failed"
+    """Given up, or closed."""
+
+
 CacheListener = Callable[[CacheNews], None]
 
 
@@ -28,7 +40,15 @@ class Endpoint(Protocol):
 
     @property
     def limits(self) -> EngineReady:
-        """What requests are checked against at the door. Known once the endpoint has started."""
+        """What requests are checked against at the door. Known once the endpoint has started; others when what is
+        behind it has changed."""
+        ...
+
+    @property
+    def state(self) -> ReplicaState: ...
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        """`listener` is called at once, in the event loop, whenever `state` or `limits` have changed."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
@@ -77,27 +97,8 @@ class Endpoint(Protocol):
         ...
 
 
-class ReplicaState(enum.StrEnum):
-    """Whether a replica takes requests."""
-
-    STARTING = "starting"
-    """There is no engine yet, or none any more and another is on its way. `generate` raises EngineLostError."""
-    READY = "ready"
-    DEGRADED = "degraded"
-    """The engine takes requests, and they wait until its worker is replaced. Its KV cache is lost."""
-    FAILED = "failed"
-    """Given up, or closed."""
-
-
 class Replica(Endpoint, Protocol):
     """An endpoint over one engine, which is started, may be lost and comes back with an empty KV cache."""
-
-    @property
-    def state(self) -> ReplicaState: ...
-
-    def watch(self, listener: Callable[[], None]) -> None:
-        """`listener` is called at once, in the event loop, whenever `state` has changed."""
-        ...
 
     async def start(self) -> None:
         """Returns when it is ready for the first time; what cannot start leaves nothing behind.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,14 +13,16 @@ import msgspec
 import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import CurveKeys, HostJoin
+from pagoda.engine.messages import CurveKeys, HostRecord
 from pagoda.errors import ConfigError
+from pagoda.frontend.discovery.addresses import Advertised
+from pagoda.frontend.discovery.base import Discover, Register, Registration
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.host_link import HostDoor
+from pagoda.frontend.host_link import HostDoor, Identity
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
-from pagoda.frontend.registry import Membership, Registry
+from pagoda.frontend.registry import Registry
 from pagoda.ipc.curve import keep_door, keys_of
 from pagoda.parallel.config import RankPlace
 
@@ -35,6 +36,16 @@ class Fleet(Protocol):
 
     @property
     def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def registry(self) -> Registry | None:
+        """Of the hosts of a router that has started."""
+        ...
+
+    @property
+    def router_id(self) -> str | None:
+        """None if it is no router."""
+        ...
 
     async def start(self) -> None:
         """Returns when requests can be taken.
@@ -61,6 +72,14 @@ class EngineFleet:
         """
         self.dispatcher = make_dispatcher(engine, policy)
 
+    @property
+    def registry(self) -> None:
+        return None
+
+    @property
+    def router_id(self) -> None:
+        return None
+
     async def start(self) -> None:
         await self.dispatcher.start()
 
@@ -73,66 +92,77 @@ class EngineFleet:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """How a host makes itself known to routers."""
+    """How routers find a host, and what they find."""
 
-    routers: Sequence[str]
-    """Each `host:port`."""
+    register: Register
     keys: CurveKeys
-    advertise: str
-    """The address at which routers reach this host."""
+    advertised: Advertised
     model: str
     model_digest: str
 
 
 class JoinedFleet:
-    """The engines of a host that also serves routers."""
+    """A fleet that also serves routers: the engines of a host, or the hosts of a router."""
 
-    def __init__(self, engines: EngineFleet, join: JoinConfig) -> None:
-        self._engines = engines
+    def __init__(self, inner: Fleet, join: JoinConfig) -> None:
+        self._inner = inner
         self._join = join
         self._context = zmq.asyncio.Context()
+        self.host_id = inner.router_id or new_id()
         self._door: HostDoor | None = None
-        self._memberships: list[Membership] = []
+        self._registrations: list[Registration] = []
 
     @property
     def dispatcher(self) -> Dispatcher:
-        return self._engines.dispatcher
+        return self._inner.dispatcher
+
+    @property
+    def registry(self) -> Registry | None:
+        return self._inner.registry
+
+    @property
+    def router_id(self) -> str | None:
+        return self._inner.router_id
 
     async def start(self) -> None:
-        await self._engines.start()
+        await self._inner.start()
         join = self._join
         keep_door(self._context, join.keys)
-        self._door = HostDoor(
-            self.dispatcher, self._context, f"tcp://{join.advertise}:*", join.keys
-        )
-        message = HostJoin(
-            host_id=secrets.token_hex(8),
-            address=f"tcp://{join.advertise}:{self._door.port}",
+        identity = Identity(
+            id=self.host_id,
             model=join.model,
             model_digest=join.model_digest,
-            role=self.dispatcher.limits.role,
+            is_router=self.router_id is not None,
         )
-        self._memberships = [
-            Membership(self._context, router, join.keys, message) for router in join.routers
-        ]
+        host, port = join.advertised.host, join.advertised.port
+        address = f"tcp://{host}:{'*' if port is None else port}"
+        self._door = HostDoor(self.dispatcher, self._context, address, join.keys, identity)
+        record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
+        _log.info("routers reach this host at %s:%d", host, self._door.port)
+        self._registrations = join.register(self._context, record)
 
     async def leave(self) -> None:
-        await asyncio.gather(*(membership.leave() for membership in self._memberships))
+        if self._door is not None:
+            await self._door.leave()
+        await self._unregister()
 
     async def close(self) -> None:
-        await asyncio.gather(*(membership.close() for membership in self._memberships))
+        await self._unregister()
         if self._door is not None:
             await self._door.close()
-        await self._engines.close()
+        await self._inner.close()
         self._context.term()
+
+    async def _unregister(self) -> None:
+        registrations, self._registrations = self._registrations, []
+        await asyncio.gather(*(registration.close() for registration in registrations))
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Where hosts join a router, and which."""
+    """How a router finds hosts, and which it takes."""
 
-    listen: str
-    """`host:port`; port `*` takes a free one."""
+    discover: Discover
     keys: CurveKeys
     model: str
     model_digest: str
@@ -142,64 +172,41 @@ class RouterConfig:
 
 
 class RoutedFleet:
-    """The hosts that have joined a router."""
+    """The hosts of a router."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = zmq.asyncio.Context()
-        self._registry: Registry | None = None
+        self.registry: Registry | None = None
+        self.router_id = new_id()
         self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens)
 
     @property
     def dispatcher(self) -> Dispatcher:
         return self._pod.dispatcher
 
-    @property
-    def port(self) -> int:
-        """Where hosts join."""
-        if self._registry is None:
-            raise RuntimeError("The router has not started.")
-        return self._registry.port
-
     async def start(self) -> None:
         config = self._config
         keep_door(self._context, config.keys)
-        self._registry = Registry(
-            self._pod,
-            self._context,
-            f"tcp://{config.listen}",
-            config.keys,
-            model=config.model,
-            model_digest=config.model_digest,
+        router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
+        self.registry = Registry(
+            self._pod, config.discover(self._context), self._context, config.keys, router
         )
-        _log.info(
-            "waiting for hosts: pagoda serve %s --join %s:%d --cluster-key-file FILE",
-            config.model,
-            config.listen.rpartition(":")[0],
-            self.port,
-        )
-        await self._registry.first_host()
+        await self.registry.first_host()
 
     async def leave(self) -> None:
         pass
 
     async def close(self) -> None:
-        if self._registry is not None:
-            await self._registry.close()
+        if self.registry is not None:
+            await self.registry.close()
         await self._pod.close()
         self._context.term()
 
 
-def parse_address(address: str, flag: str) -> str:
-    """`address`, a host and a port, as ZeroMQ takes it behind `tcp://`; port 0 becomes any free one.
-
-    Raises:
-        ConfigError: it is not HOST:PORT.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535 or "/" in host:
-        raise ConfigError(f"{flag} must be HOST:PORT, such as 10.0.0.1:5600, got {address!r}.")
-    return f"{host}:{'*' if int(port) == 0 else port}"
+def new_id() -> str:
+    """For a host or a router, at its start."""
+    return secrets.token_hex(8)
 
 
 def read_cluster_key(path: Path) -> CurveKeys:

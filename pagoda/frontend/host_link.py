@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -26,13 +27,14 @@ from pagoda.engine.messages import (
     CacheNews,
     CurveKeys,
     EngineFailed,
-    EngineMessage,
     EngineReady,
     FinishReason,
     FollowCache,
     FrontendMessage,
     GenerateRequest,
     Hello,
+    HostLeave,
+    HostMessage,
     LoadQuery,
     LoadReport,
     RequestRefused,
@@ -53,13 +55,32 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 
 _HELLO_TIMEOUT_S = 10.0
+_HEARTBEAT_S = 1.25
+_SILENCE_S = 5.0
+"""A host whose end of the connection says nothing for so long is lost; the system alone would wait for minutes."""
 _MAX_MESSAGE_BYTES = 64 * 2**20
+
+_AWAY = "it is not there, or has another --cluster-key-file, or a firewall is in between"
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Identity:
+    """Who is at one end of a connection."""
+
+    id: str
+    """New at each start."""
+    model: str
+    model_digest: str
+    is_router: bool
+
+
 class HostDoor:
-    """The host's end: serves requests of routers with `endpoint`, as an engine serves those of frontends."""
+    """The host's end: serves requests of routers with `endpoint`, as an engine serves those of frontends.
+
+    Routers are told when `endpoint` has other limits, and when it does not compute or does so again.
+    """
 
     def __init__(
         self,
@@ -67,9 +88,15 @@ class HostDoor:
         context: zmq.asyncio.Context,
         address: str,
         keys: CurveKeys,
+        identity: Identity,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper."""
+        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper.
+
+        Raises:
+            ConfigError: it cannot be bound.
+        """
         self._endpoint = endpoint
+        self._identity = identity
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -83,11 +110,17 @@ class HostDoor:
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(
-                f"cannot listen for routers on {address} ({error.strerror})."
+                f"--advertise: routers cannot be listened to on {address.removeprefix('tcp://')} "
+                f"({error.strerror}); name an address of this host, with a port that is free or without one."
             ) from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._encode = Codec[EngineMessage](EngineMessage).encode
+        self._encode = Codec[HostMessage](HostMessage).encode
         self._decode = Codec[FrontendMessage](FrontendMessage).decode
+        self._routers: set[bytes] = set()
+        """That have said hello and are there, as far as is known."""
+        self._leaves = False
+        self._told_limits, self._told_ready = self._limits, self._is_ready
+        endpoint.watch(self._on_change)
         self._requests: dict[tuple[bytes, str], asyncio.Task[None]] = {}
         self._outbox: dict[bytes, list[TokenChunk]] = {}
         self._answers: set[asyncio.Task[None]] = set()
@@ -95,11 +128,37 @@ class HostDoor:
         """What ends the news for each router that asked for them."""
         self._serving = asyncio.create_task(self._serve())
 
+    async def leave(self) -> None:
+        """Routers give this host nothing new from now on."""
+        self._leaves = True
+        await asyncio.gather(*(self._send(router, HostLeave()) for router in list(self._routers)))
+
     async def close(self) -> None:
         for router in list(self._followed):
             self._unfollow(router)
         await cancel_all([self._serving, *self._requests.values(), *self._answers])
+        self._routers.clear()
         self._socket.close()
+
+    @property
+    def _limits(self) -> EngineReady:
+        limits, identity = self._endpoint.limits, self._identity
+        routers = (identity.id, *limits.routers) if identity.is_router else limits.routers
+        return msgspec.structs.replace(limits, host_id=identity.id, routers=routers)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._endpoint.state is ReplicaState.READY
+
+    def _on_change(self) -> None:
+        """Tells what routers do not know yet."""
+        limits, is_ready = self._limits, self._is_ready
+        for router in self._routers:
+            if limits != self._told_limits:
+                self._answer(self._send(router, limits))
+            if is_ready != self._told_ready:
+                self._answer(self._report(router, None))
+        self._told_limits, self._told_ready = limits, is_ready
 
     async def _serve(self) -> None:
         while True:
@@ -142,15 +201,38 @@ class HostDoor:
         task.add_done_callback(self._answers.discard)
 
     async def _welcome(self, router: bytes, hello: Hello) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            problem = f"The router speaks protocol {hello.protocol_version}, this host {PROTOCOL_VERSION}."
+        problem = self._refusal_of(hello)
+        if problem:
+            _log.warning("a router is refused: %s", problem)
             await self._send(router, EngineFailed(problem, is_user_error=True))
             return
-        await self._send(router, self._endpoint.limits)
+        self._routers.add(router)
+        await self._send(router, self._limits)
+        if not self._is_ready:
+            await self._report(router, None)
+        if self._leaves:
+            await self._send(router, HostLeave())
 
-    async def _report(self, router: bytes, query_id: int) -> None:
+    def _refusal_of(self, hello: Hello) -> str:
+        own = self._identity
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"The router speaks protocol {hello.protocol_version}, the host {PROTOCOL_VERSION}; "
+                "install the same version of Pagoda on both."
+            )
+        if hello.model_digest != own.model_digest:
+            return (
+                f"The router serves {hello.model}, and {own.model} at the host is another model or another "
+                "version of it; serve the same files."
+            )
+        return ""
+
+    async def _report(self, router: bytes, query_id: int | None) -> None:
         with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
-            report = msgspec.structs.replace(await self._endpoint.load(), query_id=query_id)
+            report = await self._endpoint.load()
+            report = msgspec.structs.replace(
+                report, query_id=query_id, is_worker_ready=self._is_ready
+            )
             await self._send(router, report)
 
     async def _generate(self, router: bytes, request: GenerateRequest) -> None:
@@ -181,12 +263,13 @@ class HostDoor:
         for router, chunks in outbox.items():
             self._answer(self._send(router, TokenChunks(chunks)))
 
-    async def _send(self, router: bytes, message: EngineMessage) -> None:
+    async def _send(self, router: bytes, message: HostMessage) -> None:
         try:
             await self._socket.send_multipart([router, self._encode(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self._routers.discard(router)
             self._unfollow(router)
             for (asker, _), task in list(self._requests.items()):
                 if asker == router:
@@ -196,17 +279,23 @@ class HostDoor:
 class RemoteHost:
     """The router's end: a host as a `Replica`. It is lost once and for good; what comes back is another one."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, keys: CurveKeys) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, keys: CurveKeys, router: Identity
+    ) -> None:
+        """`router` is whose end this is."""
         self.address = address
+        self._router = router
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(_HEARTBEAT_S * 1000))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(_SILENCE_S * 1000))
         encrypt_client(self._socket, keys)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
-        self._decode = Codec[EngineMessage](EngineMessage).decode
+        self._decode = Codec[HostMessage](HostMessage).decode
         self._session = EngineSession(self._send, self._check_open)
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
@@ -216,6 +305,8 @@ class RemoteHost:
         self._loss: EngineLostError | None = None
         self._lost = asyncio.Event()
         self._draining = False
+        self.is_leaving = False
+        """The host has said that it takes no new requests."""
 
     @property
     def limits(self) -> EngineReady:
@@ -245,10 +336,11 @@ class RemoteHost:
         ]
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                await self._send(Hello())
+                router = self._router
+                await self._send(Hello(model=router.model, model_digest=router.model_digest))
                 await self._started
         except TimeoutError:
-            raise EngineDeadError(f"The host at {self.address} does not answer.") from None
+            raise EngineDeadError(f"The host at {self.address} does not answer; {_AWAY}.") from None
 
     async def wait_failed(self) -> EngineDeadError:
         await self._lost.wait()
@@ -294,10 +386,12 @@ class RemoteHost:
 
     async def close(self) -> None:
         self.lose("was let go")
-        await cancel_all(self._tasks)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
+        try:
+            await cancel_all(self._tasks)
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
 
     def lose(self, reason: str) -> None:
         """The host is gone: what was there goes on elsewhere. May be called twice."""
@@ -308,7 +402,12 @@ class RemoteHost:
         self._enter(ReplicaState.FAILED)
         self._session.fail(self._loss)
         if self._started is not None and not self._started.done():
-            self._started.set_exception(EngineDeadError(str(self._loss)))
+            self._started.set_exception(
+                EngineDeadError(
+                    f"The host at {self.address} {reason} before it said anything; it has another "
+                    "--cluster-key-file, or is no host."
+                )
+            )
 
     # ---- messages
 
@@ -320,7 +419,7 @@ class RemoteHost:
             except msgspec.DecodeError as error:
                 self.lose(f"sent what is not a message ({error})")
 
-    def _take(self, message: EngineMessage) -> None:
+    def _take(self, message: HostMessage) -> None:
         match message:
             case TokenChunks() | RequestRefused() | CacheNews():
                 self._session.take(message)
@@ -330,14 +429,22 @@ class RemoteHost:
                 )
                 self._session.take(message)
             case EngineReady():
-                self._limits = message
-                self._enter(ReplicaState.READY)
-                self._session.begin()
-                if self._started is not None and not self._started.done():
-                    self._started.set_result(None)
+                self._take_limits(message)
+            case HostLeave():
+                self.is_leaving = True
+                self._notify()
             case EngineFailed():
                 if self._started is not None and not self._started.done():
                     self._started.set_exception(ConfigError(message.error))
+
+    def _take_limits(self, limits: EngineReady) -> None:
+        self._limits = limits
+        if self._started is not None and not self._started.done():
+            self._enter(ReplicaState.READY)
+            self._session.begin()
+            self._started.set_result(None)
+        else:
+            self._notify()
 
     async def _watch_connection(self) -> None:
         """The system notices at once when a process is gone; a cut line shows when it is silent for too long."""
@@ -348,6 +455,9 @@ class RemoteHost:
         if state is self._state or self._state is ReplicaState.FAILED:
             return
         self._state = state
+        self._notify()
+
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()
 

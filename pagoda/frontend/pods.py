@@ -41,7 +41,21 @@ class Members(Protocol):
         """It gets nothing new; what it has goes on there."""
         ...
 
-    def remove(self, replica: Replica) -> None: ...
+    def take_back(self, replica: Replica) -> None:
+        """One that was released gets requests again."""
+        ...
+
+    def num_requests(self, replica: Replica) -> int:
+        """That it has."""
+        ...
+
+    async def emptied(self, replica: Replica) -> None:
+        """Returns when one that was released has no requests any more."""
+        ...
+
+    def remove(self, replica: Replica) -> None:
+        """May be called twice."""
+        ...
 
 
 class Pod:
@@ -54,20 +68,44 @@ class Pod:
         """
         self._prefill = Dispatcher([], POLICIES["least-pending-tokens"])
         self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
+        self._homes: dict[Replica, list[Dispatcher]] = {}
 
     def add(self, replica: Replica) -> None:
         """A prefill host also answers, as long as there is nobody else who does."""
+        self._homes[replica] = [self.dispatcher]
         self.dispatcher.add(replica)
-        if replica.limits.role is Role.PREFILL:
+        replica.watch(lambda: self._sort(replica))
+        self._sort(replica)
+
+    def _sort(self, replica: Replica) -> None:
+        """The role of a router is that of its hosts, which come and go."""
+        homes = self._homes.get(replica, [])
+        is_prefill = replica.limits.role is Role.PREFILL
+        if homes and is_prefill and self._prefill not in homes:
+            homes.append(self._prefill)
             self._prefill.add(replica)
+        elif self._prefill in homes and not is_prefill:
+            homes.remove(self._prefill)
+            self._prefill.remove(replica)
 
     def release(self, replica: Replica) -> None:
-        self.dispatcher.release(replica)
-        self._prefill.release(replica)
+        for home in self._homes[replica]:
+            home.release(replica)
+
+    def take_back(self, replica: Replica) -> None:
+        for home in self._homes[replica]:
+            home.take_back(replica)
+
+    def num_requests(self, replica: Replica) -> int:
+        return sum(home.num_requests(replica) for home in self._homes[replica])
+
+    async def emptied(self, replica: Replica) -> None:
+        for home in self._homes[replica]:
+            await home.emptied(replica)
 
     def remove(self, replica: Replica) -> None:
-        self.dispatcher.remove(replica)
-        self._prefill.remove(replica)
+        for home in self._homes.pop(replica, ()):
+            home.remove(replica)
 
     async def close(self) -> None:
         await self.dispatcher.close()

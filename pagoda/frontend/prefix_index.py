@@ -48,6 +48,15 @@ class PrefixIndex:
         """How many of the requests that are there now begin with this block."""
         return self._num_running.get(key, 0)
 
+    def resize(self, capacity: int) -> None:
+        """The replica's cache has another size."""
+        self._capacity = capacity
+        self._trim()
+
+    def _trim(self) -> None:
+        while len(self._sent) > self._capacity:
+            self._sent.popitem(last=False)
+
     def add(self, keys: Sequence[int]) -> int:
         """A prompt with these blocks was sent; returns a number for `end`.
 
@@ -59,8 +68,7 @@ class PrefixIndex:
             if key not in self.told:
                 self._sent[key] = self._num_added
                 self._sent.move_to_end(key)
-        while len(self._sent) > self._capacity:
-            self._sent.popitem(last=False)
+        self._trim()
         return self._num_added
 
     def end(self, number: int, keys: Sequence[int]) -> None:

@@ -1,242 +1,258 @@
-"""Which hosts a router has: they say so themselves, and go on saying so as long as they live."""
+"""Which hosts a router has: those that a discovery names, as long as they are alive and want to be."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import msgspec
-import zmq
 import zmq.asyncio
 
-from pagoda.engine.messages import (
-    PROTOCOL_VERSION,
-    CurveKeys,
-    HostJoin,
-    HostLeave,
-    HostMessage,
-    JoinAnswer,
-)
-from pagoda.errors import ConfigError, EngineDeadError
-from pagoda.frontend.host_link import RemoteHost
-from pagoda.frontend.merge import cancel_all
+from pagoda.engine.messages import CurveKeys, HostRecord, LoadReport, Role
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.discovery.base import Discovery
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.host_link import Identity, RemoteHost
+from pagoda.frontend.merge import cancel_all, first_of
 from pagoda.frontend.pods import Members
-from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_client, encrypt_server
 
-TTL_S = 5.0
-"""A host that was not heard of for so long is gone."""
-_BEATS_PER_TTL = 4
-_MAX_MESSAGE_BYTES = 2**16
+_RETRY_S = 1.0
+_REFUSED_RETRY_S = 10.0
+_LOAD_TIMEOUT_S = 2.0
+_DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
+_LEFT = "It has finished, and ends."
 
 _log = logging.getLogger(__name__)
 
 
-class _Entry:
-    """A host that has joined."""
+@dataclass(frozen=True)
+class HostReport:
+    """A host as its router sees it."""
 
-    def __init__(self, host: RemoteHost) -> None:
-        self.host = host
-        self.expiry: asyncio.TimerHandle | None = None
+    id: str
+    """Empty as long as only its address is known."""
+    address: str
+    state: str
+    """`connecting`, `refused`, `leaving` (it gets nothing new), or the `ReplicaState` of one that is used."""
+    reason: str = ""
+    """Why it is not used."""
+    role: Role = Role.NONE
+    since: float | None = None
+    """Unix time; since when it is used."""
+    num_requests: int = 0
+    """Of this router."""
+    load: LoadReport | None = None
+    """None while it does not answer."""
+
+
+class _Entry:
+    """A host that is named, or was and has not finished."""
+
+    def __init__(self, record: HostRecord) -> None:
+        self.record = record
+        self.unnamed = asyncio.Event()
+        """Whether it is not named any more."""
+        self.host: RemoteHost | None = None
+        """While it is used."""
+        self.since: float | None = None
+        self.problem = ""
+        self.changed = asyncio.Event()
+        """Set when it may be different whether it is to be used."""
         self.task: asyncio.Task[None] | None = None
 
 
 class Registry:
-    """Takes in hosts of one model, and lets go of those that leave, hang up or fall silent."""
+    """Connects to hosts that are named, and takes them in; lets go of those that are not named any
+    more, that leave, and that are lost.
+
+    A host of another model or version is refused, and one that would send requests back to this router.
+    """
 
     def __init__(
         self,
         members: Members,
+        discovery: Discovery,
         context: zmq.asyncio.Context,
-        address: str,
         keys: CurveKeys,
-        *,
-        model: str,
-        model_digest: str,
-        ttl_s: float = TTL_S,
+        router: Identity,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
         self._members = members
+        self._discovery = discovery
         self._context = context
         self._keys = keys
-        self._model = model
-        self._model_digest = model_digest
-        self._ttl_s = ttl_s
-        self._entries: dict[str, _Entry] = {}
+        self._router = router
+        self._entries: dict[HostRecord, _Entry] = {}
+        self._dismissed: set[str] = set()
         self._first = asyncio.Event()
-        self._ends: set[asyncio.Task[None]] = set()
-        self._decode = Codec[HostMessage](HostMessage).decode
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        encrypt_server(self._socket, keys)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"--join-listen {address.removeprefix('tcp://')} cannot be listened on ({error.strerror}); "
-                "name another HOST:PORT."
-            ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._serving = asyncio.create_task(self._serve())
+        self._following = asyncio.create_task(discovery.follow(self._take))
+        self._following.add_done_callback(_log_failure)
 
     async def first_host(self) -> None:
-        """Returns when a host has joined."""
+        """Returns when a host is used."""
         await self._first.wait()
 
     async def close(self) -> None:
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
+        await cancel_all([self._following, *tasks])
+        await self._discovery.close()
+
+    # ---- for operators
+
+    async def hosts(self) -> list[HostReport]:
+        """All that are named or in use, in the order in which they were found."""
+        return list(await asyncio.gather(*map(self._report, list(self._entries.values()))))
+
+    def dismiss(self, host_id: str) -> bool:
+        """The host gets nothing new, and is let go when it has finished; False if there is none of this id.
+
+        It comes back only when it was started anew.
+        """
         for entry in self._entries.values():
-            if entry.expiry is not None:
-                entry.expiry.cancel()
-        await cancel_all([self._serving, *tasks])
-        for host_id in list(self._entries):
-            self._drop(host_id, "was let go")
-        await asyncio.gather(*self._ends)
-        self._socket.close()
+            known = {entry.record.host_id, entry.host.limits.host_id if entry.host else ""} - {""}
+            if host_id in known:
+                self._dismissed.add(host_id)
+                self._discovery.dismiss(_identified(entry.record, host_id), _DISMISSAL)
+                entry.changed.set()
+                return True
+        return False
 
-    # ---- what hosts say
-
-    async def _serve(self) -> None:
-        while True:
-            sender, payload = await self._socket.recv_multipart()
-            try:
-                message = self._decode(payload)
-            except msgspec.DecodeError as error:
-                _log.warning("a host sent what is not a message: %s", error)
-                continue
-            match message:
-                case HostJoin():
-                    answer = self._take_join(message)
-                    await self._socket.send_multipart([sender, msgspec.msgpack.encode(answer)])
-                case HostLeave():
-                    self._let_leave(message.host_id)
-
-    def _take_join(self, join: HostJoin) -> JoinAnswer:
-        refusal = self._refusal_of(join)
-        if refusal:
-            return JoinAnswer(refusal=refusal)
-        entry = self._entries.get(join.host_id)
-        if entry is None:
-            host = RemoteHost(self._context, join.address, self._keys)
-            entry = self._entries[join.host_id] = _Entry(host)
-            entry.task = asyncio.create_task(self._take_in(join, entry))
-        if entry.expiry is not None:
-            entry.expiry.cancel()
-        silent = f"was not heard of for {self._ttl_s:g} s"
-        entry.expiry = asyncio.get_running_loop().call_later(
-            self._ttl_s, self._drop, join.host_id, silent
+    async def _report(self, entry: _Entry) -> HostReport:
+        host, since = entry.host, entry.since
+        if host is None:
+            state = "refused" if entry.problem else "connecting"
+            return HostReport(entry.record.host_id, entry.record.address, state, entry.problem)
+        load = None
+        with contextlib.suppress(TimeoutError, EngineLostError):
+            async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                load = await host.load()
+        return HostReport(
+            host.limits.host_id,
+            entry.record.address,
+            host.state if self._is_wanted(entry, host) else "leaving",
+            role=host.limits.role,
+            since=since,
+            num_requests=0 if entry.host is None else self._members.num_requests(host),
+            load=load,
         )
-        return JoinAnswer(ttl_s=self._ttl_s)
 
-    def _refusal_of(self, join: HostJoin) -> str:
-        if join.protocol_version != PROTOCOL_VERSION:
-            return (
-                f"This router speaks protocol {PROTOCOL_VERSION}, the host {join.protocol_version}; "
-                "install the same version of Pagoda on both."
-            )
-        if join.model_digest != self._model_digest:
-            return (
-                f"This router serves {self._model}, and {join.model} is another model or another version of it; "
-                "serve the same files."
-            )
-        return ""
+    # ---- hosts come and go
 
-    async def _take_in(self, join: HostJoin, entry: _Entry) -> None:
-        """From its first word until it is gone."""
-        host = entry.host
+    def _take(self, records: Collection[HostRecord]) -> None:
+        """These hosts there are now."""
+        for record in self._entries.keys() - set(records):
+            self._entries[record].unnamed.set()
+            self._entries[record].changed.set()
+        for record in records:
+            entry = self._entries.get(record)
+            if entry is None:
+                entry = self._entries[record] = _Entry(record)
+                entry.task = asyncio.create_task(self._keep(entry))
+            elif entry.unnamed.is_set():
+                entry.unnamed.clear()
+                entry.changed.set()
+
+    async def _keep(self, entry: _Entry) -> None:
+        """Uses the host whenever it can be, from when it is named until it is not any more."""
         try:
-            await host.start()
-        except (ConfigError, EngineDeadError) as error:
-            _log.warning("a host that wants to join cannot be used: %s", error)
-            self._drop(join.host_id, "did not answer")
-            return
+            while not entry.unnamed.is_set():
+                host = RemoteHost(self._context, entry.record.address, self._keys, self._router)
+                host.watch(entry.changed.set)
+                try:
+                    retry_s = await self._try(entry, host)
+                finally:
+                    await host.close()
+                await first_of(asyncio.sleep(retry_s), entry.unnamed.wait())
+        finally:
+            del self._entries[entry.record]
+
+    async def _try(self, entry: _Entry, host: RemoteHost) -> float:
+        """Uses the host as long as it can be; returns after how many seconds to try again."""
+        try:
+            await first_of(host.start(), entry.unnamed.wait())
+            if entry.unnamed.is_set():
+                return 0
+            self._check(entry, host)
+            self._set_problem(entry, "")
+            await self._use(entry, host)
+        except ConfigError as error:
+            self._set_problem(entry, str(error))
+            return _REFUSED_RETRY_S
+        except EngineDeadError as error:
+            self._set_problem(entry, str(error))
+            return _RETRY_S
+        # It may stay until it ends: only then another one can be at its address.
+        await first_of(host.wait_failed(), entry.unnamed.wait())
+        return _RETRY_S
+
+    def _check(self, entry: _Entry, host: RemoteHost) -> None:
+        """
+        Raises:
+            ConfigError: the host cannot be used; says why.
+        """
+        limits = host.limits
+        if self._router.id in (limits.host_id, *limits.routers):
+            raise ConfigError(
+                f"At {host.address} is this router itself, or a router that has it among its hosts: "
+                "requests would go round in circles."
+            )
+        if limits.host_id in self._dismissed:
+            self._discovery.dismiss(_identified(entry.record, limits.host_id), _DISMISSAL)
+            raise ConfigError(_DISMISSAL)
+        if entry.record.host_id not in ("", limits.host_id):
+            raise ConfigError(f"Another host is at {host.address} now.")
+
+    async def _use(self, entry: _Entry, host: RemoteHost) -> None:
+        """Until it has finished and is to get nothing more, or is lost.
+
+        Raises:
+            ConfigError: it has got hosts with which it cannot be used.
+            EngineDeadError: it is lost.
+        """
         self._members.add(host)
+        entry.host, entry.since = host, time.time()
         self._first.set()
         _log.info("the host at %s has joined", host.address)
-        await host.wait_failed()
-        self._drop(join.host_id, "hung up")
+        try:
+            while host.state is not ReplicaState.FAILED:
+                entry.changed.clear()
+                if self._is_wanted(entry, host):
+                    self._check(entry, host)
+                    self._members.take_back(host)
+                    await entry.changed.wait()
+                    continue
+                self._members.release(host)
+                if not self._members.num_requests(host):
+                    _log.info("the host at %s was let go", host.address)
+                    is_dismissed = host.limits.host_id in self._dismissed
+                    self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)
+                    return
+                await first_of(self._members.emptied(host), entry.changed.wait())
+            raise await host.wait_failed()
+        finally:
+            entry.host = entry.since = None
+            self._members.remove(host)
 
-    def _let_leave(self, host_id: str) -> None:
-        entry = self._entries.get(host_id)
-        if entry is not None:
-            _log.info("the host at %s leaves", entry.host.address)
-            self._members.release(entry.host)
+    def _is_wanted(self, entry: _Entry, host: RemoteHost) -> bool:
+        is_dismissed = host.limits.host_id in self._dismissed
+        return not (entry.unnamed.is_set() or host.is_leaving or is_dismissed)
 
-    def _drop(self, host_id: str, reason: str) -> None:
-        entry = self._entries.pop(host_id, None)
-        if entry is None:
+    def _set_problem(self, entry: _Entry, problem: str) -> None:
+        if problem == entry.problem:
             return
-        _log.info("the host at %s %s", entry.host.address, reason)
-        if entry.expiry is not None:
-            entry.expiry.cancel()
-        self._members.remove(entry.host)
-        entry.host.lose(reason)
-        end = asyncio.create_task(entry.host.close())
-        self._ends.add(end)
-        end.add_done_callback(self._ends.discard)
+        entry.problem = problem
+        self._discovery.warn(entry.record, problem)
+        if problem:
+            _log.warning("the host at %s is not used: %s", entry.record.address, problem)
 
 
-class Membership:
-    """A host's word to one router: says that it is there, until it leaves."""
+def _identified(record: HostRecord, host_id: str) -> HostRecord:
+    return msgspec.structs.replace(record, host_id=host_id)
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        router: str,
-        keys: CurveKeys,
-        join: HostJoin,
-    ) -> None:
-        """`router` is `host:port`."""
-        self._router = router
-        self._join = join
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        encrypt_client(self._socket, keys)
-        self._socket.connect(f"tcp://{router}")
-        self._beating = asyncio.create_task(self._beat())
 
-    async def leave(self) -> None:
-        """The router gives the host nothing new from now on."""
-        await cancel_all([self._beating])
-        await self._socket.send(msgspec.msgpack.encode(HostLeave(self._join.host_id)))
-        self._beating = asyncio.create_task(self._beat())  # what runs there is still its own
-
-    async def close(self) -> None:
-        await cancel_all([self._beating])
-        self._socket.close()
-
-    async def _beat(self) -> None:
-        interval_s = TTL_S / _BEATS_PER_TTL
-        has_answered, num_unanswered = False, 0
-        while True:
-            await self._socket.send(msgspec.msgpack.encode(self._join))
-            try:
-                async with asyncio.timeout(interval_s):
-                    payload = await self._socket.recv()
-            except TimeoutError:
-                num_unanswered += 1
-                if num_unanswered == _BEATS_PER_TTL:
-                    _log.warning(
-                        "the router at %s does not answer; it is not there, or has another --cluster-key-file",
-                        self._router,
-                    )
-                continue
-            num_unanswered = 0
-            answer = msgspec.msgpack.decode(payload, type=JoinAnswer)
-            if answer.refusal:
-                _log.error(
-                    "the router at %s does not take this host: %s", self._router, answer.refusal
-                )
-                return
-            if not has_answered:
-                has_answered = True
-                _log.info("joined the router at %s", self._router)
-            interval_s = answer.ttl_s / _BEATS_PER_TTL
-            await asyncio.sleep(interval_s)
+def _log_failure(following: asyncio.Task[None]) -> None:
+    if not following.cancelled() and following.exception() is not None:
+        _log.error("hosts are not found any more: %s", following.exception())

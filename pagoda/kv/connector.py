@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from pagoda.engine.messages import KVSource, TierLoad, Transfer, TransferEnd, WorkerReady
+from pagoda.engine.messages import (
+    KVPeer,
+    KVSource,
+    TierLoad,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
 
 if TYPE_CHECKING:
     from pagoda.kv.block_pool import Block  # which workers, who share this module, never see
@@ -157,6 +164,14 @@ class BlockMemory(Protocol):
 
 class TransferWorker(Protocol):
     """The worker's half. Copies beside the steps, in threads of its own."""
+
+    def meet(self, peers: Sequence[KVPeer]) -> None:
+        """Transfers from now on may name these."""
+        ...
+
+    def part(self, peer_ids: Sequence[str]) -> None:
+        """No transfer names these any more; what still runs from there fails."""
+        ...
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Begins transfers; none of them makes the caller wait."""

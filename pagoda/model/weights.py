@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.errors import ConfigError
+from pagoda.models.checkpoint import INDEX_FILE, read_index, weight_files
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""
 _PATTERN_SIZE = 2**20 - 3
@@ -170,44 +168,15 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
         yield CheckpointWeights(_find_tensors(directory), opened)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face model directory, in order of their names.
-
-    Raises:
-        ConfigError: there are none, or one is missing.
-    """
-    return sorted(set(_find_tensors(directory).values()))
-
-
 def _find_tensors(directory: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     index = directory / INDEX_FILE
     if index.exists():
-        return _read_index(index)
-    path = directory / SINGLE_FILE
-    if not path.exists():
-        raise ConfigError(
-            f"{directory} has no weights that Pagoda reads: neither {SINGLE_FILE} nor {INDEX_FILE}."
-        )
+        return read_index(index)
+    (path,) = weight_files(directory)
     with _readable(path), safe_open(path, framework="pt") as handle:
         names: list[str] = handle.keys()
         return dict.fromkeys(names, path)
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    try:
-        index = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON.") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{path} has no weight_map from tensor names to files.")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ConfigError(f"{path}: weight_map must name files beside it, got {name!r}.")
-        if not (path.parent / name).is_file():
-            raise ConfigError(f"{path} names {name}, which is missing.")
-    return {tensor: path.parent / name for tensor, name in weight_map.items()}
 
 
 @contextlib.contextmanager

@@ -124,6 +124,10 @@ class Metadata:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def items(self) -> Iterator[tuple[str, Value]]:
+        """In the order of the keys."""
+        return iter(sorted(self._values.items()))
+
     def is_zero(self, key: str) -> bool:
         """Whether a key is absent or 0."""
         return self._values.get(key, 0) == 0

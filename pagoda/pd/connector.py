@@ -50,7 +50,8 @@ from pagoda.pd.peers import PeerLost, Peers
 SILENCE_S = 5.0
 """An engine that says nothing for so long, though it is asked, counts as gone."""
 STALL_S = 30.0
-"""So long may nothing more of a load come: what it holds is needed."""
+"""So long may nothing (more) come of a prompt that is not computed yet: the other engine may lack the room that is
+held there for requests which wait here behind this one."""
 _RENEWALS = 5
 """Per lease, at least."""
 _MAX_RENEWAL_S = 1.0
@@ -109,7 +110,13 @@ class _Fetch:
         self.has_token = False
         self.moved_at = now
         """When there was something new of it."""
-        self.asked_at = now
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something of it has yet to come, be it news or blocks."""
+        if self.load is not None:
+            return True
+        return self.num_blocks is None or len(self.block_ids) < self.num_blocks
 
 
 class _Peer:
@@ -126,8 +133,9 @@ class _Peer:
 
     @property
     def renewal_s(self) -> float:
-        lease_s = self.welcome.lease_s if self.welcome else _MAX_RENEWAL_S
-        return min(lease_s / _RENEWALS, _MAX_RENEWAL_S)
+        if self.welcome is None:
+            return _MAX_RENEWAL_S
+        return min(self.welcome.lease_s / _RENEWALS, _MAX_RENEWAL_S)
 
     def has(self, peer_id: str | None) -> bool:
         """Whether these are its workers, as it last said."""
@@ -151,12 +159,15 @@ class RemoteKV:
         ledger: TransferLedger,
         clock: Clock,
         *,
+        engine_id: str,
         fails: bool = False,
     ) -> None:
-        """With `fails`, requests whose KV cannot be fetched are to fail; else they compute it."""
+        """`engine_id` is this engine's. With `fails`, requests whose KV cannot be fetched are to fail; else they
+        compute it."""
         self._links = peers
         self._ledger = ledger
         self._clock = clock
+        self._engine_id = engine_id
         self._fails = fails
         self._digest = ""
         self._vocab_size = 0
@@ -188,6 +199,9 @@ class RemoteKV:
         if start >= len(demand.keys):
             self.release(source)
             return
+        if source.engine_id == self._engine_id:  # what it has is found on the device
+            self.release(source)
+            return
         peer = self._peer_at(source.address)
         problem = self._obstacle(peer, source)
         if problem is not None:
@@ -216,18 +230,23 @@ class RemoteKV:
         return _staleness(peer, source)
 
     def release(self, source: KVSource) -> None:
-        """Nobody here will fetch it."""
-        if _problem_of(source) is None:
+        """A request here will not fetch it; unless another does, nobody will."""
+        peer = self._peers.get(source.address)
+        is_wanted = peer is not None and source.transfer_id in peer.fetches
+        if not is_wanted and _problem_of(source) is None:
             self._links.send(source.address, KVDone([source.transfer_id]))
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         fetch = self._fetches.get(demand.request_id)
         if fetch is None or fetch.is_loaded or start >= len(demand.keys):
             return 0
-        peer = self._peers[fetch.source.address]
-        if fetch.num_blocks is None or (fetch.num_blocks > start and not peer.has(fetch.peer_id)):
+        if fetch.num_blocks is None or (fetch.num_blocks > start and not self._is_open(fetch)):
             return None
         return max(0, fetch.num_blocks - start)
+
+    def _is_open(self, fetch: _Fetch) -> bool:
+        """Whether its blocks can be read, as far as they are known."""
+        return self._peers[fetch.source.address].has(fetch.peer_id)
 
     def prefetch(self, demand: Demand, start: int) -> None:
         """There is nothing nearer to bring blocks to."""
@@ -369,7 +388,10 @@ class RemoteKV:
             case KVBlocks() | KVPrefilled() | KVVerdict() | KVGone():
                 wanted = peer.fetches.get(message.transfer_id)
                 if wanted is not None:
+                    was_open, num_blocks = self._is_open(wanted), wanted.num_blocks
                     self._take_of(peer, wanted, message)
+                    is_open = message.transfer_id in peer.fetches and self._is_open(wanted)
+                    self._has_news |= is_open > was_open or wanted.num_blocks != num_blocks
 
     def _take_of(
         self, peer: _Peer, fetch: _Fetch, message: KVBlocks | KVPrefilled | KVVerdict | KVGone
@@ -427,7 +449,6 @@ class RemoteKV:
         fetch.moved_at = self._clock.now()
         if fetch.num_blocks is None:
             fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.demand.keys))
-            self._has_news = True
 
     def _take_token(self, fetch: _Fetch, message: KVPrefilled) -> None:
         if fetch.has_token:
@@ -435,7 +456,9 @@ class RemoteKV:
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
         if message.token_id < self._vocab_size:
-            token = FirstToken(message.key, message.token_id, message.logprobs)
+            token = FirstToken(
+                message.key, message.token_id, message.logprobs, message.num_cached_tokens
+            )
             self._news.append(Arrived(fetch.demand.request_id, token))
         if fetch.is_loaded:
             self._close(fetch, "all has come")
@@ -463,10 +486,11 @@ class RemoteKV:
             return
         peer.renew_at = now + peer.renewal_s
         self._links.send(peer.address, KVRenew(list(peer.fetches)))
-        if peer.welcome is None:
+        named = {fetch.peer_id for fetch in peer.fetches.values()} - {None}
+        if peer.welcome is None or not all(map(peer.has, named)):
             self._links.send(peer.address, KVHello(digest=self._digest))
         for fetch in list(peer.fetches.values()):
-            if fetch.load is not None and now - fetch.moved_at > STALL_S:
+            if fetch.is_incomplete and now - fetch.moved_at > STALL_S:
                 self._fail(fetch, f"nothing more of it came for {STALL_S:g} s")
             elif fetch.moved_at < now - peer.renewal_s:
                 self._ask_again(peer, fetch)
@@ -475,7 +499,7 @@ class RemoteKV:
         """Of what there is nothing new, a question or its answer may be lost."""
         if fetch.load is not None and fetch.load.is_checking:
             self._links.send(peer.address, KVCheck(fetch.source.transfer_id))
-        elif not fetch.has_token or len(fetch.block_ids) < (fetch.num_blocks or 0):
+        elif fetch.is_incomplete or not fetch.has_token:
             self._links.send(peer.address, _want(fetch))
 
     def _lose(self, peer: _Peer, reason: str) -> None:

@@ -61,6 +61,8 @@ class FirstToken(NamedTuple):
     """Of the tokens before it."""
     token_id: int
     logprobs: TokenLogprobs | None
+    num_cached_tokens: int
+    """Of the prompt, that were not computed for it."""
 
 
 class KVHolder:
@@ -115,7 +117,12 @@ class KVHolder:
             return None
         self.leases.finish(transfer_id)
         held.prefilled = KVPrefilled(
-            transfer_id, token.key, held.num_blocks, token.token_id, token.logprobs
+            transfer_id,
+            token.key,
+            held.num_blocks,
+            token.token_id,
+            token.logprobs,
+            token.num_cached_tokens,
         )
         if held.asker is not None:
             self._door.send(held.asker, held.prefilled)

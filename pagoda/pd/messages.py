@@ -90,6 +90,8 @@ class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     """As in `KVBlocks`."""
     token_id: TokenId
     logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+    """As in `TokenChunk`: fetched KV is none that did not have to be computed."""
 
 
 class KVVerdict(msgspec.Struct, frozen=True, tag="kv_verdict"):

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from operator import itemgetter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import msgspec
 
-from pagoda.engine.messages import WorkerConfig
+from pagoda.backend.base import KVCache
 from pagoda.kv.objects import Manifest
-from pagoda.model.config import ModelConfig
-from pagoda.model.weights import weight_files
-from pagoda.models.gguf import is_gguf, read_gguf
-from pagoda.models.presets import PRESETS
+from pagoda.models.fingerprint import weights_digest
 from pagoda.worker.kv_memory import KVMemory
 from pagoda.worker.loading import WorkerPlan
-
-_SAMPLE_BYTES = 4096
-_LENGTH_BYTES = 8
-"""Of a safetensors file: they say how long its header is."""
-
-_Stored = tuple[Path, int, int, str]
-"""File, first byte, number of bytes, and what the tensor is."""
 
 
 def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manifest:
@@ -39,10 +24,10 @@ def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manife
     config, parallel, place = plan.config, plan.config.parallel, plan.config.place
     return Manifest(
         model=Path(config.model).name,
-        model_digest=_model_digest(config, plan.shard.config),
+        model_digest=_model_digest(plan),
         dtype=plan.dtype_name,
         kv_dtype=plan.kv_dtype_name,
-        quantization="none" if plan.quantization is None else plan.quantization.summary,
+        quantization=_quantization(plan),
         arithmetic=arithmetic,
         layout=memory.layout,
         block_size=plan.block_size,
@@ -55,56 +40,35 @@ def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manife
     )
 
 
-def _model_digest(config: WorkerConfig, shape: ModelConfig) -> str:
-    """SHA-256 of what the model is. A copy of it elsewhere has the same; times and names do not count."""
-    digest = hashlib.sha256()
-    path = Path(config.model)
-    if config.load_format == "dummy":
-        digest.update(f"dummy:{config.seed}:".encode())
-    if config.load_format == "dummy" and config.model in PRESETS:
-        digest.update(config.model.encode())
-    elif is_gguf(path):
-        # How each tensor is quantized comes with the tensors.
-        digest.update(repr(replace(shape, quantization=None)).encode())
-        _sample(_gguf_tensors(path), digest)
-    else:
-        digest.update((path / "config.json").read_bytes())
-        if config.load_format != "dummy":
-            for file in weight_files(path):
-                _sample(_stored_tensors(file), digest)
-    return digest.hexdigest()
+def kv_digest(plan: WorkerPlan, caches: Sequence[KVCache]) -> str:
+    """SHA-256 of all that engines must agree on to use each other's KV, in hex.
 
+    That is what a block of one head is, and of which model. Into how many ranks the model is cut does not count,
+    nor how the processor rounds.
 
-def _gguf_tensors(path: Path) -> Iterator[_Stored]:
-    for tensor in read_gguf(path).tensors.values():
-        what = f"{tensor.name} {tensor.type.name} {tensor.shape}"
-        yield tensor.path, tensor.start, tensor.num_bytes, what
-
-
-def _stored_tensors(path: Path) -> Iterator[_Stored]:
-    """Where the tensors of a safetensors file lie."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            what = f"{name} {entry['dtype']} {entry['shape']}"
-            yield path, _LENGTH_BYTES + length + start, end - start, what
-
-
-def _sample(tensors: Iterable[_Stored], digest: hashlib._Hash) -> None:
-    """What each tensor is, and its beginning, middle and end: whatever was trained differs nearly everywhere.
-
-    The whole of a large file would take longer than loading it did; pieces come from the page cache.
+    Raises:
+        ConfigError: the model's files cannot be read.
     """
-    opened: dict[Path, BinaryIO] = {}
-    with contextlib.ExitStack() as stack:
-        for path, start, num_bytes, what in sorted(tensors, key=itemgetter(3)):
-            if path not in opened:
-                opened[path] = stack.enter_context(path.open("rb", buffering=0))
-            digest.update(f"{what} {num_bytes}".encode())
-            last = max(0, num_bytes - _SAMPLE_BYTES)
-            for offset in sorted({0, last // 2, last}):
-                count = min(_SAMPLE_BYTES, num_bytes)
-                digest.update(os.pread(opened[path].fileno(), count, start + offset))
+    cache = caches[0]
+    tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    layout = [
+        (str(tensor.dtype), list(tensor.shape[2:])) for tensor in tensors if tensor is not None
+    ]
+    agreed = (
+        _model_digest(plan),
+        plan.dtype_name,
+        plan.kv_dtype_name,
+        _quantization(plan),
+        plan.block_size,
+        layout,
+    )
+    return hashlib.sha256(msgspec.json.encode(agreed)).hexdigest()
+
+
+def _model_digest(plan: WorkerPlan) -> str:
+    config = plan.config
+    return weights_digest(config.model, config.load_format, config.seed)
+
+
+def _quantization(plan: WorkerPlan) -> str:
+    return "none" if plan.quantization is None else plan.quantization.summary

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagoda.backend.base import KVCache
+from pagoda.backend.base import KVCache, new_tensor
 from pagoda.engine.messages import Capabilities, WorkerConfig, WorkerReady
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes
@@ -44,6 +44,10 @@ from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
+
+_TENSORS_PER_LAYER = 4
+"""Of a KV cache, at most."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ class LoadedWorker(NamedTuple):
     ready: WorkerReady
     caches: Sequence[KVCache]
     """Of the rank's layers."""
+    shared: SharedKVMemory | None = None
+    """Where their tensors lie, if other processes may map them."""
 
 
 def load_runner(
@@ -139,6 +145,7 @@ def load_runner(
     num_blocks = num_blocks or plan.num_blocks
     group = group or Alone()
     backend, backend_summary = choose_backend(config.backend, group)
+    shared = _shared_memory(plan, num_blocks) if shares_kv(config) else None
     caches = [
         backend.allocate_kv_cache(
             num_blocks,
@@ -147,6 +154,7 @@ def load_runner(
             shard.config.head_dim,
             plan.dtype,
             plan.kv_dtype,
+            new_tensor if shared is None else shared.new_tensor,
         )
         for _ in shard.layers
     ]
@@ -163,10 +171,15 @@ def load_runner(
     )
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:
-        return LoadedWorker(StageRunner(model, batch), ready, caches)
+        return LoadedWorker(StageRunner(model, batch), ready, caches, shared)
     alone = shard.is_first and group.size == 1
     runner = Runner(model, batch, _head(shard, group, alone=alone), alone=alone)
-    return LoadedWorker(runner, ready, caches)
+    return LoadedWorker(runner, ready, caches, shared)
+
+
+def _shared_memory(plan: WorkerPlan, num_blocks: int) -> SharedKVMemory:
+    num_bytes = num_blocks * plan.block_size * plan.kv_bytes_per_token
+    return SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(plan.shard.layers))
 
 
 def _head(shard: Shard, group: Collectives, *, alone: bool) -> Head:

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -46,7 +47,7 @@ class _Worker:
     answers: bool = True
     """Whether this is the rank whose results go to the engine."""
     transfers: TransferThread | None = None
-    """None without KV tiers."""
+    """None where KV stays on the device."""
 
 
 def main() -> NoReturn:
@@ -103,7 +104,7 @@ def _start(
             worker, plan, loaded = _start_with_peers(config, engine, context, address)
         if config.has_kv_tiers:
             with free_threads(cores):
-                worker = _with_tiers(worker, plan, loaded, context, address)
+                worker = _with_transfers(worker, plan, loaded, context, address)
         return worker
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
@@ -151,20 +152,26 @@ def _start_with_peers(
     return worker, plan, loaded
 
 
-def _with_tiers(
+def _with_transfers(
     worker: _Worker,
     plan: WorkerPlan,
     loaded: LoadedWorker,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
 ) -> _Worker:
-    """The worker with the KV tiers that it is to have."""
+    """The worker with the KV tiers, and the part in handoff, that it is to have."""
+    from pagoda.worker.kv_handoff import open_handoff
+    from pagoda.worker.kv_places import KVPlaces
     from pagoda.worker.kv_tiers import open_tiers
     from pagoda.worker.transfer_link import TransferThread
 
     tiers = open_tiers(plan, loaded)
-    transfers = TransferThread(context, address, plan.config, tiers.transfers)
-    return replace(worker, ready=tiers.described(worker.ready), transfers=transfers)
+    handoff = None if plan.config.kv_handoff is None else open_handoff(plan, loaded)
+    ready = tiers.described(worker.ready)
+    if handoff is not None:
+        ready = handoff.described(ready)
+    transfers = TransferThread(context, address, plan.config, partial(KVPlaces, tiers, handoff))
+    return replace(worker, ready=ready, transfers=transfers)
 
 
 if __name__ == "__main__":

@@ -79,4 +79,6 @@ class TransferThread:
                     socket.send(codec_out.encode(end))
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
+                self.half.meet(message.met)
                 self.half.start(message.transfers)
+                self.half.part(message.parted)

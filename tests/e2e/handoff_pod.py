@@ -32,6 +32,7 @@ from pagoda.frontend.policies import POLICIES
 MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
+LEASE_S = 2.0
 MIN_TOKENS = 2 * BLOCK_SIZE
 LONG_SKILLS = ("recall_40", "recall_100", "multi_turn", "tool_call")
 
@@ -54,7 +55,7 @@ def engine_config(key: Path, role: str, **options: object) -> EngineConfig:
     executor = ExecutorOptions()
     handoff = None
     if role != "none":
-        flags = HandoffOptions(role=role, kv_transports=transports)  # type: ignore[arg-type]
+        flags = HandoffOptions(role=role, kv_transports=transports, kv_lease=LEASE_S)  # type: ignore[arg-type]
         handoff = flags.config(cluster_key_file=key, advertise="127.0.0.1", num_replicas=1)
     files = executor.resolve(engine, None, parallel)
     return executor.engine_config(engine, files.model, parallel, handoff)

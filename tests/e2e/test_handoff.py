@@ -26,6 +26,7 @@ from handoff_pod import (
 )
 
 from pagoda.engine.messages import GenerateRequest
+from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,6 +77,10 @@ async def expected(engines: Engines, asked: list[GenerateRequest]) -> list[Answe
     return await ask_all(engines["one"], asked)
 
 
+def num_full_blocks(asked: list[GenerateRequest]) -> int:
+    return sum((len(request.prompt_token_ids) - 1) // BLOCK_SIZE for request in asked)
+
+
 TOPOLOGIES = {
     "1P1D": ["P", "D"],
     "1P2D": ["P", "D", "D small steps"],
@@ -102,9 +107,8 @@ async def test_answers_are_those_of_one_engine(
     after = [await fetched(engine) for engine in decoders]
     exact = "2" not in "".join(TOPOLOGIES[topology])
     assert (answers == expected) if exact else (rounded(answers) == rounded(expected))
-    num_full = sum((len(r.prompt_token_ids) - 1) // BLOCK_SIZE for r in asked)
     num_loaded = sum(a.num_loaded - b.num_loaded for a, b in zip(after, before, strict=True))
-    assert num_loaded >= 0.9 * num_full
+    assert num_loaded >= 0.9 * num_full_blocks(asked)
     assert all(a.num_failed == b.num_failed for a, b in zip(after, before, strict=True))
     await until_free(members)
 
@@ -159,27 +163,33 @@ def worker_pid(engine: EngineClient) -> int:
     return worker.pid
 
 
-@pytest.mark.parametrize("name", ["P", "D"])
+DEATHS = ("before", "during", "after")
+
+
+@pytest.mark.parametrize("when", DEATHS)
 @pytest.mark.parametrize("who", ["engine", "worker"])
-@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("name", ["P", "D"])
 async def test_a_death_on_either_side_changes_no_token(
     engines: Engines,
     asked: list[GenerateRequest],
     expected: list[Answer],
     name: str,
     who: str,
-    delay_s: float,
+    when: str,
 ) -> None:
+    """Before, while and after KV goes from one to the other."""
     members = [engines["P"], engines["D"]]
+    before = (await fetched(engines["D"])).num_loaded
+    wanted = {"before": 0, "during": 1, "after": 0.9 * num_full_blocks(asked)}[when]
     async with pod_of(members) as pod:
-        answers = asyncio.create_task(
-            ask_all(pod.dispatcher, asked, f"{who} of {name} dies after {delay_s}")
-        )
-        await asyncio.sleep(delay_s)
+        asking = asyncio.create_task(ask_all(pod.dispatcher, asked, f"{who} of {name} {when}"))
+        while (await fetched(engines["D"])).num_loaded < before + wanted:
+            await asyncio.sleep(0.001)
+        assert not asking.done()
         victim = engines[name].engine_pid if who == "engine" else worker_pid(engines[name])
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
-        assert await answers == expected
-        while engines[name].state != "ready":
+        assert await asking == expected
+        while engines[name].state is not ReplicaState.READY:
             await asyncio.sleep(0.01)
     await until_free(members)

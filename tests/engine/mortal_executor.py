@@ -52,7 +52,8 @@ class MortalExecutor:
 
     def poll(self) -> list[ExecutorEvent]:
         events = self._inner.poll()
-        if self._death_at is not None and self._clock.now() >= self._death_at:
+        is_idle = not events and self._inner.next_event_at() is None
+        if self._death_at is not None and self._clock.now() >= self._death_at and not is_idle:
             self._death_at = None
             self._inner.close()
             events.append(WorkerLost("the simulated worker was lost"))

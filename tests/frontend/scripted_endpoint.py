@@ -17,7 +17,7 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.frontend.endpoint import Health
+from pagoda.frontend.endpoint import Health, ReplicaState
 from pagoda.frontend.model_text import synthetic_model_text
 
 TEXT = synthetic_model_text()
@@ -57,6 +57,16 @@ class ScriptedEndpoint:
         self.paused = asyncio.Event()
         self.go_on = asyncio.Event()
         self.healthy = Health(True)
+        self.state = ReplicaState.READY
+        self._listeners: list[Callable[[], None]] = []
+
+    def watch(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def change(self) -> None:
+        """Tells that `state` or `limits` are others."""
+        for listener in self._listeners:
+            listener()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         if self.raises is not None:

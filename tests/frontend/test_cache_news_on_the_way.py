@@ -17,7 +17,7 @@ from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, W
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import make_dispatcher
-from pagoda.frontend.host_link import HostDoor, RemoteHost
+from pagoda.frontend.host_link import HostDoor, Identity, RemoteHost
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.ipc.curve import keep_door, keys_of
@@ -26,6 +26,8 @@ from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4
 KEYS = keys_of(b"a secret of all hosts and routers")
+HOST = Identity("host", "m", "digest", is_router=False)
+ROUTER = Identity("router", "m", "digest", is_router=True)
 
 
 def config() -> EngineConfig:
@@ -45,7 +47,7 @@ class Pair:
         self.context = context
 
     async def dial(self) -> RemoteHost:
-        remote = RemoteHost(self.context, f"tcp://127.0.0.1:{self.door.port}", KEYS)
+        remote = RemoteHost(self.context, f"tcp://127.0.0.1:{self.door.port}", KEYS, ROUTER)
         await remote.start()
         return remote
 
@@ -56,7 +58,7 @@ async def pair() -> AsyncIterator[Pair]:
     keep_door(context, KEYS)
     host = make_dispatcher(config(), "round-robin")
     await host.start()
-    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS)
+    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
     try:
         yield Pair(host, door, context)
     finally:

@@ -10,12 +10,14 @@ import zmq.asyncio
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, WorkerConfig
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_link import HostDoor, RemoteHost
+from pagoda.frontend.host_link import HostDoor, Identity, RemoteHost
 from pagoda.frontend.policies import POLICIES
 from pagoda.ipc.curve import keep_door, keys_of
 from pagoda.sim.endpoint import SimEndpoint
 
 KEYS = keys_of(b"a secret of all hosts and routers")
+HOST = Identity("host", "m", "digest", is_router=False)
+ROUTER = Identity("router", "m", "digest", is_router=True)
 
 
 @asynccontextmanager
@@ -25,8 +27,8 @@ async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
     keep_door(context, KEYS)
     host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
     await host.start()
-    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS)
-    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS)
+    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER)
     router = Dispatcher([remote], POLICIES["round-robin"])
     try:
         await router.start()

@@ -4,119 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq.asyncio
-from scripted_endpoint import EOS, ScriptedEndpoint
+from linked_hosts import KEYS, ScriptedHost, joined, routed, until
 
-from pagoda.engine.messages import (
-    CurveKeys,
-    FinishReason,
-    GenerateRequest,
-    HostJoin,
-    SamplingParams,
-)
-from pagoda.errors import ConfigError
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_link import HostDoor
-from pagoda.frontend.policies import POLICIES
-from pagoda.frontend.registry import Membership, Registry
-from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
-
-KEYS = keys_of(b"a secret of all hosts and routers")
-TTL_S = 0.4
-
-
-class Router:
-    def __init__(self) -> None:
-        self.context = zmq.asyncio.Context()
-        keep_door(self.context, KEYS)
-        self.dispatcher = Dispatcher([], POLICIES["round-robin"])
-        self.registry = Registry(
-            self.dispatcher,
-            self.context,
-            "tcp://127.0.0.1:*",
-            KEYS,
-            model="m",
-            model_digest="1",
-            ttl_s=TTL_S,
-        )
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.registry.port}"
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.01)
-
-    async def until_hosts(self, count: int) -> None:
-        await self.until(lambda: len(self.dispatcher.replicas) == count)
-
-    async def ask(self, request_id: str) -> tuple[str, FinishReason | None]:
-        sampling = SamplingParams(seed=1, max_tokens=20)
-        request = GenerateRequest(
-            request_id=request_id,
-            prompt_token_ids=[65, 66],
-            sampling=sampling,
-            eos_token_ids=(EOS,),
-        )
-        tokens: list[int] = []
-        async for chunk in self.dispatcher.generate(request):
-            tokens += chunk.token_ids
-            if chunk.finish_reason is not None:
-                return bytes(token for token in tokens if token < 128).decode(), chunk.finish_reason
-        raise ValueError("The stream has no end.")
-
-
-class Host:
-    """Joins when it is made."""
-
-    def __init__(
-        self, router: Router, answer: str = "ok", keys: CurveKeys = KEYS, **fields: object
-    ) -> None:
-        self.endpoint = ScriptedEndpoint(lambda request: answer[len(request.output_token_ids) :])
-        self.context = zmq.asyncio.Context()
-        keep_door(self.context, keys)
-        self.door = HostDoor(self.endpoint, self.context, "tcp://127.0.0.1:*", keys)
-        join = HostJoin(
-            host_id=f"host-{id(self)}",
-            address=f"tcp://127.0.0.1:{self.door.port}",
-            model="m",
-            model_digest="1",
-        )
-        self.membership = Membership(
-            self.context, router.address, keys, msgspec.structs.replace(join, **fields)
-        )
-
-    async def close(self) -> None:
-        await self.membership.close()
-        await self.door.close()
-        self.context.term()
-
-
-@asynccontextmanager
-async def routed() -> AsyncIterator[Router]:
-    router = Router()
-    try:
-        yield router
-    finally:
-        await router.registry.close()
-        await router.dispatcher.close()
-        router.context.term()
-
-
-@asynccontextmanager
-async def joined(router: Router, answer: str = "ok", **fields: object) -> AsyncIterator[Host]:
-    host = Host(router, answer, **fields)  # type: ignore[arg-type]
-    try:
-        yield host
-    finally:
-        await host.close()
+from pagoda.engine.messages import FinishReason
+from pagoda.errors import ConfigError, OverloadedError
+from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
+from pagoda.ipc.curve import encrypt_client, keys_of
 
 
 async def test_a_host_answers_for_the_router() -> None:
@@ -129,7 +26,7 @@ async def test_a_host_answers_for_the_router() -> None:
 
 async def test_a_request_goes_on_elsewhere_when_its_host_hangs_up() -> None:
     async with routed() as router, joined(router, "abcdef") as second:
-        first = Host(router, "abcdef")
+        first = ScriptedHost(router, "abcdef")
         await router.until_hosts(2)
         for host in (first, second):
             host.endpoint.pause_after = 3
@@ -159,10 +56,10 @@ async def test_a_host_that_leaves_finishes_what_it_has_and_gets_nothing_new() ->
         leaving.endpoint.pause_after = 1
         asking = asyncio.create_task(router.ask("r1"))
         await leaving.endpoint.paused.wait()
-        await leaving.membership.leave()
+        await leaving.leave()
         async with joined(router, "new"):
             await router.until_hosts(2)
-            await router.until(lambda: any(m.is_leaving for m in router.dispatcher._members))
+            await until(lambda: any(m.is_leaving for m in router.dispatcher._members))
             assert await router.ask("r2") == ("new", FinishReason.STOP)
             leaving.endpoint.go_on.set()
             assert await asking == ("old", FinishReason.STOP)
@@ -182,24 +79,49 @@ async def test_an_answer_that_nobody_wants_ends_at_the_host() -> None:
     ("fields", "reason"),
     [
         ({"model_digest": "2"}, "another model or another version of it"),
-        ({"protocol_version": 1}, "install the same version of Pagoda on both"),
     ],
 )
 async def test_another_model_or_version_is_refused_with_the_reason(
     fields: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routed() as router, joined(router, **fields):
-        await router.until(lambda: reason in caplog.text)
+        await until(lambda: "does not use this host: " in caplog.text)
+        assert reason in caplog.text
         assert router.dispatcher.replicas == []
+
+
+async def test_another_version_is_refused_with_the_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.host_link.PROTOCOL_VERSION", 1)
+    async with routed() as router, joined(router):
+        await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
+        assert "install the same version of Pagoda on both" in caplog.text
+        assert router.dispatcher.replicas == []
+
+
+async def test_a_host_learns_that_it_cannot_be_reached(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.host_link._HELLO_TIMEOUT_S", 0.1)
+    async with routed() as router, joined(router) as host:
+        elsewhere = msgspec.structs.replace(
+            host.record, host_id="elsewhere", address="tcp://127.0.0.1:9"
+        )
+        membership = Membership(host.context, router.address, KEYS, elsewhere)
+        problem = "does not use this host: The host at tcp://127.0.0.1:9 does not answer"
+        await until(lambda: problem in caplog.text)
+        await membership.close()
+        assert len(router.dispatcher.replicas) == 1
 
 
 async def test_a_join_without_the_key_is_not_heard(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.registry.TTL_S", 0.2)
+    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 0.2)
     caplog.set_level(logging.WARNING)
     async with routed() as router, joined(router, keys=keys_of(b"some other secret")):
-        await router.until(lambda: "has another --cluster-key-file" in caplog.text)
+        await until(lambda: "has another --cluster-key-file" in caplog.text)
         assert router.dispatcher.replicas == []
 
 
@@ -218,14 +140,31 @@ async def test_nonsense_is_ignored() -> None:
         assert await router.ask("r1") == ("hello", FinishReason.STOP)
 
 
+async def test_when_all_hosts_are_full_a_request_is_refused_with_the_shortest_delay() -> None:
+    async with routed() as router, joined(router) as first, joined(router) as second:
+        await router.until_hosts(2)
+        first.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=9)
+        assert await router.ask("r1") == ("ok", FinishReason.STOP)
+        second.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=7)
+        with pytest.raises(OverloadedError) as caught:
+            await router.ask("r2")
+        assert caught.value.retry_after_s == 7
+
+
+async def test_a_router_holds_no_more_requests_than_its_hosts_have_room_for() -> None:
+    async with routed() as router, joined(router) as host:
+        await router.until_hosts(1)
+        host.endpoint.pause_after = 0
+        asking = [asyncio.create_task(router.ask(f"r{index}")) for index in range(16)]
+        await until(lambda: len(host.endpoint.requests) == 16)
+        with pytest.raises(OverloadedError, match="waiting queue is full"):
+            await router.ask("one more")
+        assert len(host.endpoint.requests) == 16  # it was not even asked
+        host.endpoint.go_on.set()
+        assert await asyncio.gather(*asking) == [("ok", FinishReason.STOP)] * 16
+
+
 async def test_an_address_that_is_taken_is_refused() -> None:
     async with routed() as router:
         with pytest.raises(ConfigError, match=r"--join-listen .* cannot be listened on"):
-            Registry(
-                router.dispatcher,
-                router.context,
-                f"tcp://{router.address}",
-                KEYS,
-                model="m",
-                model_digest="1",
-            )
+            JoinDiscovery(router.context, router.address, KEYS)

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=10_000)
 
 def load_config(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
     """A worker that is the only one."""
-    runner, ready, _ = load_runner(plan_worker(config))
+    runner, ready, *_ = load_runner(plan_worker(config))
     assert isinstance(runner, Runner)
     return runner, ready
 

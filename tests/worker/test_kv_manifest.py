@@ -11,16 +11,17 @@ from gguf_models import Kind, save_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save_model
 
+from pagoda.backend.base import KVCache
 from pagoda.engine.messages import WorkerConfig
 from pagoda.kv.objects import Manifest
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv_manifest import make_manifest
+from pagoda.worker.kv_manifest import kv_digest, make_manifest
 from pagoda.worker.kv_memory import KVMemory
-from pagoda.worker.loading import plan_worker
+from pagoda.worker.loading import WorkerPlan, plan_worker
 
 
-def _manifest(model: Path | str, **options: Any) -> Manifest:
+def _plan(model: Path | str, **options: Any) -> tuple[WorkerPlan, list[KVCache]]:
     config = WorkerConfig(
         model=str(model), **{"num_blocks": 64, "max_num_seqs": 4, "num_threads": 1} | options
     )
@@ -31,6 +32,12 @@ def _manifest(model: Path | str, **options: Any) -> Manifest:
         backend.allocate_kv_cache(plan.num_blocks, *shape, plan.dtype, plan.kv_dtype)
         for _ in plan.shard.layers
     ]
+    return plan, caches
+
+
+def _manifest(model: Path | str, **options: Any) -> Manifest:
+    plan, caches = _plan(model, **options)
+    backend, _ = choose_backend(plan.config.backend)
     return make_manifest(plan, KVMemory(caches), backend.arithmetic)
 
 
@@ -39,6 +46,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     save_model("qwen3", directory)
     return directory
+
+
+def _digest(model: Path | str, **options: Any) -> str:
+    plan, caches = _plan(model, **options)
+    return kv_digest(plan, caches)
+
+
+def test_engines_of_any_topology_mean_the_same_by_their_kv(model: Path) -> None:
+    shapes = [_shape(1, 1), _shape(2, 1), _shape(1, 2), _shape(4, 1)]
+    places = [(shape, place) for shape in shapes for place in shape.places(0)]
+    digests = {_digest(model, parallel=shape, place=place) for shape, place in places}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"block_size": 32},
+        {"quantization": "int8"},
+        {"load_format": "dummy"},
+    ],
+    ids=str,
+)
+def test_engines_of_another_kind_mean_something_else(model: Path, options: dict[str, Any]) -> None:
+    assert _digest(model, **options) != _digest(model)
 
 
 def test_a_copy_finds_the_blocks_of_the_original(model: Path, tmp_path: Path) -> None:

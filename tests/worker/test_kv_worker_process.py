@@ -4,89 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import zmq
+from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
 from pagoda.engine.messages import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
-    SamplingParams,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    Transfer,
     TransferEnd,
-    TransferPlace,
     WorkerConfig,
     WorkerReady,
 )
-from pagoda.executor.base import ExecutorEvent, WorkerLost
-from pagoda.executor.group import GroupExecutor
-from pagoda.executor.local import LocalLauncher
-from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.objects import object_name
 from pagoda.parallel.config import ParallelConfig
 
-SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=8, logprobs=5)
 PROMPT, OTHER = ([random.Random(seed).randrange(320) for _ in range(40)] for seed in (1, 2))
 KEYS = [bytes([number]) * 32 for number in (1, 2)]
 """Of the prompt's two full blocks."""
 ONE = ParallelConfig()
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-
-
-@dataclass
-class Replica:
-    """All workers of one, with the messages that an engine would send."""
-
-    executor: GroupExecutor
-    ready: WorkerReady
-    generation: int
-    num_steps: int = 0
-    num_transfers: int = 0
-
-    def answer(self, prompt: list[int], blocks: list[int], num_cached: int = 0) -> TokenLogprobs:
-        """Computes the tokens behind those cached in the first blocks; the distribution of the next one."""
-        start = SlotStart(0, prompt, len(prompt), num_cached, blocks, SAMPLING)
-        plan = StepPlan(
-            self.num_steps,
-            [0],
-            [len(prompt) - num_cached],
-            [start],
-            freed_slots=[0] if self.num_steps else [],
-        )
-        self.num_steps += 1
-        self.executor.submit(plan)
-        result = next_event(self.executor)
-        assert isinstance(result, StepResult)
-        assert not result.errors
-        return result.logprobs[0]
-
-    def copy(
-        self, source: TransferPlace, target: TransferPlace, after_step: int = -1
-    ) -> TransferEnd:
-        transfer = Transfer(self.num_transfers, self.generation, source, target, after_step)
-        self.num_transfers += 1
-        self.executor.submit_transfers([transfer])
-        end = next_event(self.executor)
-        assert isinstance(end, TransferEnd)
-        assert (end.transfer_id, end.generation) == (transfer.transfer_id, self.generation)
-        return end
-
-
-def next_event(executor: GroupExecutor) -> ExecutorEvent:
-    while not (events := executor.poll()):
-        sources = [(source, zmq.POLLIN) for source in executor.pollables()]
-        assert zmq.zmq_poll(sources, 60_000), "no event"
-    (event,) = events
-    assert not isinstance(event, WorkerLost), event
-    return event
 
 
 class Starter:
@@ -106,13 +45,7 @@ class Starter:
             kv_host_bytes=2**18,
             kv_disk_path=str(self.root),
         )
-        self._executor = GroupExecutor(
-            config,
-            LocalLauncher(),
-            address=f"ipc://{directory}/w",
-            step_timeout_s=60.0,
-            clock=MonotonicClock(),
-        )
+        self._executor = new_executor(config, directory)
         self._num_starts = 0
 
     def start(self) -> Replica:

@@ -125,7 +125,7 @@ def test_memory_is_planned_as_it_is_held(name: str, tp: int, saved: Save) -> Non
             quantization=ON_LOAD.get(name, "none"),
         )
         plan = plan_worker(config)
-        runner, _, _ = load_runner(plan, group=ThreadGroup(tp).member(rank))
+        runner, *_ = load_runner(plan, group=ThreadGroup(tp).member(rank))
         (decoder,) = (value for value in vars(runner).values() if isinstance(value, Decoder))
         assert plan.shard.weight_bytes(plan.quantization, 4) == _held_bytes(decoder)
 

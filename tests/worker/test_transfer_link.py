@@ -13,6 +13,7 @@ from pagoda.engine.messages import (
     CurveKeys,
     DeviceBlocks,
     HostSlots,
+    KVPeer,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -36,12 +37,23 @@ class Half:
         self._on_end = on_end
         self._ends: list[TransferEnd] = []
         self.begun: list[Transfer] = []
+        self.told: list[tuple[str, str]] = []
+        self.has_parted = threading.Event()
         self.has_begun = threading.Semaphore(0)
         self.is_closed = False
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         self.begun += transfers
+        self.told += [("begun", str(transfer.transfer_id)) for transfer in transfers]
         self.has_begun.release()
+
+    def meet(self, peers: Sequence[KVPeer]) -> None:
+        self.told += [("met", peer.peer_id) for peer in peers]
+
+    def part(self, peer_ids: Sequence[str]) -> None:
+        self.told += [("parted", peer_id) for peer_id in peer_ids]
+        if peer_ids:
+            self.has_parted.set()
 
     def end(self, *ids: int) -> None:
         self._ends += [TransferEnd(transfer_id, 3) for transfer_id in ids]
@@ -77,8 +89,10 @@ class Engine:
         assert identity == b"kv-1"
         return self._decode(payload)
 
-    def send(self, transfers: list[Transfer]) -> None:
-        payload = msgspec.msgpack.encode(Transfers(transfers))
+    def send(
+        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+    ) -> None:
+        payload = msgspec.msgpack.encode(Transfers(transfers, list(met), list(parted)))
         self.socket.send_multipart([b"kv-1", payload])
 
 
@@ -124,6 +138,15 @@ def test_transfers_begin_in_order_and_end_in_any(engine: Engine, link: TransferT
     assert engine.receive() == TransferEnd(8, 3)
     half(link).end(7)
     assert engine.receive() == TransferEnd(7, 3)
+
+
+def test_peers_are_met_before_transfers_begin_and_parted_from_behind(
+    engine: Engine, link: TransferThread
+) -> None:
+    engine.receive()
+    engine.send([FIRST], met=[KVPeer(peer_id="p", ranks=())], parted=["q"])
+    assert half(link).has_parted.wait(20)
+    assert half(link).told == [("met", "p"), ("begun", "7"), ("parted", "q")]
 
 
 def test_ends_that_come_together_are_all_sent(engine: Engine, link: TransferThread) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagoda.pd.transport.base import Access, OwnMemory, Transport
+from pagoda.pd.transport.mooncake import MooncakeTransport
+from pagoda.pd.transport.nixl import NixlTransport
 from pagoda.pd.transport.shm import ShmTransport
 from pagoda.pd.transport.tcp import TcpTransport
 
 TRANSPORTS: dict[str, Callable[[OwnMemory, Access], Transport]] = {
     "shm": ShmTransport,
     "tcp": TcpTransport,
+    "nixl": NixlTransport,
+    "mooncake": MooncakeTransport,
 }
 """Of `--kv-transports`. Making one raises TransportError where this host does not have what it takes."""
 NEEDS_SHARED_MEMORY = frozenset({"shm"})

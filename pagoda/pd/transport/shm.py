@@ -24,6 +24,7 @@ import msgspec
 
 from pagoda.pd.transport.base import Access, MemoryFile, OwnMemory, Region, Span, TransportError
 from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
+from pagoda.pd.transport.remote_memory import read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 _PIECE = 2**26
@@ -129,10 +130,7 @@ class ShmLink:
         Raises:
             TransportError: the door is not on this host, has gone, or does not let us in.
         """
-        try:
-            door = msgspec.msgpack.decode(descriptor, type=ShmDescriptor)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"what describes the door makes no sense: {error}") from None
+        door = read_descriptor(descriptor, ShmDescriptor)
         if door.boot_id != _boot_id():
             raise TransportError("it is on another host")
         self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

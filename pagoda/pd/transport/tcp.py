@@ -27,6 +27,7 @@ import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
 from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
+from pagoda.pd.transport.remote_memory import read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 MAX_SPANS = 4096
@@ -155,10 +156,7 @@ class TcpLink:
         Raises:
             TransportError: it is no descriptor of this transport.
         """
-        try:
-            self._door = msgspec.msgpack.decode(descriptor, type=TcpDescriptor)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"what describes the door makes no sense: {error}") from None
+        self._door = read_descriptor(descriptor, TcpDescriptor)
         self._prover = Prover(access.secret, self._door.door_id)
         self._wish = _ENCRYPTED if access.encrypts or self._door.encrypts else _PLAIN
         self._tls = _tls(ssl.PROTOCOL_TLS_CLIENT)

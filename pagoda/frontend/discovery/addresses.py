@@ -1,0 +1,77 @@
+"""How hosts, routers and etcd are named in flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.errors import ConfigError
+
+ETCD_SCHEME = "etcd://"
+
+
+def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
+    """`address`, a host and a port, as ZeroMQ takes it behind `tcp://`. Port 0 becomes any free one, or is
+    refused where the port must be `fixed`.
+
+    Raises:
+        ConfigError: it is not HOST:PORT.
+    """
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not is_port or not _is_host(host) or (fixed and int(port) == 0):
+        raise ConfigError(f"{flag} must be HOST:PORT, such as 10.0.0.1:5600, got {address!r}.")
+    return f"{host}:{'*' if int(port) == 0 else int(port)}"
+
+
+@dataclass(frozen=True)
+class Advertised:
+    """Where routers reach a host."""
+
+    host: str
+    port: int | None
+    """None takes a free one."""
+
+    @classmethod
+    def parse(cls, address: str) -> Advertised:
+        """
+        Raises:
+            ConfigError: it is neither HOST nor HOST:PORT.
+        """
+        if ":" in address:
+            host, _, port = parse_address(address, "--advertise", fixed=True).rpartition(":")
+            return cls(host, int(port))
+        if not _is_host(address):
+            raise ConfigError(
+                "--advertise must be HOST or HOST:PORT, such as 10.0.0.2 or 10.0.0.2:5601, "
+                f"got {address!r}."
+            )
+        return cls(address, None)
+
+
+@dataclass(frozen=True)
+class EtcdPlace:
+    """A prefix in an etcd."""
+
+    servers: tuple[str, ...]
+    """Each `host:port`; any of them will do."""
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str, flag: str) -> EtcdPlace:
+        """
+        Raises:
+            ConfigError: it is not such a URL.
+        """
+        servers, _, prefix = url.removeprefix(ETCD_SCHEME).partition("/")
+        prefix = prefix.strip("/")
+        if not url.startswith(ETCD_SCHEME) or not prefix:
+            raise ConfigError(
+                f"{flag} must be etcd://HOST:PORT/PREFIX, such as etcd://10.0.0.1:2379/pagoda, got {url!r}."
+            )
+        return cls(
+            tuple(parse_address(server, flag, fixed=True) for server in servers.split(",")), prefix
+        )
+
+
+def _is_host(host: str) -> bool:
+    return bool(host) and not any(sign in host for sign in ":/@#, ")

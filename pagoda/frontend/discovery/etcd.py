@@ -1,0 +1,200 @@
+"""Hosts write themselves into an etcd, and routers read it: all of these have one view.
+
+A key is `PREFIX/HOST_ID`, and hangs on a lease that the host renews. While etcd is away, hosts stay as they were
+known last; afterwards they have the time of a lease to say that they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import msgspec
+
+from pagoda.engine.messages import HostRecord
+from pagoda.frontend.discovery.addresses import EtcdPlace
+from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
+from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
+from pagoda.frontend.merge import cancel_all, first_of
+
+_RETRY_S = 0.5
+_LOOK_S = 2.0
+"""How often a router that hears nothing makes sure that etcd is there."""
+_LAST_WORD_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Value(msgspec.Struct, frozen=True):
+    """What stands at a host's key, in JSON."""
+
+    host: HostRecord
+    dismissal: str = ""
+    """Written by a router: why the host is not to come back. It ends its lease when it has read that."""
+
+
+class EtcdDiscovery:
+    """The router's side."""
+
+    def __init__(self, place: EtcdPlace) -> None:
+        self._prefix = f"{place.prefix}/"
+        self._client = EtcdClient(place.servers)
+        self._notices = Notices(_log)
+        self._name = f"etcd at {','.join(place.servers)}"
+        self._hosts: dict[str, HostRecord] = {}
+        self._absent: set[str] = set()
+        """Keys that were gone when etcd was back; dropped after the time of a lease."""
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._tell: Tell = _tell_nobody
+        self._dismissals: set[asyncio.Task[None]] = set()
+
+    async def follow(self, tell: Tell) -> None:
+        self._tell = tell
+        while True:
+            try:
+                await self._follow_once()
+            except EtcdError as error:
+                self._notices.warn(f"{self._name} cannot be used: {error}; hosts stay as they were")
+            await asyncio.sleep(_RETRY_S)
+
+    def warn(self, host: HostRecord, problem: str) -> None:
+        """Not here: another router may well use it."""
+
+    def dismiss(self, host: HostRecord, reason: str) -> None:
+        task = asyncio.create_task(self._dismiss(host, reason))
+        self._dismissals.add(task)
+        task.add_done_callback(self._dismissals.discard)
+
+    async def close(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        await cancel_all(list(self._dismissals))
+        await self._client.close()
+
+    async def _follow_once(self) -> None:
+        """From a list of all to the end of the watch that follows it."""
+        listing = await self._client.read(self._prefix)
+        self._notices.inform(f"hosts are found in {self._name}, under {self._prefix}")
+        self._take_listing(listing.kvs)
+        await first_of(self._watch(listing.header.revision + 1), self._look())
+
+    async def _watch(self, revision: int) -> None:
+        async with contextlib.aclosing(self._client.watch(self._prefix, revision)) as watch:
+            async for events in watch:
+                self._take_events(events)
+
+    async def _look(self) -> None:
+        """A watch says nothing when nothing happens, nor when the line is cut."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            await self._client.get(self._prefix)
+
+    async def _dismiss(self, host: HostRecord, reason: str) -> None:
+        """Until it is said, or the host is gone."""
+        key = self._prefix + host.host_id
+        value = msgspec.json.encode(_Value(host, reason))
+        while True:
+            with contextlib.suppress(EtcdError):
+                if await self._client.get(key) is not None:
+                    await self._client.replace(key, value)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def _take_listing(self, kvs: list[KeyValue]) -> None:
+        before = self._hosts
+        self._hosts = {}
+        for kv in kvs:
+            self._put(kv)
+        self._absent = before.keys() - {_name(kv) for kv in kvs}
+        self._hosts |= {key: before[key] for key in self._absent}
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = asyncio.get_running_loop().call_later(TTL_S, self._forget_absent)
+        self._tell(self._hosts.values())
+
+    def _forget_absent(self) -> None:
+        for key in self._absent:
+            del self._hosts[key]
+        self._absent.clear()
+        self._tell(self._hosts.values())
+
+    def _take_events(self, events: list[Event]) -> None:
+        for event in events:
+            self._absent.discard(_name(event.kv))
+            if event.kind == "DELETE":
+                self._hosts.pop(_name(event.kv), None)
+            else:
+                self._put(event.kv)
+        self._tell(self._hosts.values())
+
+    def _put(self, kv: KeyValue) -> None:
+        try:
+            value = msgspec.json.decode(kv.value, type=_Value)
+        except msgspec.DecodeError as error:
+            _log.warning("%s has no host at %s: %s", self._name, _name(kv), error)
+            return
+        if value.dismissal:
+            self._hosts.pop(_name(kv), None)
+        else:
+            self._hosts[_name(kv)] = value.host
+
+
+def _name(kv: KeyValue) -> str:
+    return kv.key.decode("utf-8", "replace")
+
+
+def _tell_nobody(_: object) -> None:
+    pass
+
+
+class EtcdRegistration:
+    """The host's side."""
+
+    def __init__(self, place: EtcdPlace, host: HostRecord) -> None:
+        self._key = f"{place.prefix}/{host.host_id}"
+        self._value = msgspec.json.encode(_Value(host))
+        self._client = EtcdClient(place.servers)
+        self._name = f"etcd at {','.join(place.servers)}"
+        self._notices = Notices(_log)
+        self._lease: str | None = None
+        self._beating = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        await cancel_all([self._beating])
+        with contextlib.suppress(EtcdError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                await self._end_lease()
+        await self._client.close()
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                dismissal = await self._renew()
+                if dismissal:
+                    self._notices.warn(f"let go by a router, through {self._name}: {dismissal}")
+                    await self._end_lease()
+                    return
+                self._notices.inform(f"registered in {self._name}, at {self._key}")
+            except EtcdError as error:
+                self._notices.warn(f"{self._name} cannot be used: {error}")
+            await asyncio.sleep(TTL_S / BEATS_PER_TTL)
+
+    async def _renew(self) -> str:
+        """Makes sure that the host stands there; returns why it is not to, or nothing."""
+        if self._lease is not None and not await self._client.keep_alive(self._lease):
+            self._lease = None
+        if self._lease is None:
+            self._lease = await self._client.grant(TTL_S)
+            written = None
+        else:
+            written = await self._client.get(self._key)
+        if written is None:
+            await self._client.put(self._key, self._value, self._lease)
+            return ""
+        return msgspec.json.decode(written, type=_Value).dismissal
+
+    async def _end_lease(self) -> None:
+        if self._lease is not None:
+            await self._client.revoke(self._lease)
+            self._lease = None

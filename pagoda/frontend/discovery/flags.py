@@ -1,0 +1,53 @@
+"""From flags to discoveries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq.asyncio
+
+from pagoda.engine.messages import CurveKeys, HostRecord
+from pagoda.frontend.discovery.addresses import ETCD_SCHEME, EtcdPlace, parse_address
+from pagoda.frontend.discovery.base import Discover, Discovery, Register, Registration
+from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
+from pagoda.frontend.discovery.hosts_file import FileDiscovery
+from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
+
+
+def registering(join: str | None, keys: CurveKeys) -> Register:
+    """How a host makes itself known with `--join`; None leaves it to a file of hosts.
+
+    Raises:
+        ConfigError: it is neither a list of HOST:PORT nor a place in etcd.
+    """
+    if join is None:
+        return lambda _context, _host: []
+    if join.startswith(ETCD_SCHEME):
+        place = EtcdPlace.parse(join, "--join")
+        return lambda _context, host: [EtcdRegistration(place, host)]
+    routers = [parse_address(router, "--join", fixed=True) for router in join.split(",")]
+
+    def register(context: zmq.asyncio.Context, host: HostRecord) -> list[Registration]:
+        return [Membership(context, router, keys, host) for router in routers]
+
+    return register
+
+
+def discovering(discovery: str | None, join_listen: str, keys: CurveKeys) -> Discover:
+    """How a router finds hosts with `--discovery`; None lets them join at `join_listen`.
+
+    Raises:
+        ConfigError: one of them is not as it should be.
+    """
+    if discovery is None:
+        listen = parse_address(join_listen, "--join-listen")
+        return lambda context: JoinDiscovery(context, listen, keys)
+    if discovery.startswith(ETCD_SCHEME):
+        place = EtcdPlace.parse(discovery, "--discovery")
+        return lambda _context: EtcdDiscovery(place)
+    path = Path(discovery)
+
+    def discover(_: zmq.asyncio.Context) -> Discovery:
+        return FileDiscovery(path)
+
+    return discover

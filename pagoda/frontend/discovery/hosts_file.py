@@ -1,0 +1,97 @@
+"""Hosts are listed in a file, one `HOST:PORT` a line, which is read again when it has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from pagoda.engine.messages import HostRecord
+from pagoda.errors import ConfigError
+from pagoda.frontend.discovery.addresses import parse_address
+from pagoda.frontend.discovery.base import Notices, Tell
+
+_LOOK_S = 1.0
+_MAX_BYTES = 2**20
+
+_log = logging.getLogger(__name__)
+
+
+class FileDiscovery:
+    """The router's side; hosts need not know of it. A file that is not right changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: the file cannot be read, or a line of it is wrong.
+        """
+        self._path = path
+        self._notices = Notices(_log)
+        self._stamp = _stamp(path)
+        self._hosts = read_hosts(path)
+
+    async def follow(self, tell: Tell) -> None:
+        while True:
+            tell(self._hosts)
+            await self._change()
+
+    def warn(self, host: HostRecord, problem: str) -> None:
+        """There is no way to."""
+
+    def dismiss(self, host: HostRecord, reason: str) -> None:
+        """There is no way to; the next host at this address is another one."""
+
+    async def close(self) -> None:
+        pass
+
+    async def _change(self) -> None:
+        """Returns when the file has other hosts."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            stamp = _stamp(self._path)
+            if stamp == self._stamp:
+                continue
+            self._stamp = stamp
+            try:
+                self._hosts = read_hosts(self._path)
+            except ConfigError as error:
+                self._notices.warn(f"{error} The hosts stay those that it had before.")
+                continue
+            self._notices.inform(f"{self._path} lists {len(self._hosts)} hosts")
+            return
+
+
+def read_hosts(path: Path) -> list[HostRecord]:
+    """The hosts in a file. Empty lines, and what follows a `#`, do not count.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is wrong; names the line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--discovery {path} cannot be read ({reason}).") from None
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"--discovery {path} is longer than {_MAX_BYTES} characters.")
+    hosts: dict[str, HostRecord] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        address = line.partition("#")[0].strip()
+        if not address:
+            continue
+        place = f"--discovery {path}, line {number},"
+        host = HostRecord(host_id="", address=f"tcp://{parse_address(address, place, fixed=True)}")
+        if host.address in hosts:
+            raise ConfigError(f"{place} names {address} a second time.")
+        hosts[host.address] = host
+    return list(hosts.values())
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Differs when the file has changed, or another has its name."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

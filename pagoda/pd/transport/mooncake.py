@@ -1,0 +1,187 @@
+"""KV over Mooncake's transfer engine (`pagoda-llm[mooncake]`): TCP, or RDMA where there is a device for it.
+
+Mooncake does not know our secret: who reaches a door's port can read. The network must be trusted. A read of
+Mooncake that was given up may still write later, so all goes through memory that nobody else uses, with one copy
+more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
+
+_STAGING_BYTES = 2**24
+_BATCH_PIECES = 2**9
+"""Its queue to one host takes some thousands, of all batches together."""
+_LATE_WRITES_S = 120.0
+"""After a failure, how long memory is kept that something may still be written to."""
+
+
+class MooncakeDescriptor(msgspec.Struct, frozen=True):
+    session: str
+    """`host:port`."""
+    regions: list[Region]
+
+
+class MooncakeTransport:
+    """Uses TCP unless `MC_FORCE_TCP=0` is set, and RDMA then."""
+
+    def __init__(self, memory: OwnMemory, access: Access) -> None:
+        """
+        Raises:
+            TransportError: Mooncake is not installed, or does not work here.
+        """
+        if access.encrypts:
+            raise TransportError("Mooncake does not encrypt")
+        self._memory = memory
+        self._host = access.host
+        self._kind = _load()
+        self._engine = _new_engine(self._kind, access.host)
+        """For all links."""
+        self._abandoned: deque[tuple[float, _Staging]] = deque()
+
+    def open_door(self) -> MooncakeDoor:
+        return MooncakeDoor(self._kind, self._host, self._memory.regions)
+
+    def connect(self, descriptor: bytes, deadline: float) -> MooncakeLink:
+        now = time.monotonic()
+        while self._abandoned and self._abandoned[0][0] < now - _LATE_WRITES_S:
+            self._abandoned.popleft()
+        link = MooncakeLink(self._engine, descriptor, self._abandoned)
+        link.probe(deadline)
+        return link
+
+
+class MooncakeDoor:
+    """An engine of its own, whose end is the end of all reads."""
+
+    def __init__(self, kind: Any, host: str, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._engine: Any = _new_engine(kind, host)
+        for region in regions:
+            if self._engine.register_memory(region.address, region.num_bytes):
+                raise TransportError("Mooncake does not take the memory of the KV cache")
+        session = f"{host}:{self._engine.get_rpc_port()}"
+        self._descriptor = msgspec.msgpack.encode(MooncakeDescriptor(session, list(regions)))
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._descriptor
+
+    def close(self) -> None:
+        if self._engine is not None:
+            for region in self._regions:
+                self._engine.unregister_memory(region.address)
+            self._engine = None
+
+
+class _Staging:
+    """Memory that Mooncake writes to."""
+
+    def __init__(self, engine: Any) -> None:
+        self._memory = mmap.mmap(-1, _STAGING_BYTES)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._engine = engine
+        if engine.register_memory(self.address, _STAGING_BYTES):
+            raise TransportError("Mooncake does not take memory to read into")
+
+    def close(self) -> None:
+        self._engine.unregister_memory(self.address)
+
+
+class MooncakeLink:
+    def __init__(
+        self, engine: Any, descriptor: bytes, abandoned: deque[tuple[float, _Staging]]
+    ) -> None:
+        """`abandoned` keeps memory that something may still be written to."""
+        door = read_descriptor(descriptor, MooncakeDescriptor)
+        self._engine = engine
+        self._session = door.session
+        self._regions = door.regions
+        self._abandoned = abandoned
+        self._staging = _Staging(engine)
+        self._lock = threading.Lock()
+        """Held by whoever reads."""
+        self._is_closed = False
+
+    def probe(self, deadline: float) -> None:
+        """Reads a byte, to find out whether somebody is there.
+
+        Raises:
+            TransportError: nobody is.
+        """
+        target = ctypes.create_string_buffer(1)
+        try:
+            self.read([Span(0, 0, 1, ctypes.addressof(target))], deadline)
+        except TransportError:
+            self.close()
+            raise
+
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        pieces = find_pieces(self._regions, spans)
+        with self._lock:
+            for batch in batches(pieces, _STAGING_BYTES, _BATCH_PIECES):
+                if self._is_closed:
+                    raise TransportError("the connection was closed")
+                if time.monotonic() > deadline:
+                    raise TransportError("it took too long")
+                self._read(batch)
+            if self._is_closed:
+                raise TransportError("the connection was closed")
+
+    def _read(self, batch: list[Piece]) -> None:
+        places = []
+        at = self._staging.address
+        for piece in batch:
+            places.append(at)
+            at += piece.num_bytes
+        status = self._engine.batch_transfer_sync_read(
+            self._session,
+            places,
+            [piece.source for piece in batch],
+            [piece.num_bytes for piece in batch],
+        )
+        if status:
+            self._is_closed = True
+            self._abandoned.append((time.monotonic(), self._staging))
+            raise TransportError(f"Mooncake could not read from {self._session}")
+        for place, piece in zip(places, batch, strict=True):
+            ctypes.memmove(piece.target, place, piece.num_bytes)
+
+    def close(self) -> None:
+        was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            with self._lock:  # a batch at the most
+                self._staging.close()
+
+
+def _load() -> Any:
+    os.environ.setdefault("MC_FORCE_TCP", "1")
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+    try:
+        return importlib.import_module("mooncake.engine").TransferEngine
+    except ImportError as error:
+        raise TransportError(
+            f"Mooncake cannot be loaded ({error}): pip install 'pagoda-llm[mooncake]', and on Debian apt install "
+            "libibverbs1 librdmacm1"
+        ) from None
+
+
+def _new_engine(kind: Any, host: str) -> Any:
+    engine = kind()
+    protocol = "tcp" if os.environ.get("MC_FORCE_TCP") != "0" else "rdma"
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
+        raise TransportError(f"Mooncake does not work at {host}")
+    return engine

@@ -1,0 +1,172 @@
+"""KV over NIXL (`pagoda-llm[nixl]`): by UCX over whatever network there is, InfiniBand among them.
+
+NIXL does not know our secret: who has a door's descriptor can read. Descriptors go from engine to engine, which
+prove to each other that they know it, over an encrypted connection; the network below must be trusted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
+
+_BATCH_BYTES = 2**26
+_BATCH_PIECES = 2**14
+_PAUSE_S = 50e-6
+"""Between two looks at whether anything has come: NIXL wakes nobody."""
+_IDLE_PAUSE_S = 2e-3
+_AWAKE_S = 1.0
+"""How long a door looks often, after somebody has said that he reads."""
+_FAREWELL_S = 10.0
+"""How long a batch that nobody wants any more is waited for."""
+
+
+class NixlDescriptor(msgspec.Struct, frozen=True):
+    metadata: bytes
+    """As NIXL says of an agent how it is reached."""
+    regions: list[Region]
+
+
+class NixlTransport:
+    def __init__(self, memory: OwnMemory, access: Access) -> None:
+        """
+        Raises:
+            TransportError: NIXL is not installed, or does not work here.
+        """
+        if access.encrypts:
+            raise TransportError("NIXL does not encrypt")
+        self._memory = memory
+        self._nixl = _load()
+
+    def open_door(self) -> NixlDoor:
+        return NixlDoor(self._nixl, self._memory.regions)
+
+    def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
+        return NixlLink(self._nixl, self._memory.regions, descriptor, deadline)
+
+
+class NixlDoor:
+    """An agent of its own, whose end is the end of all reads.
+
+    NIXL's own thread would never sleep; ours looks often only while somebody reads, who says so before.
+    """
+
+    def __init__(self, nixl: Any, regions: Sequence[Region]) -> None:
+        agent = _new_agent(nixl, regions)
+        self._descriptor = msgspec.msgpack.encode(
+            NixlDescriptor(agent.get_agent_metadata(), list(regions))
+        )
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._answer, args=(agent,), name="kv-nixl-door", daemon=True
+        )
+        self._thread.start()
+
+    def _answer(self, agent: Any) -> None:
+        awake_until = 0.0
+        while not self._is_closed:
+            if agent.get_new_notifs():
+                awake_until = time.monotonic() + _AWAKE_S
+            time.sleep(_PAUSE_S if time.monotonic() < awake_until else _IDLE_PAUSE_S)
+
+    @property
+    def descriptor(self) -> bytes:
+        return self._descriptor
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join(_FAREWELL_S)
+
+
+class NixlLink:
+    """An agent of its own, whose end is the end of all writes to our memory."""
+
+    def __init__(
+        self, nixl: Any, regions: Sequence[Region], descriptor: bytes, deadline: float
+    ) -> None:
+        door = read_descriptor(descriptor, NixlDescriptor)
+        self._regions = door.regions
+        self._lock = threading.Lock()
+        """Held by whoever reads."""
+        self._is_closed = False
+        self._agent: Any = _new_agent(nixl, regions)
+        try:
+            self._peer = self._agent.add_remote_agent(door.metadata)
+            self._agent.make_connection(self._peer)
+        except Exception as error:
+            self._agent = None
+            raise TransportError(f"NIXL does not reach it: {_told(error)}") from error
+        if time.monotonic() > deadline:
+            self.close()
+            raise TransportError("it took too long")
+
+    def read(self, spans: Sequence[Span], deadline: float) -> None:
+        pieces = find_pieces(self._regions, spans)
+        with self._lock:
+            for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
+                if self._is_closed:
+                    raise TransportError("the connection was closed")
+                try:
+                    self._read(batch, deadline)
+                except TransportError:
+                    self._agent = None  # whatever it may still have written, it does not any more
+                    self._is_closed = True
+                    raise
+
+    def _read(self, batch: list[Piece], deadline: float) -> None:
+        agent = self._agent
+        try:
+            here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
+            there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in batch], "DRAM")
+            handle = agent.initialize_xfer("READ", here, there, self._peer)
+            agent.send_notif(self._peer, b"reads")
+            state = agent.transfer(handle)
+            while state == "PROC" and not self._is_overdue(deadline):
+                time.sleep(_PAUSE_S)
+                state = agent.check_xfer_state(handle)
+            handle.release()
+        except Exception as error:
+            raise TransportError(f"NIXL: {_told(error)}") from error
+        if state != "DONE":
+            raise TransportError("NIXL could not read it")
+
+    def _is_overdue(self, deadline: float) -> bool:
+        return time.monotonic() > deadline + (_FAREWELL_S if self._is_closed else 0.0)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with self._lock:  # what has begun is read to its end, a batch at the most
+            self._agent = None
+
+
+def _load() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise TransportError(
+            f"NIXL cannot be loaded ({error}): pip install 'pagoda-llm[nixl]'"
+        ) from None
+
+
+def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:
+    try:
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        agent = nixl.nixl_agent(secrets.token_hex(16), config)
+        agent.register_memory([(r.address, r.num_bytes, 0, "") for r in regions], "DRAM")
+    except Exception as error:
+        raise TransportError(f"NIXL does not work here: {_told(error)}") from error
+    return agent
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__

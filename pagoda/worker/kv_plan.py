@@ -1,0 +1,189 @@
+"""Which bytes of whose memory a rank needs, to have the KV of blocks that another engine has computed.
+
+Both engines may have cut the model into any number of stages and tensor-parallel ranks; with more ranks than KV
+heads several have the same one. What counts is what each rank says of itself: tensors by layer, kind and heads.
+Heads are the leading dimension of a block, so those that two tensors have in common are in one piece in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from pagoda.backend.base import KVCache
+from pagoda.engine.messages import KVPart, KVPeer
+from pagoda.errors import PagodaError
+from pagoda.model.sharding import Shard
+from pagoda.pd.transport.base import Region, Span
+
+
+class PlanError(PagodaError):
+    """The other engine's KV is not what this one needs; a clause says why."""
+
+
+class OwnPart(NamedTuple):
+    """A tensor of this rank."""
+
+    part: KVPart
+    address: int
+    num_blocks: int
+
+    @property
+    def region(self) -> Region:
+        return Region(self.address, self.num_blocks * block_bytes(self.part))
+
+
+def block_bytes(part: KVPart) -> int:
+    return part.num_heads * part.head_bytes
+
+
+def own_parts(caches: Sequence[KVCache], shard: Shard) -> tuple[OwnPart, ...]:
+    """What the KV tensors of a rank's layers are.
+
+    Raises:
+        ValueError: a tensor is not in this process's memory, or not contiguous.
+    """
+    heads = shard.kv_heads
+    parts = []
+    for layer, cache in zip(shard.layers, caches, strict=True):
+        for kind in ("keys", "values", "key_scales", "value_scales"):
+            tensor = getattr(cache, kind)
+            if tensor is None:
+                continue
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise ValueError("KV tensors must be contiguous and in host memory.")
+            head_bytes = tensor[0, 0].nbytes
+            part = KVPart(layer, kind, heads.start, len(heads), head_bytes)
+            parts.append(OwnPart(part, tensor.data_ptr(), len(tensor)))
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Heads that a tensor there and one here have in common: of each block, one piece."""
+
+    region: int
+    """Of the other rank."""
+    source_offset: int
+    """In a block there."""
+    source_stride: int
+    """From block to block."""
+    target: int
+    """Address in block 0 here."""
+    target_stride: int
+    num_bytes: int
+    """Of each block."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether blocks that follow one another are one piece, there and here."""
+        return self.source_stride == self.target_stride == self.num_bytes
+
+
+class Run(NamedTuple):
+    """Blocks that follow one another there and here."""
+
+    source: int
+    target: int
+    length: int
+
+
+class _Offer(NamedTuple):
+    """A tensor of the other engine."""
+
+    rank: int
+    region: int
+    part: KVPart
+
+    def has(self, head: int) -> bool:
+        return self.part.first_head <= head < self.part.first_head + self.part.num_heads
+
+
+def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[int, list[Slice]]:
+    """What to read of which of the peer's ranks. Where several ranks have a head, `own_rank` chooses among them.
+
+    Raises:
+        PlanError: a head is nowhere, or is not of the same size there.
+    """
+    offers: dict[tuple[int, str], list[_Offer]] = {}
+    for rank, described in enumerate(peer.ranks):
+        for region, part in enumerate(described.parts):
+            offers.setdefault((part.layer, part.kind), []).append(_Offer(rank, region, part))
+    slices: dict[int, list[Slice]] = {}
+    for own in parts:
+        head, end = own.part.first_head, own.part.first_head + own.part.num_heads
+        while head < end:
+            offer = _choose(offers, own.part, head, own_rank)
+            count = min(end, offer.part.first_head + offer.part.num_heads) - head
+            slices.setdefault(offer.rank, []).append(_slice(own, offer, head, count))
+            head += count
+    return slices
+
+
+def _choose(
+    offers: dict[tuple[int, str], list[_Offer]], wanted: KVPart, head: int, own_rank: int
+) -> _Offer:
+    known = [offer for offer in offers.get((wanted.layer, wanted.kind), []) if offer.has(head)]
+    what = f"{wanted.kind} of head {head} of layer {wanted.layer}"
+    if not known:
+        raise PlanError(f"it has no {what}")
+    offer = known[own_rank % len(known)]
+    if offer.part.head_bytes != wanted.head_bytes:
+        raise PlanError(
+            f"its {what} have {offer.part.head_bytes} bytes per block, here they have {wanted.head_bytes}"
+        )
+    return offer
+
+
+def _slice(own: OwnPart, offer: _Offer, head: int, count: int) -> Slice:
+    head_bytes = own.part.head_bytes
+    return Slice(
+        region=offer.region,
+        source_offset=(head - offer.part.first_head) * head_bytes,
+        source_stride=block_bytes(offer.part),
+        target=own.address + (head - own.part.first_head) * head_bytes,
+        target_stride=block_bytes(own.part),
+        num_bytes=count * head_bytes,
+    )
+
+
+def find_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
+    """Pairs of blocks, in their order, put together where they can be."""
+    if not sources:
+        return []
+    starts = [0]
+    pairs = list(zip(sources, targets, strict=True))
+    for index, (before, pair) in enumerate(pairwise(pairs), 1):
+        if pair != (before[0] + 1, before[1] + 1):
+            starts.append(index)
+    return [Run(*pairs[start], end - start) for start, end in pairwise([*starts, len(pairs)])]
+
+
+def make_spans(slices: Iterable[Slice], runs: Sequence[Run]) -> list[Span]:
+    """Tensor by tensor, in which blocks that follow one another are one span if the whole block is read."""
+    single = [
+        (run.source + number, run.target + number) for run in runs for number in range(run.length)
+    ]
+    spans: list[Span] = []
+    for piece in slices:
+        region, offset, step, target, target_step, size = (
+            piece.region,
+            piece.source_offset,
+            piece.source_stride,
+            piece.target,
+            piece.target_stride,
+            piece.num_bytes,
+        )
+        if piece.is_whole:
+            spans += [
+                Span(region, run.source * step, run.length * size, target + run.target * step)
+                for run in runs
+            ]
+        else:
+            spans += [
+                Span(region, offset + there * step, size, target + here * target_step)
+                for there, here in single
+            ]
+    return spans

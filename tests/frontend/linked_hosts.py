@@ -1,0 +1,148 @@
+"""Routers and hosts in one process, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import zmq.asyncio
+from scripted_endpoint import EOS, ScriptedEndpoint
+
+from pagoda.engine.messages import (
+    CurveKeys,
+    FinishReason,
+    GenerateRequest,
+    HostRecord,
+    SamplingParams,
+)
+from pagoda.frontend.discovery.base import Discovery
+from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
+from pagoda.frontend.endpoint import Endpoint
+from pagoda.frontend.fleet import new_id
+from pagoda.frontend.host_link import HostDoor, Identity
+from pagoda.frontend.pods import Pod
+from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.registry import Registry
+from pagoda.ipc.curve import keep_door, keys_of
+
+KEYS = keys_of(b"a secret of all hosts and routers")
+TTL_S = 0.4
+
+Discover = Callable[[zmq.asyncio.Context], Discovery]
+
+
+def join_discovery(context: zmq.asyncio.Context) -> JoinDiscovery:
+    return JoinDiscovery(context, "127.0.0.1:*", KEYS, ttl_s=TTL_S)
+
+
+class Router:
+    """Finds hosts in the given way."""
+
+    def __init__(self, discover: Discover = join_discovery) -> None:
+        self.context = zmq.asyncio.Context()
+        keep_door(self.context, KEYS)
+        self.pod = Pod(POLICIES["round-robin"])
+        self.dispatcher = self.pod.dispatcher
+        self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
+        self.discovery = discover(self.context)
+        self.registry = Registry(self.pod, self.discovery, self.context, KEYS, self.identity)
+
+    @property
+    def address(self) -> str:
+        """Where hosts join."""
+        return f"127.0.0.1:{self.discovery.port}"  # type: ignore[attr-defined]
+
+    async def until_hosts(self, count: int) -> None:
+        await until(lambda: len(self.dispatcher.replicas) == count)
+
+    async def ask(self, request_id: str, max_tokens: int = 20) -> tuple[str, FinishReason | None]:
+        sampling = SamplingParams(seed=1, max_tokens=max_tokens)
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=[65, 66],
+            sampling=sampling,
+            eos_token_ids=(EOS,),
+        )
+        tokens: list[int] = []
+        async for chunk in self.dispatcher.generate(request):
+            tokens += chunk.token_ids
+            if chunk.finish_reason is not None:
+                return bytes(token for token in tokens if token < 128).decode(), chunk.finish_reason
+        raise ValueError("The stream has no end.")
+
+    async def close(self) -> None:
+        await self.registry.close()
+        await self.pod.close()
+        self.context.term()
+
+
+class Host:
+    """An endpoint that routers can reach."""
+
+    def __init__(
+        self, endpoint: Endpoint, keys: CurveKeys = KEYS, port: str = "*", **identity: object
+    ) -> None:
+        self.context = zmq.asyncio.Context()
+        keep_door(self.context, keys)
+        whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
+        self.identity = Identity(**whole)  # type: ignore[arg-type]
+        address = f"tcp://127.0.0.1:{port}"
+        self.door = HostDoor(endpoint, self.context, address, keys, self.identity)
+        self.address = f"127.0.0.1:{self.door.port}"
+        self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
+        self._keys = keys
+        self._memberships: list[Membership] = []
+
+    def join(self, router: Router) -> Membership:
+        membership = Membership(self.context, router.address, self._keys, self.record)
+        self._memberships.append(membership)
+        return membership
+
+    async def leave(self) -> None:
+        await self.door.leave()
+        for membership in self._memberships:
+            await membership.close()
+
+    async def close(self) -> None:
+        for membership in self._memberships:
+            await membership.close()
+        await self.door.close()
+        self.context.term()
+
+
+class ScriptedHost(Host):
+    """Joins a router when it is made."""
+
+    def __init__(
+        self, router: Router, answer: str = "ok", keys: CurveKeys = KEYS, **identity: object
+    ) -> None:
+        self.endpoint = ScriptedEndpoint(lambda request: answer[len(request.output_token_ids) :])
+        super().__init__(self.endpoint, keys, **identity)
+        self.membership = self.join(router)
+
+
+@asynccontextmanager
+async def routed(discover: Discover = join_discovery) -> AsyncIterator[Router]:
+    router = Router(discover)
+    try:
+        yield router
+    finally:
+        await router.close()
+
+
+@asynccontextmanager
+async def joined(
+    router: Router, answer: str = "ok", **fields: object
+) -> AsyncIterator[ScriptedHost]:
+    host = ScriptedHost(router, answer, **fields)  # type: ignore[arg-type]
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,261 @@
+"""Hosts stand in a real etcd, which is killed, loses everything, compacts its history; routers follow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from etcd_server import EtcdServer
+from linked_hosts import Host, Router, routed, until
+from scripted_endpoint import ScriptedEndpoint
+
+from pagoda.engine.messages import FinishReason, HostRecord
+from pagoda.frontend.discovery.addresses import EtcdPlace
+from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
+from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
+
+PREFIX = "pagoda/tests"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """For tests that leave it as it is."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path / "etcd")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_RETRY_S": 0.05, "_LOOK_S": 0.2, "TTL_S": 1.0}.items():
+        monkeypatch.setattr(f"pagoda.frontend.discovery.etcd.{name}", value)
+
+
+def place(server: EtcdServer, prefix: str = PREFIX) -> EtcdPlace:
+    return EtcdPlace((server.address,), prefix)
+
+
+class View:
+    """What a discovery tells."""
+
+    def __init__(self, at: EtcdPlace) -> None:
+        self.discovery = EtcdDiscovery(at)
+        self.ids: set[str] | None = None
+        self._following = asyncio.create_task(self.discovery.follow(self._take))
+
+    def _take(self, hosts: object) -> None:
+        self.ids = {host.host_id for host in hosts}  # type: ignore[attr-defined]
+
+    async def close(self) -> None:
+        self._following.cancel()
+        await asyncio.wait([self._following])
+        await self.discovery.close()
+
+
+@asynccontextmanager
+async def viewed(at: EtcdPlace) -> AsyncIterator[View]:
+    view = View(at)
+    try:
+        yield view
+    finally:
+        await view.close()
+
+
+def record(name: str) -> HostRecord:
+    return HostRecord(host_id=name, address="tcp://127.0.0.1:1")
+
+
+async def test_hosts_come_and_go(shared: EtcdServer) -> None:
+    at = place(shared, "come-and-go")
+    first = EtcdRegistration(at, record("a"))
+    async with viewed(at) as view:
+        await until(lambda: view.ids == {"a"})
+        second = EtcdRegistration(at, record("b"))
+        await until(lambda: view.ids == {"a", "b"})
+        await first.close()
+        await until(lambda: view.ids == {"b"})
+        await second.close()
+        await until(lambda: view.ids == set())
+
+
+async def test_a_host_that_does_not_renew_its_lease_is_gone(shared: EtcdServer) -> None:
+    at = place(shared, "silent")
+    host = EtcdRegistration(at, record("a"))
+    async with viewed(at) as view:
+        await until(lambda: view.ids == {"a"})
+        host._beating.cancel()
+        await until(lambda: view.ids == set())
+    await host.close()
+
+
+async def test_prefixes_do_not_mix(shared: EtcdServer) -> None:
+    host = EtcdRegistration(place(shared, "one"), record("a"))
+    other = EtcdRegistration(place(shared, "onetwo"), record("b"))
+    async with viewed(place(shared, "one")) as view:
+        await until(lambda: view.ids == {"a"})
+    await host.close()
+    await other.close()
+
+
+async def test_what_is_no_host_is_told_of_and_left_out(
+    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = place(shared, "garbage")
+    client = EtcdClient(at.servers)
+    lease = await client.grant(60)
+    await client.put("garbage/x", b"{}", lease)
+    host = EtcdRegistration(at, record("a"))
+    async with viewed(at) as view:
+        await until(lambda: view.ids == {"a"})
+    assert "has no host at garbage/x: Object missing required field" in caplog.text
+    await host.close()
+    await client.close()
+
+
+async def test_hosts_stay_while_etcd_is_away_and_others_come_when_it_is_back(
+    own: EtcdServer,
+) -> None:
+    host = EtcdRegistration(place(own), record("a"))
+    gone = EtcdRegistration(place(own), record("b"))
+    async with viewed(place(own)) as view:
+        await until(lambda: view.ids == {"a", "b"})
+        await asyncio.to_thread(own.kill)
+        await gone.close()
+        new = EtcdRegistration(place(own), record("c"))
+        await asyncio.sleep(0.3)
+        assert view.ids == {"a", "b"}
+        await asyncio.to_thread(own.start)
+        await until(lambda: view.ids == {"a", "c"})
+        await host.close()
+        await new.close()
+
+
+async def test_hosts_are_not_gone_when_etcd_has_lost_everything(own: EtcdServer) -> None:
+    host = EtcdRegistration(place(own), record("a"))
+    async with viewed(place(own)) as view, viewed(place(own)) as other:
+        await until(lambda: view.ids == other.ids == {"a"})
+        seen: list[int] = []
+        take = view._take
+        await asyncio.to_thread(own.forget)
+        view.discovery._tell = lambda hosts: (seen.append(len(hosts)), take(hosts))  # type: ignore[func-returns-value]
+        await asyncio.to_thread(own.start)
+        client = EtcdClient([own.address])
+        key = f"{PREFIX}/a"
+        async with asyncio.timeout(20):
+            while await client.get(key) is None:
+                await asyncio.sleep(0.02)
+        await until(lambda: len(seen) >= 2)
+        assert set(seen) == {1}
+        await client.close()
+    await host.close()
+
+
+async def test_a_router_goes_on_after_a_compaction(own: EtcdServer) -> None:
+    """The events that it missed are not kept any more."""
+    at = place(own)
+    host = EtcdRegistration(at, record("a"))
+    client = EtcdClient(at.servers)
+    async with viewed(at) as view:
+        await until(lambda: view.ids == {"a"})
+        revision = (await client.read(f"{PREFIX}/")).header.revision
+        for _ in range(3):
+            await client.replace(f"{PREFIX}/a", json.dumps(_value("a")).encode())
+        body = {"revision": revision + 2, "physical": True}
+        await client._call("kv/compaction", body, dict)
+        watched = [events async for events in client.watch(f"{PREFIX}/", revision)]
+        assert not any(watched)
+        await host.close()
+        await until(lambda: view.ids == set())
+    await client.close()
+
+
+def _value(name: str) -> dict[str, object]:
+    return {"host": {"host_id": name, "address": "tcp://127.0.0.1:1"}}
+
+
+async def test_a_host_that_was_dismissed_stays_away_from_all(
+    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = place(shared, "dismissed")
+    host = EtcdRegistration(at, record("a"))
+    async with viewed(at) as view, viewed(at) as other:
+        await until(lambda: view.ids == other.ids == {"a"})
+        view.discovery.dismiss(record("a"), "Go.")
+        await until(lambda: view.ids == other.ids == set())
+        await until(lambda: host._beating.done())
+        assert "let go by a router" in caplog.text
+        client = EtcdClient(at.servers)
+        assert await client.get("dismissed/a") is None
+        await client.close()
+    await host.close()
+
+
+async def test_a_server_that_does_not_answer_is_passed_over(shared: EtcdServer) -> None:
+    client = EtcdClient(["127.0.0.1:9", shared.address])
+    assert await client.get("nothing") is None
+    await client.close()
+
+
+async def test_an_etcd_that_is_not_there_is_told_of() -> None:
+    client = EtcdClient(["127.0.0.1:9"])
+    with pytest.raises(EtcdError, match=r"127.0.0.1:9 cannot be reached"):
+        await client.get("nothing")
+    await client.close()
+
+
+async def test_what_is_not_an_etcd_is_told_of() -> None:
+    async def answer(_: web.BaseRequest) -> web.Response:
+        return web.Response(text="hello")
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = EtcdClient([f"127.0.0.1:{runner.addresses[0][1]}"])
+    with pytest.raises(EtcdError, match="not as etcd"):
+        await client.get("nothing")
+    await client.close()
+    await runner.cleanup()
+
+
+async def test_a_router_uses_hosts_of_etcd_also_while_it_is_away(
+    own: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    host = Host(ScriptedEndpoint("hello"))
+    registration = EtcdRegistration(place(own), host.record)
+    async with routed(lambda _: EtcdDiscovery(place(own))) as router:
+        await router.until_hosts(1)
+        await asyncio.to_thread(own.kill)
+        await until(lambda: "hosts stay as they were" in caplog.text)
+        assert await router.ask("r1") == ("hello", FinishReason.STOP)
+        await host.close()  # its connection tells, whatever etcd says
+        await router.until_hosts(0)
+        await registration.close()
+
+
+async def test_a_host_of_etcd_is_dismissed_through_one_router_for_both(own: EtcdServer) -> None:
+    host = Host(ScriptedEndpoint("hello"))
+    registration = EtcdRegistration(place(own), host.record)
+    routers = [Router(lambda _: EtcdDiscovery(place(own))) for _ in range(2)]
+    for router in routers:
+        await router.until_hosts(1)
+    assert routers[0].registry.dismiss(host.identity.id)
+    for router in routers:
+        await router.until_hosts(0)
+    for router in routers:
+        await router.close()
+    await registration.close()
+    await host.close()

@@ -1,0 +1,202 @@
+"""A prefill engine and a decode engine in virtual time, and whoever gives requests to both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+from harness import Harness, check_books
+
+from pagoda.engine.config import HandoffConfig
+from pagoda.engine.messages import (
+    CurveKeys,
+    GenerateRequest,
+    KVSource,
+    RequestRefused,
+    Role,
+    TokenChunk,
+)
+from pagoda.ipc.clock import VirtualClock
+from pagoda.pd.connector import RemoteKV
+from pagoda.pd.holder import KVHolder
+from pagoda.pd.messages import DecodeMessage, PrefillMessage
+from pagoda.sim.network import SimDoor, SimNetwork, SimPeers
+
+LEASE_S = 30.0
+NO_KEYS = CurveKeys("", "", "", "")
+
+Message = DecodeMessage | PrefillMessage
+
+
+def handoff(role: Role, *, fails: bool = False, lease_s: float = LEASE_S) -> HandoffConfig:
+    return HandoffConfig(
+        role=role, host="p", keys=NO_KEYS, lease_s=lease_s, fail_on_load_failure=fails
+    )
+
+
+class Engine:
+    """One engine with a role, from one of its starts to the next."""
+
+    _starts = count()
+
+    def __init__(
+        self, pair: Pair, role: Role, address: str, *, fails: bool = False, **options: Any
+    ) -> None:
+        self.address = address
+        self._network = pair.network
+        self.links = pair.network.links(f"engine{next(self._starts)}", role, address)
+        self.harness = Harness(
+            clock=pair.clock,
+            handoff=handoff(role, fails=fails),
+            links=self.links,
+            neighbours=pair.network.neighbours,
+            **options,
+        )
+
+    @property
+    def holder(self) -> KVHolder:
+        holder = self.harness.core._holder
+        assert holder is not None
+        return holder
+
+    @property
+    def remote(self) -> RemoteKV:
+        remote = self.harness.core._remote
+        assert remote is not None
+        return remote
+
+    def add(self, request: GenerateRequest) -> list[TokenChunk]:
+        harness = self.harness
+        harness.tokens[request.request_id] = list(request.output_token_ids)
+        answer = harness.core.add(request)
+        assert not isinstance(answer, RequestRefused)
+        harness._record(answer)
+        return answer
+
+    def next_event_at(self) -> float | None:
+        places: Sequence[SimDoor | SimPeers | None] = (self.links.door, self.links.peers)  # type: ignore[assignment]
+        instants = [place.next_event_at() for place in places if place is not None]
+        return earliest([*instants, self.harness.core.next_wakeup()])
+
+    def kill(self) -> None:
+        """Without a last word; others see that it hung up."""
+        self.links.close()
+        self.harness.core._executor.close()
+
+    def check_books(self) -> None:
+        if self.harness.scheduler._kv_waiting is not None:
+            check_books(self.harness.scheduler)
+        if self.harness.core._remote is not None:
+            assert_consistent(self.remote)
+
+    def check_nothing_left(self) -> None:
+        self.check_books()
+        self.harness.check_nothing_left()
+        if self.harness.core._holder is not None:
+            assert self.holder.leases.num_leases == self.holder.leases.num_blocks == 0
+            assert not self.holder._held
+            assert not self.holder._early
+        if self.harness.core._remote is not None:
+            assert not self.remote._fetches
+            assert not self.remote._copies
+            assert not any(peer.fetches for peer in self.remote._peers.values())
+
+
+class Pair:
+    """One engine that prefills and one that decodes."""
+
+    def __init__(
+        self,
+        *,
+        fate: Callable[[Message], Sequence[float]] = lambda _: (0.001,),
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        fails: bool = False,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.sent: list[Message] = []
+        self._fate = fate
+        self.network = SimNetwork(self.clock, self._remember)
+        self.prefill = Engine(self, Role.PREFILL, "tcp://p:1", **(prefill or {}))
+        self.decode = Engine(self, Role.DECODE, "tcp://d:1", fails=fails, **(decode or {}))
+        self.requests: dict[str, GenerateRequest] = {}
+
+    def _remember(self, message: Message) -> Sequence[float]:
+        self.sent.append(message)
+        return self._fate(message)
+
+    def told(self, kind: type[Message]) -> list[Any]:
+        """What was said of this kind."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    @property
+    def engines(self) -> tuple[Engine, Engine]:
+        return self.prefill, self.decode
+
+    def hold(self, request: GenerateRequest) -> KVSource:
+        """The prefill engine computes the prompt of the request, and holds its KV."""
+        held = msgspec.structs.replace(request, holds_kv=True)
+        (news,) = self.prefill.add(held)
+        assert news.kv_source is not None
+        return news.kv_source
+
+    def submit(self, request: GenerateRequest) -> KVSource:
+        """To both, as a router does."""
+        source = self.hold(request)
+        self.fetch(request, source)
+        return source
+
+    def fetch(self, request: GenerateRequest, source: KVSource) -> None:
+        """The decode engine answers the request."""
+        self.requests[request.request_id] = request
+        self.decode.add(msgspec.structs.replace(request, kv_source=source))
+
+    def tick(self) -> bool:
+        """Moves time to the next event; False when nothing will happen any more."""
+        instant = earliest([engine.next_event_at() for engine in self.engines])
+        if instant is None:
+            return False
+        self.clock.advance_to(instant)
+        self.step()
+        return True
+
+    def step(self) -> None:
+        for engine in self.engines:
+            engine.harness.step()
+
+    def run(self, max_ticks: int = 20_000) -> None:
+        """Until nothing happens any more."""
+        self.step()
+        for _ in range(max_ticks):
+            if not self.tick():
+                return
+        raise AssertionError("it goes on for ever")
+
+    def run_until(self, condition: Callable[[], bool], max_ticks: int = 20_000) -> None:
+        self.step()
+        for _ in range(max_ticks):
+            if condition():
+                return
+            assert self.tick(), "it will never be so"
+        raise AssertionError("it goes on for ever")
+
+    def check_nothing_left(self) -> None:
+        for engine in self.engines:
+            engine.check_nothing_left()
+
+
+def earliest(instants: Sequence[float | None]) -> float | None:
+    return min((instant for instant in instants if instant is not None), default=None)
+
+
+def assert_consistent(remote: RemoteKV) -> None:
+    """Whoever is asked for is in both lists, once."""
+    of_peers = [fetch for peer in remote._peers.values() for fetch in peer.fetches.values()]
+    assert len(of_peers) == len(remote._fetches)
+    for fetch in of_peers:
+        assert remote._fetches[fetch.demand.request_id] is fetch
+        assert len(fetch.block_ids) <= len(fetch.demand.keys)
+    held = {fetch.load.held_id for fetch in of_peers if fetch.load is not None}
+    assert held == remote._ledger._held.keys()

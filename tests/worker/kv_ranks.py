@@ -1,0 +1,213 @@
+"""Ranks of engines with KV in them, without weights: of any topology, the same KV."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import KVCache
+from pagoda.engine.messages import (
+    DeviceBlocks,
+    KVHandoffConfig,
+    KVPeer,
+    KVRank,
+    RemoteBlocks,
+    Role,
+    Transfer,
+    TransferEnd,
+    WorkerConfig,
+    WorkerReady,
+)
+from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.backends import choose_backend
+from pagoda.worker.kv_exchange import KVExchange
+from pagoda.worker.kv_handoff import KVHandoff, open_handoff
+from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
+from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
+
+NUM_BLOCKS = 12
+SECRET = b"a secret of the cluster"
+
+
+def topology(tp: int = 1, pp: int = 1) -> ParallelConfig:
+    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+
+
+@dataclass
+class Rank:
+    plan: WorkerPlan
+    caches: list[KVCache]
+    handoff: KVHandoff
+
+    def tensors(self) -> list[tuple[int, str, Tensor]]:
+        """Layer, kind and bytes [blocks, heads, ...] of each."""
+        return [
+            (layer, kind, getattr(cache, kind).view(torch.uint8))
+            for layer, cache in zip(self.plan.shard.layers, self.caches, strict=True)
+            for kind in ("keys", "values", "key_scales", "value_scales")
+            if getattr(cache, kind) is not None
+        ]
+
+    def whole(self, layer: int, kind: str, like: Tensor) -> Tensor:
+        """What the KV of these blocks is, of this rank's heads."""
+        heads = self.plan.shard.kv_heads
+        all_heads = self.plan.shard.config.num_kv_heads
+        shape = (NUM_BLOCKS, all_heads, *like.shape[2:])
+        return _random(f"{layer} {kind}", shape)[:, heads.start : heads.stop]
+
+
+class Engine:
+    """All ranks of one."""
+
+    def __init__(
+        self,
+        model: Path,
+        parallel: ParallelConfig,
+        role: Role,
+        *,
+        transports: tuple[str, ...] = ("shm", "tcp"),
+        secret: bytes = SECRET,
+        **options: Any,
+    ) -> None:
+        handoff = KVHandoffConfig(role=role, transports=transports, host="127.0.0.1", secret=secret)
+        settings = {"max_num_seqs": 2, "num_threads": 1, "max_model_len": 64} | options
+        config = WorkerConfig(
+            model=str(model),
+            num_blocks=NUM_BLOCKS,
+            parallel=parallel,
+            workers_on_host=parallel.replica_size,
+            kv_handoff=handoff,
+            **settings,
+        )
+        places = parallel.places(0)
+        configs = [WorkerConfig(**_fields(config) | {"place": place}) for place in places]
+        self.ranks = [_make_rank(one, role) for one in configs]
+        self._ended = threading.Semaphore(0)
+        exchanges = [rank.handoff.exchange(self._ended.release) for rank in self.ranks]
+        self.exchanges: list[KVExchange] = [e for e in exchanges if e is not None]
+        self._next_id = 0
+
+    def peer(self, peer_id: str = "prefill-1") -> KVPeer:
+        return KVPeer(peer_id=peer_id, ranks=self.described())
+
+    def described(self) -> tuple[KVRank, ...]:
+        return tuple(rank.handoff.described(READY).kv_ranks[0] for rank in self.ranks)
+
+    @property
+    def digests(self) -> set[str]:
+        return {rank.handoff.digest for rank in self.ranks}
+
+    def meet(self, peer: KVPeer) -> None:
+        for exchange in self.exchanges:
+            exchange.meet([peer])
+
+    def part(self, peer_id: str) -> None:
+        for exchange in self.exchanges:
+            exchange.part([peer_id])
+
+    def step_done(self, step: int) -> None:
+        for exchange in self.exchanges:
+            exchange.step_done(step)
+
+    def begin(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        peer_id: str = "prefill-1",
+        after_step: int = -1,
+    ) -> int:
+        remote, local = RemoteBlocks(peer_id, list(sources)), DeviceBlocks(list(targets))
+        transfer = Transfer(self._next_id, 3, remote, local, after_step)
+        self._next_id += 1
+        for exchange in self.exchanges:
+            exchange.start([transfer])
+        return transfer.transfer_id
+
+    def wait(self, num_transfers: int = 1) -> dict[int, list[TransferEnd]]:
+        """The ends of so many transfers, of all ranks."""
+        ends: dict[int, list[TransferEnd]] = {}
+        for _ in range(num_transfers * len(self.exchanges)):
+            assert self._ended.acquire(timeout=20)
+        for exchange in self.exchanges:
+            for end in exchange.poll():
+                assert end.generation == 3
+                ends.setdefault(end.transfer_id, []).append(end)
+        return ends
+
+    def has_ended(self) -> bool:
+        return self._ended.acquire(blocking=False)
+
+    def read(self, sources: Sequence[int], targets: Sequence[int]) -> list[TransferEnd]:
+        transfer_id = self.begin(sources, targets)
+        return self.wait()[transfer_id]
+
+    def check(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The targets hold what the sources do, byte for byte, and no other block has changed."""
+        for rank in self.ranks:
+            for layer, kind, tensor in rank.tensors():
+                expected = torch.zeros_like(tensor)
+                if targets:
+                    expected[list(targets)] = rank.whole(layer, kind, tensor)[list(sources)]
+                assert torch.equal(tensor, expected), (rank.plan.config.place, layer, kind)
+
+    def close_doors(self) -> None:
+        for rank in self.ranks:
+            rank.handoff.close()
+
+    def close(self) -> None:
+        self.close_doors()
+        for exchange in self.exchanges:
+            exchange.close()
+
+
+def _make_rank(config: WorkerConfig, role: Role) -> Rank:
+    plan = plan_worker(config)
+    backend, _ = choose_backend(config.backend)
+    num_bytes = NUM_BLOCKS * plan.block_size * plan.kv_bytes_per_token
+    shared = SharedKVMemory(num_bytes, 4 * len(plan.shard.layers)) if shares_kv(config) else None
+    new = () if shared is None else (shared.new_tensor,)
+    shape = NUM_BLOCKS, plan.block_size, plan.shard.num_kv_heads, plan.shard.config.head_dim
+    caches = [
+        backend.allocate_kv_cache(*shape, plan.dtype, plan.kv_dtype, *new)
+        for _ in plan.shard.layers
+    ]
+    handoff = open_handoff(plan, LoadedWorker(None, READY, caches, shared))  # type: ignore[arg-type]
+    rank = Rank(plan, caches, handoff)
+    for layer, kind, tensor in rank.tensors():
+        if role.holds_kv:
+            tensor.copy_(rank.whole(layer, kind, tensor))
+        else:
+            tensor.zero_()
+    return rank
+
+
+def _fields(config: WorkerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+@cache
+def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def _ready() -> WorkerReady:
+    backend, _ = choose_backend("reference")
+    return WorkerReady(
+        capabilities=backend.capabilities,
+        num_blocks=NUM_BLOCKS,
+        block_size=16,
+        max_model_len=64,
+        vocab_size=320,
+        summary="",
+    )
+
+
+READY = _ready()
