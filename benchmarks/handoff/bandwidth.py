@@ -1,8 +1,8 @@
 """KV between two processes of this host over every transport, beside plain copies of as many bytes.
 
 One process holds the memory, this one reads it: in one piece, and in pieces of a block, as they come when blocks
-lie anywhere. The plain copies are a socket that one side sends all into and the other receives from, and memory that
-both have mapped. All take turns, so that what else the machine does falls on all alike.
+lie anywhere. The plain copies are a socket that one side sends all into and the other receives from, and memory
+that both have mapped. All take turns, so that what else the machine does falls on all alike.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _plain_socket(port: int, target: _Target) -> Callable[[], None]:
 
 def _plain_mapping(path: str, target: _Target) -> Callable[[], None]:
     descriptor = os.open(path, os.O_RDWR)
-    mapped = mmap.mmap(descriptor, target.region.num_bytes)
+    # Shared by nobody who writes to it, as the file does not allow that; reading is the same.
+    mapped = mmap.mmap(descriptor, target.region.num_bytes, flags=mmap.MAP_PRIVATE)
     os.close(descriptor)
     source = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 

@@ -134,7 +134,8 @@ class Dispatcher:
             await self.close()
             raise
         for member in self._members:
-            member.prefixes = PrefixIndex(member.replica.limits.num_blocks)
+            member.limits = member.replica.limits
+            member.prefixes = PrefixIndex(member.limits.num_blocks)
         self._add_limits()
         self._follow_caches()
         self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
@@ -142,7 +143,8 @@ class Dispatcher:
     def add(self, replica: Replica) -> None:
         """One more replica, which has started. Whoever adds it watches whether it fails, and removes it then."""
         member = self._new_member(replica)
-        member.prefixes = PrefixIndex(replica.limits.num_blocks)
+        member.limits = replica.limits
+        member.prefixes = PrefixIndex(member.limits.num_blocks)
         self._add_limits()
         self._follow_caches()
         self._on_change(member)
@@ -486,8 +488,9 @@ class Dispatcher:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
-        if self._limits is not None and self._members:
-            member.prefixes.resize(member.replica.limits.num_blocks)
+        if self._limits is not None and member.limits != member.replica.limits:
+            member.limits = member.replica.limits
+            member.prefixes.resize(member.limits.num_blocks)
             self._add_limits()
         self._notify()
 
@@ -568,6 +571,8 @@ class _Member:
         self.index = index
         self.replica = replica
         self.prefixes = PrefixIndex(0)
+        self.limits: EngineReady | None = None
+        """As they were added up."""
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
         self.left = asyncio.Event()

@@ -115,6 +115,17 @@ async def test_a_host_learns_that_it_cannot_be_reached(
         assert len(router.dispatcher.replicas) == 1
 
 
+async def test_a_host_with_an_address_that_is_none_learns_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with routed() as router, joined(router) as host:
+        nowhere = msgspec.structs.replace(host.record, host_id="nowhere", address="nonsense")
+        membership = Membership(host.context, router.address, KEYS, nowhere)
+        await until(lambda: "'nonsense' is not an address like tcp://HOST:PORT" in caplog.text)
+        await membership.close()
+        await router.until_hosts(1)
+
+
 async def test_a_join_without_the_key_is_not_heard(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -342,3 +342,53 @@ def test_nothing_of_lost_workers_remains() -> None:
     assert it.lookup(DEMAND, 0) == 4
     it.load(4)
     assert it.stack.next_event_at() == 2 * PATIENCE_S
+
+
+def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.stack.wait("r", Unknown(it.near))
+    it.stack.wait("r", Unknown(it.far))
+    assert it.stack.next_event_at() is None
+    it.have(near=[], far=range(4))
+    (transfer,) = it.load(4)
+    assert it.stack.next_event_at() is None
+    it.pass_time(10 * PATIENCE_S)
+    assert it.stack.take_ended() == []
+    it.end(transfer)
+    assert it.stack.take_ended() == [LoadEnd("r", 4)]
+
+
+def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.have(near=range(2), far=range(2, 4))
+    near, far = it.load(4)
+    it.pass_time(PATIENCE_S)
+    assert it.stack.take_ended() == [LoadEnd("r", 0)]
+    assert it.lookup(OTHER, 2) == 2, "only the slow one is not asked any more"
+    it.end(far)
+    it.end(near)
+    assert it.lookup(OTHER, 0) == 4
+
+
+def test_patience_that_ends_when_only_the_patient_part_is_missing_does_not_count() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.have(near=range(2), far=range(2, 4))
+    near, far = it.load(4)
+    it.end(near)
+    it.pass_time(PATIENCE_S)
+    assert it.stack.take_ended() == []
+    assert it.stack.next_event_at() is None
+    it.end(far)
+    assert it.stack.take_ended() == [LoadEnd("r", 4)]
+
+
+def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.have(near=range(2), far=range(2, 8))
+    it.load(8)
+    assert it.stack.lookup(OTHER, 0) == Unknown(it.near)
+    assert it.stack.lookup(OTHER, 3) == Unknown(it.far)

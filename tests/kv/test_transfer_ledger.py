@@ -99,3 +99,36 @@ def test_stores_hold_an_eighth_of_the_pool_at_most() -> None:
 
 def test_the_smallest_pool_has_room_for_one_store() -> None:
     assert TransferLedger(BlockPool(3)).store_room == 1
+
+
+def test_a_load_of_several_transfers_ends_as_one() -> None:
+    pool, owner = BlockPool(4), Owner()
+    ledger = TransferLedger(pool)
+    blocks = pool.take(2)
+    held = ledger.hold(blocks)
+    first = load(ledger, owner, blocks[:1])
+    assert held != first.transfer_id
+    pool.release(blocks)
+    assert (pool.num_available, ledger.num_open) == (2, 2)
+    ledger.settle(held, [0, 1], "nothing came")
+    ledger.settle(held, [])
+    assert ledger.take_settled() == [TransferEnd(held, 0, [0, 1], "nothing came")]
+    assert ledger.take_settled() == []
+    assert pool.num_available == 3, "one is still being written"
+    assert ledger.close(end_of(first))
+    assert pool.num_available == 4
+    assert ledger.num_open == 0
+
+
+def test_what_is_held_is_lost_with_the_workers() -> None:
+    pool = BlockPool(4)
+    ledger = TransferLedger(pool)
+    blocks = pool.take(3)
+    held, settled = ledger.hold(blocks[:2]), ledger.hold(blocks[2:])
+    ledger.settle(settled, [])
+    pool.release(blocks)
+    ledger.drop_all()
+    assert ledger.take_settled() == []
+    assert pool.num_available == 4
+    ledger.settle(held, [])
+    assert ledger.take_settled() == []

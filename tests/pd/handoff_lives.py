@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -75,9 +76,12 @@ class Life:
         self._documents = [
             [rng.randrange(VOCAB_SIZE) for _ in range(self._max_model_len)] for _ in range(4)
         ]
+        both = rng.random() < 0.3
+        self._roles = (Role.BOTH, Role.BOTH) if both else (Role.PREFILL, Role.DECODE)
         self._options = {role: self._random_options(role) for role in (Role.PREFILL, Role.DECODE)}
-        self._sources: list[KVSource] = []
+        self._sources: list[tuple[GenerateRequest, KVSource]] = []
         self._aborted: set[str] = set()
+        self._extra = count(1000)
         self._lost_deaths = 0
         network = self._network = FaultyNetwork(rng, self.met)
         pair = self._pair = Pair(
@@ -85,6 +89,7 @@ class Life:
             prefill=self._options[Role.PREFILL],
             decode=self._options[Role.DECODE],
             fails=self._fails,
+            roles=self._roles,
         )
         for index in range(rng.randint(3, 14)):
             self._add(index)
@@ -150,12 +155,12 @@ class Life:
             pair.hold(request)
             del pair.requests[request.request_id]
         elif chance < 0.1:
-            source = rng.choice([*self._sources, _NOBODY, _NONSENSE])
+            source = rng.choice([*self._sources_of_others(request), _NOBODY, _NONSENSE])
             self.met["with a source that is of no use"] += 1
             pair.fetch(request, source)
         else:
             source = pair.hold(request)
-            self._sources.append(source)
+            self._sources.append((request, source))
             for _ in range(rng.choice([0, 0, 0, 2, 20])):
                 pair.tick()
             pair.fetch(request, source)
@@ -248,7 +253,7 @@ class Life:
         until = pair.clock.now() + LEASE_S + _MERCY_S
         for number in range(3):
             document = self._rng.choice(self._documents)
-            request = self._random_request(1000 * len(pair.requests) + number)
+            request = self._random_request(next(self._extra))
             prompt = [(token + number + 1) % VOCAB_SIZE for token in document[:-1]]
             pair.hold(msgspec.structs.replace(request, prompt_token_ids=prompt))
         while (at := pair.prefill.next_event_at()) is not None and at <= until:
@@ -262,7 +267,7 @@ class Life:
         self._count_deaths(pair.prefill)
         pair.prefill.kill()
         pair.prefill = Engine(
-            pair, Role.PREFILL, pair.prefill.address, **self._options[Role.PREFILL]
+            pair, self._roles[0], pair.prefill.address, **self._options[Role.PREFILL]
         )
 
     def _replace_decode(self) -> None:
@@ -272,23 +277,27 @@ class Life:
         self._note(old)
         old.kill()
         pair.decode = Engine(
-            pair, Role.DECODE, old.address, fails=self._fails, **self._options[Role.DECODE]
+            pair, self._roles[1], old.address, fails=self._fails, **self._options[Role.DECODE]
         )
         for request_id in old.harness.scheduler._requests:
             so_far = old.harness.tokens[request_id]
             request = pair.requests[request_id]
+            source = self._rng.choice([None, *self._sources_of_others(request)])
             again = msgspec.structs.replace(
-                request,
-                output_token_ids=so_far,
-                returns=True,
-                kv_source=self._rng.choice(_OLD)(self),
+                request, output_token_ids=so_far, returns=True, kv_source=source
             )
             pair.decode.add(again)
         pair.decode.harness.tokens = old.harness.tokens | pair.decode.harness.tokens
         pair.decode.harness.finished = old.harness.finished | pair.decode.harness.finished
 
-    def _any_source(self) -> KVSource | None:
-        return self._rng.choice(self._sources) if self._sources else None
+    def _sources_of_others(self, request: GenerateRequest) -> list[KVSource]:
+        """All but those of the same prompt, at which another token may be behind it: seeds differ."""
+        prompt = request.prompt_token_ids
+        return [
+            it
+            for other, it in self._sources
+            if other.prompt_token_ids != prompt or other.request_id == request.request_id
+        ]
 
     # ---- the end
 
@@ -348,7 +357,6 @@ class Life:
 
 _NOBODY = KVSource(address="tcp://nobody:1", engine_id="e", transfer_id="e-1")
 _NONSENSE = KVSource(address="http://p/../..", engine_id="", transfer_id="x" * 10_000)
-_OLD = (lambda _: None, Life._any_source)
 
 
 def _next(pair: Pair) -> float | None:

@@ -1,9 +1,11 @@
-"""What every transport promises, with each of them."""
+"""What every transport promises, with each of them; those of libraries have processes of their own."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +13,8 @@ import pytest
 from transport_rig import SIZES, Memory, make, read, soon
 
 from pagoda.pd.transport.base import MemoryDoor, MemoryLink, Span, Transport, TransportError
+
+TESTED = os.environ.get("PAGODA_TEST_TRANSPORT", "shm;tcp;tcp, encrypted").split(";")
 
 
 class Pair:
@@ -39,7 +43,7 @@ class Pair:
         self.ours.close()
 
 
-@pytest.fixture(params=["shm", "tcp", "tcp, encrypted", "nixl", "mooncake"])
+@pytest.fixture(params=TESTED)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(request.param)
     yield pair
@@ -80,6 +84,12 @@ def test_many_small_spans(pair: Pair) -> None:
 
 def test_nothing_to_read(pair: Pair) -> None:
     read(pair.link, [])
+
+
+def test_a_read_that_is_late_already_fails(pair: Pair) -> None:
+    spans = [Span(2, 0, 3 * 2**20, pair.ours.address(2))] * 64
+    with pytest.raises(TransportError):
+        pair.link.read(spans, time.monotonic() - 20)
 
 
 def test_several_threads_read_by_one_link(pair: Pair) -> None:

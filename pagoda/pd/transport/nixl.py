@@ -22,7 +22,10 @@ from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_
 _BATCH_BYTES = 2**26
 _BATCH_PIECES = 2**14
 _PAUSE_S = 50e-6
-"""Between two looks at whether a batch has come: NIXL wakes nobody."""
+"""Between two looks at whether anything has come: NIXL wakes nobody."""
+_IDLE_PAUSE_S = 2e-3
+_AWAKE_S = 1.0
+"""How long a door looks often, after somebody has said that he reads."""
 _FAREWELL_S = 10.0
 """How long a batch that nobody wants any more is waited for."""
 
@@ -52,20 +55,36 @@ class NixlTransport:
 
 
 class NixlDoor:
-    """An agent of its own, whose end is the end of all reads."""
+    """An agent of its own, whose end is the end of all reads.
+
+    NIXL's own thread would never sleep; ours looks often only while somebody reads, who says so before.
+    """
 
     def __init__(self, nixl: Any, regions: Sequence[Region]) -> None:
-        self._agent: Any = _new_agent(nixl, regions, serves=True)
+        agent = _new_agent(nixl, regions)
         self._descriptor = msgspec.msgpack.encode(
-            NixlDescriptor(self._agent.get_agent_metadata(), list(regions))
+            NixlDescriptor(agent.get_agent_metadata(), list(regions))
         )
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._answer, args=(agent,), name="kv-nixl-door", daemon=True
+        )
+        self._thread.start()
+
+    def _answer(self, agent: Any) -> None:
+        awake_until = 0.0
+        while not self._is_closed:
+            if agent.get_new_notifs():
+                awake_until = time.monotonic() + _AWAKE_S
+            time.sleep(_PAUSE_S if time.monotonic() < awake_until else _IDLE_PAUSE_S)
 
     @property
     def descriptor(self) -> bytes:
         return self._descriptor
 
     def close(self) -> None:
-        self._agent = None
+        self._is_closed = True
+        self._thread.join(_FAREWELL_S)
 
 
 class NixlLink:
@@ -79,7 +98,7 @@ class NixlLink:
         self._lock = threading.Lock()
         """Held by whoever reads."""
         self._is_closed = False
-        self._agent: Any = _new_agent(nixl, regions, serves=False)
+        self._agent: Any = _new_agent(nixl, regions)
         try:
             self._peer = self._agent.add_remote_agent(door.metadata)
             self._agent.make_connection(self._peer)
@@ -109,6 +128,7 @@ class NixlLink:
             here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
             there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in batch], "DRAM")
             handle = agent.initialize_xfer("READ", here, there, self._peer)
+            agent.send_notif(self._peer, b"reads")
             state = agent.transfer(handle)
             while state == "PROC" and not self._is_overdue(deadline):
                 time.sleep(_PAUSE_S)
@@ -138,10 +158,9 @@ def _load() -> Any:
         ) from None
 
 
-def _new_agent(nixl: Any, regions: Sequence[Region], *, serves: bool) -> Any:
-    """With a thread that answers reads, where it `serves`; who reads looks after that itself."""
+def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:
     try:
-        config = nixl.nixl_agent_config(enable_prog_thread=serves, backends=["UCX"])
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         agent = nixl.nixl_agent(secrets.token_hex(16), config)
         agent.register_memory([(r.address, r.num_bytes, 0, "") for r in regions], "DRAM")
     except Exception as error:

@@ -1,0 +1,471 @@
+"""What the decode engine's half says and believes, word by word."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pagoda.engine.messages import (
+    Capabilities,
+    DeviceBlocks,
+    KVPeer,
+    KVRank,
+    KVSource,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+    WorkerReady,
+)
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import Demand
+from pagoda.kv.transfers import TransferLedger
+from pagoda.pd.connector import SILENCE_S, Arrived, Failed, RemoteKV
+from pagoda.pd.messages import (
+    DecodeMessage,
+    KVBlocks,
+    KVCheck,
+    KVDone,
+    KVGone,
+    KVHello,
+    KVPrefilled,
+    KVRefused,
+    KVRenew,
+    KVRenewed,
+    KVVerdict,
+    KVWant,
+    KVWelcome,
+    PrefillMessage,
+)
+from pagoda.pd.peers import PeerLost
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+ADDRESS = "tcp://p:1"
+READY = WorkerReady(
+    capabilities=Capabilities(
+        block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
+    ),
+    num_blocks=64,
+    block_size=4,
+    max_model_len=64,
+    vocab_size=100,
+    summary="",
+    kv_digest="digest",
+)
+
+
+def source(transfer_id: str = "t", **fields: str) -> KVSource:
+    given = {"address": ADDRESS, "engine_id": "e"} | fields
+    return KVSource(transfer_id=transfer_id, **given)
+
+
+def demand(request_id: str = "r", **fields: str) -> Demand:
+    return Demand(request_id, KEYS, list(range(32)), source(**fields))
+
+
+def welcome(number: int = 1, engine_id: str = "e", num_blocks: int = 64) -> KVWelcome:
+    rank = KVRank(parts=(), num_blocks=num_blocks, doors={})
+    peer = KVPeer(peer_id=f"{engine_id}-{number}", ranks=(rank,))
+    return KVWelcome(engine_id=engine_id, peer=peer, lease_s=30.0)
+
+
+def blocks(first: int, block_ids: list[int], num_blocks: int = 8, peer_id: str = "e-1") -> KVBlocks:
+    key = KEYS[min(first + len(block_ids), len(KEYS)) - 1]
+    return KVBlocks("t", peer_id, first, block_ids, key, num_blocks)
+
+
+def prefilled(token_id: int = 7, num_blocks: int = 8) -> KVPrefilled:
+    return KVPrefilled("t", b"key", num_blocks, token_id)
+
+
+class Rig:
+    """The connector, with the other side in the test's hands."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.clock = VirtualClock()
+        self.pool = BlockPool(64)
+        self.ledger = TransferLedger(self.pool)
+        self.sent: list[DecodeMessage] = []
+        self.inbox: list[tuple[str, PrefillMessage | PeerLost]] = []
+        self.hung_up: list[str] = []
+        self.remote = RemoteKV(self, self.ledger, self.clock, engine_id="own", fails=fails)
+        self.remote.workers_ready(READY)
+
+    # the connector's `Peers`
+
+    def send(self, address: str, message: DecodeMessage) -> None:
+        assert address.startswith("tcp://")
+        self.sent.append(message)
+
+    def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def hang_up(self, address: str) -> None:
+        self.hung_up.append(address)
+
+    def pollables(self) -> list[object]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    # what a test does
+
+    def hear(self, *messages: PrefillMessage | PeerLost) -> None:
+        self.inbox += [(ADDRESS, message) for message in messages]
+        self.remote.step()
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now() + seconds)
+        self.remote.step()
+
+    def take_sent(self) -> list[DecodeMessage]:
+        sent, self.sent = self.sent, []
+        return sent
+
+    def load(self, start: int = 0, count: int = 8) -> list[Transfer]:
+        self.blocks = self.pool.take(count)
+        self.held_id = self.remote.load(demand(), start, self.blocks, 3)
+        return self.ledger.take()
+
+    def end(self, transfer: Transfer, failed: list[int] | None = None) -> None:
+        error = "broken" if failed else ""
+        assert self.ledger.close(TransferEnd(transfer.transfer_id, 0, failed or [], error))
+
+    def settled(self) -> TransferEnd | None:
+        ends = self.ledger.take_settled()
+        assert len(ends) <= 1
+        return ends[0] if ends else None
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
+    """One request is announced, and its source has said hello."""
+    rig = Rig(fails=fails)
+    rig.remote.announce(demand(), 2)
+    rig.hear(welcome(), *messages)
+    return rig
+
+
+def test_a_whole_fetch(rig: Rig) -> None:
+    rig.remote.announce(demand(), 2)
+    assert rig.take_sent() == [KVHello(digest="digest"), KVWant("t", 0, 8)]
+    assert rig.remote.lookup(demand(), 2) is None
+    rig.hear(welcome())
+    assert rig.remote.take_peers() == ([welcome().peer], [])
+    assert rig.remote.lookup(demand(), 2) is None
+    rig.hear(blocks(0, [10, 11, 12]))
+    assert rig.remote.poll()
+    assert rig.remote.lookup(demand(), 2) == 6, "those that are known will come, and the others"
+    [first] = rig.load(2, 6)
+    targets = [block.block_id for block in rig.blocks]
+    assert first.source == RemoteBlocks("e-1", [12])
+    assert first.target == DeviceBlocks(targets[:1])
+    assert first.after_step == 3
+    rig.hear(blocks(3, [13, 14, 15, 16, 17]), prefilled())
+    [second] = rig.ledger.take()
+    assert second.source == RemoteBlocks("e-1", [13, 14, 15, 16, 17])
+    assert second.target == DeviceBlocks(targets[1:])
+    [news] = rig.remote.take_news()
+    assert isinstance(news, Arrived)
+    assert (news.request_id, news.token.token_id, news.token.key) == ("r", 7, b"key")
+    rig.end(second)
+    assert rig.take_sent() == []
+    rig.end(first)
+    assert rig.take_sent() == [KVCheck("t")]
+    assert rig.settled() is None
+    rig.hear(KVVerdict("t", is_valid=True))
+    assert rig.settled() == TransferEnd(rig.held_id, 0)
+    assert rig.take_sent() == [KVDone(["t"])]
+    rig.remote.forget("r")
+    assert rig.take_sent() == []
+    rig.pool.release(rig.blocks)
+    assert rig.pool.num_available == 64
+    assert rig.remote.next_event_at() is None
+
+
+def test_blocks_that_the_device_has_are_not_read(rig: Rig) -> None:
+    rig.remote.announce(demand(), 2)
+    rig.hear(welcome(), blocks(0, list(range(10, 18))))
+    [transfer] = rig.load(5, 3)
+    assert transfer.source == RemoteBlocks("e-1", [15, 16, 17])
+
+
+def test_the_lease_is_kept_until_the_token_comes() -> None:
+    rig = open_rig(blocks(0, list(range(8))))
+    [transfer] = rig.load()
+    rig.end(transfer)
+    rig.take_sent()
+    rig.hear(KVVerdict("t", is_valid=True))
+    assert rig.settled() == TransferEnd(rig.held_id, 0)
+    assert rig.take_sent() == []
+    rig.hear(prefilled())
+    assert rig.take_sent() == [KVDone(["t"])]
+
+
+def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
+    rig = open_rig(blocks(0, [1, 2, 3], num_blocks=3))
+    assert rig.remote.lookup(demand(), 2) == 1
+    assert rig.remote.lookup(demand(), 3) == 0
+    assert rig.remote.lookup(demand(), 8) == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        blocks(0, [1, 2]),
+        blocks(1, [1]),
+        blocks(4, [5, 6]),
+        blocks(-1, [1, 2, 3, 4]),
+        blocks(2, []),
+        KVBlocks("t", "e-1", 0, list(range(9)), KEYS[7], 9),
+        KVBlocks("unknown", "e-1", 2, [7], KEYS[2], 8),
+        KVVerdict("t", is_valid=True),
+        KVVerdict("t", is_valid=False),
+        KVVerdict("unknown", is_valid=False),
+        KVGone("unknown", "why"),
+        KVPrefilled("unknown", b"", 0, 1),
+        KVRenewed(),
+        welcome(),
+    ],
+)
+def test_what_is_repeated_late_or_unknown_changes_nothing(message: PrefillMessage) -> None:
+    rig = open_rig(blocks(0, [1, 2]))
+    [transfer] = rig.load()
+    rig.take_sent()
+    rig.remote.take_peers()
+    rig.hear(message)
+    assert rig.take_sent() == rig.ledger.take() == rig.remote.take_news() == []
+    assert rig.settled() is None
+    assert rig.remote.take_peers() == ([], [])
+    rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]))
+    [rest] = rig.ledger.take()
+    rig.end(transfer)
+    rig.end(rest)
+    assert rig.take_sent() == [KVCheck("t")]
+
+
+def test_a_token_is_taken_once() -> None:
+    rig = open_rig(prefilled(), prefilled(), prefilled(8))
+    assert len(rig.remote.take_news()) == 1
+
+
+def test_a_token_outside_the_vocabulary_is_none() -> None:
+    rig = open_rig(prefilled(100))
+    assert rig.remote.take_news() == []
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (KVGone("t", "its lease has run out"), "its lease has run out"),
+        (KVRefused("another model"), "another model"),
+        (PeerLost("it hung up"), "it hung up"),
+        (welcome(2), "its workers were replaced"),
+        (welcome(1, "other"), "another engine is there now"),
+        (blocks(2, [1], peer_id="e-2"), "its workers were replaced"),
+        (KVBlocks("t", "e-1", 2, [1], KEYS[5], 8), "it is of other tokens than the request's"),
+        (blocks(2, [64]), "it named blocks that it does not have"),
+        (blocks(2, [2**40]), "it named blocks that it does not have"),
+        (blocks(2, [-1]), "it named blocks that it does not have"),
+    ],
+)
+def test_whatever_ends_it_ends_the_load_with_nothing(
+    message: PrefillMessage | PeerLost, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(blocks(0, [1, 2]))
+    [transfer] = rig.load()
+    rig.take_sent()
+    rig.hear(message)
+    assert rig.settled() == TransferEnd(rig.held_id, 0, list(range(8)), reason)
+    assert rig.take_sent() == [KVDone(["t"])]
+    assert [record.message for record in caplog.records] == [
+        f"KV cannot be fetched from {ADDRESS}: {reason}"
+    ]
+    rig.pool.release(rig.blocks)
+    assert rig.pool.num_available == 62, "two are still being written"
+    rig.end(transfer)
+    assert rig.pool.num_available == 64
+    assert rig.take_sent() == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (KVGone("t", "it is not held, or not any more"), "it is not held, or not any more"),
+        (KVRefused("another model"), "another model"),
+        (PeerLost("nobody is there"), "nobody is there"),
+        (welcome(1, "other"), "another engine is there now"),
+    ],
+)
+def test_what_ends_it_before_anything_is_loaded(
+    message: PrefillMessage | PeerLost, reason: str, fails: bool
+) -> None:
+    rig = Rig(fails=fails)
+    rig.remote.announce(demand(), 0)
+    rig.take_sent()
+    rig.hear(message)
+    assert rig.remote.poll()
+    assert rig.remote.lookup(demand(), 0) == 0
+    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.remote.take_news() == ([Failed("r", reason)] if fails else [])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"address": "ipc:///tmp/socket"},
+        {"address": "tcp://p:0"},
+        {"address": "tcp://p:65536"},
+        {"address": "tcp://p:-1"},
+        {"address": "tcp://p:1/path"},
+        {"address": "tcp://a@p:1"},
+        {"address": "tcp://:1"},
+        {"address": "tcp://p:1\n"},
+        {"address": "tcp://" + "p" * 10_000 + ":1"},
+        {"address": ""},
+        {"engine_id": ""},
+        {"engine_id": "e" * 1000},
+        {"transfer_id": ""},
+        {"transfer_id": "t" * 10**6},
+    ],
+)
+def test_a_source_that_cannot_be_is_not_asked(
+    rig: Rig, wrong: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for request_id in ("a", "b"):
+        rig.remote.announce(demand(request_id, **wrong), 0)
+        assert rig.remote.lookup(demand(request_id, **wrong), 0) == 0
+        rig.remote.forget(request_id)
+    rig.remote.release(source(**wrong))
+    assert rig.sent == []
+    assert len(caplog.records) == 1
+    assert len(caplog.records[0].message) < 300
+
+
+def test_its_own_kv_is_found_on_the_device(rig: Rig) -> None:
+    rig.remote.announce(demand(engine_id="own"), 0)
+    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.remote.lookup(demand(), 0) == 0
+
+
+def test_a_second_request_of_the_same_source_leaves_it_to_the_first() -> None:
+    rig = open_rig(blocks(0, [1, 2]))
+    rig.take_sent()
+    rig.remote.announce(demand("sibling"), 0)
+    assert rig.remote.lookup(demand("sibling"), 0) == 0
+    rig.remote.forget("sibling")
+    assert rig.take_sent() == []
+    assert rig.remote.lookup(demand(), 0) == 8
+
+
+def test_a_refusal_holds_as_long_as_the_connection() -> None:
+    rig = open_rig(KVRefused("another model"))
+    rig.take_sent()
+    rig.remote.announce(demand("next", transfer_id="u"), 0)
+    assert rig.take_sent() == [KVDone(["u"])]
+    rig.hear(PeerLost("it hung up"))
+    rig.remote.announce(demand("later", transfer_id="v"), 0)
+    assert rig.take_sent() == [KVHello(digest="digest"), KVWant("v", 0, 8)]
+
+
+def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
+    rig.remote.announce(demand(), 0)
+    rig.take_sent()
+    rig.pass_time(0.5)
+    assert rig.take_sent() == []
+    rig.pass_time(0.6)
+    assert rig.take_sent() == [
+        KVRenew(["t"]),
+        KVHello(digest="digest"),
+        KVWant("t", 0, 8),
+    ]
+    rig.hear(welcome(), blocks(0, [1, 2]))
+    [first] = rig.load()
+    rig.pass_time(1.1)
+    assert rig.take_sent() == [KVRenew(["t"]), KVWant("t", 2, 8)]
+    rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]), prefilled())
+    [second] = rig.ledger.take()
+    rig.end(first)
+    rig.end(second)
+    assert rig.take_sent() == [KVCheck("t")]
+    rig.pass_time(1.1)
+    assert rig.take_sent() == [KVRenew(["t"]), KVCheck("t")]
+
+
+def test_patience_is_with_who_answers(rig: Rig) -> None:
+    rig.remote.announce(demand(), 0)
+    for _ in range(20):
+        rig.pass_time(1.0)
+        rig.hear(KVRenewed())
+    assert rig.remote.lookup(demand(), 0) is None
+    rig.take_sent()
+    rig.pass_time(SILENCE_S + 0.1)
+    assert rig.hung_up == [ADDRESS]
+    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.remote.lookup(demand(), 0) == 0
+
+
+def test_a_request_that_comes_after_a_long_rest_finds_patience() -> None:
+    rig = open_rig()
+    rig.remote.forget("r")
+    rig.pass_time(1000.0)
+    rig.remote.announce(demand("next", transfer_id="u"), 0)
+    rig.pass_time(1.1)
+    assert rig.hung_up == []
+    assert rig.remote.lookup(demand("next"), 0) is None
+
+
+def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> None:
+    rig = open_rig(blocks(0, [1, 2]))
+    rig.remote.take_peers()
+    rig.load()
+    rig.ledger.drop_all()
+    rig.remote.workers_lost()
+    assert rig.remote.lookup(demand(), 0) == 0
+    rig.pool.release(rig.blocks)
+    assert rig.pool.num_available == 64
+    rig.hear(welcome(2))
+    assert rig.remote.take_peers() == ([], []), "there are no workers"
+    rig.remote.workers_ready(READY)
+    assert rig.remote.take_peers() == ([welcome(2).peer], [])
+    rig.hear(PeerLost("it hung up"))
+    assert rig.remote.take_peers() == ([], ["e-2"])
+
+
+def test_an_abort_ends_the_load_and_the_lease() -> None:
+    rig = open_rig(blocks(0, [1, 2]))
+    [transfer] = rig.load()
+    rig.take_sent()
+    rig.remote.forget("r")
+    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.settled() is not None
+    rig.end(transfer)
+    rig.pool.release(rig.blocks)
+    assert rig.pool.num_available == 64
+    report = rig.remote.load_report()
+    assert (report.num_loaded, report.num_failed) == (0, 0), "an abort is no failure"
+
+
+def test_an_engine_that_ends_lets_go_of_all() -> None:
+    rig = open_rig()
+    rig.take_sent()
+    rig.remote.close()
+    assert rig.take_sent() == [KVDone(["t"])]
+
+
+def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
+    """The targets of a load are the request's; the ledger holds them once as a whole, and once per transfer."""
+    rig.remote.announce(demand(), 0)
+    rig.hear(welcome(), blocks(0, [1, 2]))
+    [_] = rig.load()
+    counts: list[Block] = rig.blocks
+    assert [block.ref_count for block in counts] == [3, 3, 2, 2, 2, 2, 2, 2]
