@@ -136,8 +136,9 @@ async def _serve(
 
     async def ask(timed: Timed) -> float:
         first = 0.0
-        async for _ in dispatcher.generate(timed.request):
-            first = first or loop.time()
+        async for chunk in dispatcher.generate(timed.request):
+            if chunk.token_ids:
+                first = first or loop.time()
         return first - timed.at
 
     answers = []

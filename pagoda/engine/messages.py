@@ -388,7 +388,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One replica, as the dispatcher in front of it sees it."""
 
     state: str
-    """`starting`, `ready`, `degraded` (its worker is being replaced) or `failed` (given up)."""
+    """`starting`, `ready`, `degraded` (its worker is being replaced), `ejected` (it does worse than others,
+    and gets nothing new for a while) or `failed` (given up)."""
     num_requests: int
     """Requests that were sent there and have not ended."""
     weighed_tokens: int

@@ -39,9 +39,11 @@ from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.outliers import Ejection, OutlierDetector
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.preparation import Preparation
+from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
 
 SOLO_DEATHS = 2
@@ -52,6 +54,9 @@ MAX_DEATHS = 3
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 _LOAD_TIMEOUT_S = 2.0
+_JUDGE_INTERVAL_S = 1.0
+_EVENLY = 0.6180339887
+"""Multiples of it, without their whole parts, lie evenly between 0 and 1 however many there are."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +75,9 @@ class Dispatcher:
         self._preparation = preparation
         self._ledger = Ledger(0)
         self._cache = CacheUnion()
+        self._clock = LoopClock()
+        self._outliers = OutlierDetector(self._clock)
+        self._judging: asyncio.TimerHandle | None = None
         self._limits: EngineReady | None = None
         self._requests: dict[str, _Held] = {}
         self._num_placed = 0
@@ -134,8 +142,7 @@ class Dispatcher:
             await self.close()
             raise
         for member in self._members:
-            member.limits = member.replica.limits
-            member.prefixes = PrefixIndex(member.limits.num_blocks)
+            self._take_in(member)
         self._add_limits()
         self._follow_caches()
         self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
@@ -143,11 +150,16 @@ class Dispatcher:
     def add(self, replica: Replica) -> None:
         """One more replica, which has started. Whoever adds it watches whether it fails, and removes it then."""
         member = self._new_member(replica)
-        member.limits = replica.limits
-        member.prefixes = PrefixIndex(member.limits.num_blocks)
+        self._take_in(member)
         self._add_limits()
         self._follow_caches()
         self._on_change(member)
+
+    def _take_in(self, member: _Member) -> None:
+        """It has started."""
+        limits = member.replica.limits
+        member.prefixes = PrefixIndex(limits.num_blocks)
+        self._outliers.add(member.index, limits.role)
 
     def release(self, replica: Replica) -> None:
         """The replica gets no new requests; those that it has go on there."""
@@ -173,6 +185,7 @@ class Dispatcher:
             if member.unfollow is not None:
                 member.unfollow()
             self._cache.remove(member.prefixes)
+            self._outliers.remove(member.index)
         if self._members:
             self._add_limits()
         self._notify()
@@ -227,21 +240,25 @@ class Dispatcher:
                         self._prepared(held, member) as request,
                         contextlib.aclosing(_chunks_of(member.replica, request)) as chunks,
                     ):
+                        held.waits_since = self._clock.now()
                         async for chunk in chunks:
                             if chunk.is_news:
-                                self._hear(held, chunk)
+                                self._hear(held, member, chunk)
                                 yield chunk
+                                held.waits_since = self._clock.now()
                                 continue
                             if held.is_leaving(chunk):
                                 raise EngineLostError("The worker is being replaced.")
-                            chunk = self._take(held, chunk)
+                            chunk = self._take(held, member, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
+                            held.waits_since = self._clock.now()
                 except EngineLostError:
                     held.lost_an_engine()
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
+                    self._tell(self._outliers.fail(member.index))
                 finally:
                     self._leave(held)
         finally:
@@ -270,7 +287,7 @@ class Dispatcher:
         held = sum(held.member is None for held in self._requests.values())
         replicas = tuple(
             ReplicaLoad(
-                state=member.replica.state,
+                state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
                 report=report,
@@ -278,6 +295,11 @@ class Dispatcher:
             for member, report in zip(members, reports, strict=True)
         )
         return _sum_of_loads(replicas, num_held=held)
+
+    def _state_of(self, member: _Member) -> str:
+        state = member.replica.state
+        is_ejected = state is ReplicaState.READY and self._outliers.share(member.index) == 0
+        return "ejected" if is_ejected else state
 
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         unfollow = self._cache.follow(listener)
@@ -310,6 +332,8 @@ class Dispatcher:
             await self.abort(request_id)
 
     async def close(self) -> None:
+        if self._judging is not None:
+            self._judging.cancel()
         await cancel_all([*self._watchers, *self._moves])
         self._fail(EngineDeadError("The engine was closed."))
         ends = await asyncio.gather(
@@ -370,6 +394,8 @@ class Dispatcher:
     def _candidates(self, held: _Held) -> list[_Member]:
         """Of those that have not refused it: those that compute, else those that will with a new worker.
 
+        Those that were left out for doing worse than others get some of the first requests after that.
+
         Those whose part it is come before others, so a fleet that lacks one kind of hosts still serves.
         """
         open_members = [
@@ -377,19 +403,21 @@ class Dispatcher:
         ]
         open_members = [m for m in open_members if m.has_part_in(held.request)] or open_members
         ready = [m for m in open_members if m.replica.state is ReplicaState.READY]
-        return ready or open_members
+        draw = self._num_placed * _EVENLY % 1
+        fit = [m for m in ready if self._outliers.share(m.index) > draw]
+        return fit or ready or open_members
 
     def _enter(self, held: _Held, candidates: Sequence[_Member]) -> _Member:
         keys = self._keys_of(held)
         block_size = self.limits.block_size
-        choices = [
-            Candidate(
-                member.index,
-                self._ledger.pending_tokens[member.index],
-                member.prefixes.num_cached(keys) * block_size,
+        choices = []
+        for member in candidates:
+            pending_tokens = self._ledger.pending_tokens[member.index]
+            num_cached = member.prefixes.num_cached(keys)
+            num_sharing = member.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
+            choices.append(
+                Candidate(member.index, pending_tokens, num_cached * block_size, num_sharing)
             )
-            for member in candidates
-        ]
         num_tokens = len(held.request.prompt_token_ids) + len(held.token_ids)
         arrival = Arrival(held.request_id, self._num_placed, num_tokens, held.request.session)
         self._num_placed += 1
@@ -407,12 +435,12 @@ class Dispatcher:
         )
         if held.is_suspect:
             self._on_trial = held
+        if self._judging is None and len(self._members) > 1:
+            self._judge_later()
         return member
 
     def _keys_of(self, held: _Held) -> list[int]:
-        is_one_of_many = self._policy.uses_prefixes and len(self._members) > 1
-        is_prepared = self._preparation is not None and self._preparation.needs_prefixes
-        if not (is_one_of_many or is_prepared):
+        if not self._uses_prefixes:
             return []
         if held.keys is None:
             request = held.request
@@ -425,6 +453,13 @@ class Dispatcher:
                 )
             )
         return held.keys
+
+    @property
+    def _uses_prefixes(self) -> bool:
+        """Whether it matters here what replicas have cached."""
+        is_one_of_many = self._policy.uses_prefixes and len(self._members) > 1
+        is_prepared = self._preparation is not None and self._preparation.needs_prefixes
+        return is_one_of_many or is_prepared
 
     @contextlib.asynccontextmanager
     async def _prepared(self, held: _Held, member: _Member) -> AsyncIterator[GenerateRequest]:
@@ -441,15 +476,29 @@ class Dispatcher:
                 self._ledger.reach(held.account, held.account.num_tokens)
             yield prepared
 
-    def _hear(self, held: _Held, news: TokenChunk) -> None:
+    def _hear(self, held: _Held, member: _Member, news: TokenChunk) -> None:
+        num_computed = 0
         if news.num_computed_tokens is not None:
-            self._ledger.reach(held.account, news.num_computed_tokens)
+            num_computed = self._ledger.reach(held.account, news.num_computed_tokens)
+        self._progress(held, member, num_computed)
 
-    def _take(self, held: _Held, chunk: TokenChunk) -> TokenChunk:
+    def _progress(self, held: _Held, member: _Member, num_computed: int) -> None:
+        waited_s = 0.0
+        if held.waits_since is not None:
+            waited_s = self._clock.now() - held.waits_since
+            held.waits_since = None
+        if len(self._members) > 1:
+            self._outliers.progress(member.index, held.request_id, num_computed, waited_s)
+
+    def _take(self, held: _Held, member: _Member, chunk: TokenChunk) -> TokenChunk:
         """Every token passes here, so it does little."""
         count = len(chunk.token_ids)
         held.token_ids += chunk.token_ids
-        self._ledger.advance(held.account, count)
+        num_computed = self._ledger.advance(held.account, count)
+        if chunk.finish_reason is FinishReason.ERROR:
+            self._tell(self._outliers.fail(member.index))
+        else:
+            self._progress(held, member, num_computed)
         if count and held.deaths:
             self._acquit(held)
         if held.num_cached_tokens is None:
@@ -474,7 +523,9 @@ class Dispatcher:
             return
         if held.keys:
             member.prefixes.end(held.num_sent, held.keys)
+        self._outliers.end(member.index, held.request_id)
         held.member = None
+        held.waits_since = None
         self._ledger.close(held.account)
         member.left.set()
         if self._on_trial is held:
@@ -484,7 +535,11 @@ class Dispatcher:
     # ---- replicas come and go
 
     def _on_change(self, member: _Member) -> None:
-        if member.replica.state is not ReplicaState.READY:
+        is_ready = member.replica.state is ReplicaState.READY
+        if member.was_ready and not is_ready:
+            self._tell(self._outliers.lose(member.index))
+        member.was_ready = is_ready
+        if not is_ready:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
@@ -502,8 +557,8 @@ class Dispatcher:
 
     def _follow_caches(self) -> None:
         """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
-        chooses = self._policy.uses_prefixes and len(self._members) > 1
-        if not (chooses or self._preparation is not None or self._cache.is_followed):
+        is_prepared = self._preparation is not None
+        if not (self._uses_prefixes or is_prepared or self._cache.is_followed):
             return
         for member in self._members:
             if member.unfollow is None:
@@ -512,10 +567,45 @@ class Dispatcher:
                     partial(self._cache.take, member.prefixes)
                 )
 
+    def _judge_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._judging = loop.call_later(_JUDGE_INTERVAL_S, self._judge)
+
+    def _judge(self) -> None:
+        """Compares replicas, for as long as there are requests."""
+        self._judging = None
+        if not self._requests:
+            return
+        self._judge_later()
+        waiting_since: dict[int, float] = {}
+        for held in self._requests.values():
+            member, since = held.member, held.waits_since
+            if member is None or since is None or member.replica.state is not ReplicaState.READY:
+                continue
+            waiting_since[member.index] = min(since, waiting_since.get(member.index, since))
+        verdicts = self._outliers.check(waiting_since)
+        for ejection in verdicts.ejected:
+            self._tell(ejection)
+        for member in self._members:
+            if member.index in verdicts.stuck:
+                self._move_requests_of(member)
+
+    def _tell(self, ejection: Ejection | None) -> None:
+        if ejection is None:
+            return
+        for member in self._members:
+            if member.index == ejection.member:
+                _log.warning(
+                    "%sgets no new requests for %g s: %s",
+                    self._prefix(member),
+                    ejection.duration_s,
+                    ejection.reason,
+                )
+
     def _move_requests_of(self, member: _Member) -> None:
-        """Its worker is gone, and with it all KV: a replica that computes has their tokens sooner."""
-        ready = (m for m in self._members if m.replica.state is ReplicaState.READY)
-        if not any(m.takes_requests for m in ready):
+        """It computes nothing, or will do so without their KV: another replica has their tokens sooner."""
+        others = (m for m in self._members if m is not member and m.takes_requests)
+        if not any(m.replica.state is ReplicaState.READY for m in others):
             return
         for held in self._requests.values():
             if held.member is member:
@@ -575,6 +665,7 @@ class _Member:
         """As they were added up."""
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
+        self.was_ready = False
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unfollow: Callable[[], None] | None = None
@@ -615,6 +706,8 @@ class _Held:
         """What its first engine found; that of later ones says nothing about the client's prompt."""
         self.keys: list[int] | None = None
         """Short ones, of the blocks of its prompt."""
+        self.waits_since: float | None = None
+        """When its replica was last asked for more; None while its client is not, or it is at none."""
         self.num_sent = 0
         """Of the `PrefixIndex` of its replica."""
         self.refusals: dict[int, int] = {}

@@ -55,21 +55,27 @@ class Ledger:
         self.num_requests[replica] += 1
         return account
 
-    def advance(self, account: Account, num_tokens: int) -> None:
-        """So many tokens of the answer have come; with the first of them the prompt is computed."""
+    def advance(self, account: Account, num_tokens: int) -> int:
+        """So many tokens of the answer have come; with the first of them the prompt is computed.
+
+        Returns how many tokens have been computed for that.
+        """
         if not num_tokens:
-            return
+            return 0
+        num_computed = num_tokens + account.prompt_tokens
         done = min(num_tokens, account.output_tokens - 1) + account.prompt_tokens
         account.output_tokens -= done - account.prompt_tokens
         account.prompt_tokens = 0
         self.pending_tokens[account.replica] -= done
+        return num_computed
 
-    def reach(self, account: Account, num_computed_tokens: int) -> None:
-        """So many of the request's tokens have been computed, or were cached."""
+    def reach(self, account: Account, num_computed_tokens: int) -> int:
+        """So many of the request's tokens have been computed, or were cached; returns how many more than known."""
         left = max(0, account.num_tokens - num_computed_tokens)
         done = max(0, account.prompt_tokens - left)
         account.prompt_tokens -= done
         self.pending_tokens[account.replica] -= done
+        return done
 
     def close(self, account: Account) -> None:
         """The request has left the replica."""

@@ -34,7 +34,13 @@ class Candidate(msgspec.Struct, frozen=True):
     """The work of the requests that it has."""
     num_cached_tokens: int = 0
     """Leading tokens of the arrival that are believed to be in its prefix cache."""
+    num_sharing: int = 0
+    """Requests there that begin with these tokens too."""
 
+
+_COPY_COST = 3
+"""What others lose by each token that is computed though it is cached elsewhere, in tokens of pending work. With
+conversations, hits grow up to about here, and first tokens come no later."""
 
 Choose = Callable[[Arrival, Sequence[Candidate]], int]
 """The index of the candidate that takes the arrival; there is at least one."""
@@ -68,16 +74,23 @@ def power_of_two(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
 
 
 def prefix_affinity(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
-    """The one that has the first token soonest: least work before it, tokens that it need not compute left out.
+    """The one with the least work before the first token; what of it could be spared elsewhere counts more.
 
-    So a cached prefix draws a request to its replica until that is behind another by as many tokens as are
-    cached.
+    To compute what is cached elsewhere costs more than the time of this request: those behind it wait too, and
+    other prefixes are evicted for the copy. So a cached prefix draws a request to its replica until that is behind
+    another by several times as many tokens as are cached. A copy of a prefix that many requests have in common
+    will serve the next ones too, so it costs the less the more of them there are.
     """
     work = [
-        candidate.pending_tokens + arrival.num_tokens - candidate.num_cached_tokens
+        candidate.pending_tokens - _worth_of_a_copy(candidate) * candidate.num_cached_tokens
         for candidate in candidates
     ]
     return _least(work, arrival.number)
+
+
+def _worth_of_a_copy(candidate: Candidate) -> float:
+    """In tokens of pending work, for each cached token."""
+    return 1 + _COPY_COST / (1 + candidate.num_sharing)
 
 
 def session_affinity(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
@@ -95,7 +108,7 @@ def session_affinity(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
     )
 
 
-def _least(work: Sequence[int], number: int) -> int:
+def _least(work: Sequence[float], number: int) -> int:
     """The index of the least; among equals, each gets its turn."""
     least = min(work)
     equals = [index for index, value in enumerate(work) if value == least]

@@ -28,6 +28,8 @@ class PrefixIndex:
         """What the replica says that it has."""
         self._sent: OrderedDict[int, int] = OrderedDict()
         """By key, the number of the last call of `add` with it."""
+        self._num_running: dict[int, int] = {}
+        """By key, how many of the requests that are there now begin with it."""
         self._num_added = 0
         self._ended: deque[_Ended] = deque()
         self._num_news = 0
@@ -41,6 +43,10 @@ class PrefixIndex:
             if key not in self.told and key not in self._sent:
                 return count
         return len(keys)
+
+    def num_sharing(self, key: int) -> int:
+        """How many of the requests that are there now begin with this block."""
+        return self._num_running.get(key, 0)
 
     def resize(self, capacity: int) -> None:
         """The replica's cache has another size."""
@@ -58,6 +64,7 @@ class PrefixIndex:
         """
         self._num_added += 1
         for key in reversed(keys):
+            self._num_running[key] = self._num_running.get(key, 0) + 1
             if key not in self.told:
                 self._sent[key] = self._num_added
                 self._sent.move_to_end(key)
@@ -66,6 +73,10 @@ class PrefixIndex:
 
     def end(self, number: int, keys: Sequence[int]) -> None:
         """A request with these blocks is not there any more: what it left behind, news will have told soon."""
+        for key in keys:
+            num_running = self._num_running.pop(key, 1) - 1
+            if num_running:
+                self._num_running[key] = num_running
         if self._num_news:
             self._ended.append(_Ended(self._num_news, number, keys))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
@@ -15,6 +16,13 @@ class Clock(Protocol):
 class MonotonicClock:
     def now(self) -> float:
         return time.monotonic()
+
+
+class LoopClock:
+    """The time of the event loop that asks, real or virtual."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 class VirtualClock:

@@ -23,6 +23,7 @@ from pagoda.executor.sim import SimExecutor, SimNeighbours
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
+from pagoda.ipc.clock import LoopClock
 from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
@@ -64,6 +65,7 @@ class SimEndpoint:
         self._running: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
+        self._hangs_until = 0.0
         self._failure: EngineDeadError | None = None
         self._failed = asyncio.Event()
         self._draining = False
@@ -95,6 +97,10 @@ class SimEndpoint:
         if self._failure is None:
             self._end(ReplicaState.STARTING)
             self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
+
+    def hang(self, for_s: float) -> None:
+        """The engine computes nothing for so long; it still takes requests."""
+        self._hangs_until = asyncio.get_running_loop().time() + for_s
 
     def give_up(self, reason: str) -> None:
         """Ends the engine for good."""
@@ -146,7 +152,7 @@ class SimEndpoint:
     # ---- the engine
 
     def _begin(self) -> None:
-        clock = LoopClock(asyncio.get_running_loop())
+        clock = LoopClock()
         self._num_starts += 1
         links, neighbours = self._link()
         executor = self._executor = SimExecutor(
@@ -175,6 +181,8 @@ class SimEndpoint:
     async def _run(self, core: EngineCore) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            while loop.time() < self._hangs_until:
+                await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self._deliver(core.step())
             for _, news in core.take_cache_news():
@@ -229,13 +237,3 @@ class SimEndpoint:
         if self._core is None:
             raise EngineLostError("The engine is not running.")
         return self._core
-
-
-class LoopClock:
-    """The time of an event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def now(self) -> float:
-        return self._loop.time()

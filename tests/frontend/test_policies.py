@@ -73,11 +73,23 @@ def test_power_of_two_draws_two_different_ones() -> None:
     assert {power_of_two(arrival(i), candidates(5, 0)) for i in range(50)} == {1}
 
 
-def test_a_cached_prefix_draws_a_request_until_its_replica_is_that_much_behind() -> None:
+def test_a_cached_prefix_draws_a_request_until_its_replica_is_far_behind() -> None:
     asked = arrival(num_tokens=500)
-    assert prefix_affinity(asked, candidates(399, 0, cached=(400, 0))) == 0
-    assert prefix_affinity(asked, candidates(401, 0, cached=(400, 0))) == 1
+    assert prefix_affinity(asked, candidates(1599, 0, cached=(400, 0))) == 0
+    assert prefix_affinity(asked, candidates(1601, 0, cached=(400, 0))) == 1
     assert prefix_affinity(asked, candidates(50, 50, cached=(16, 32))) == 1
+
+
+def test_a_prefix_that_many_have_in_common_draws_less() -> None:
+    def chosen(pending: int, num_sharing: int) -> int:
+        there = Candidate(0, pending, 400, num_sharing)
+        return prefix_affinity(arrival(num_tokens=500), [there, Candidate(1, 0)])
+
+    assert chosen(1500, 0) == 0
+    assert chosen(1500, 1) == 1
+    assert chosen(900, 1) == 0
+    assert chosen(410, 100) == 0
+    assert chosen(420, 100) == 1
 
 
 def test_without_anything_cached_prefix_affinity_balances() -> None:

@@ -59,6 +59,17 @@ def test_after_a_restart_nothing_is_cached() -> None:
     assert len(index) == index.num_cached(keys(A, 2)) == index.num_cached(keys(B, 2)) == 0
 
 
+def test_requests_that_begin_alike_are_counted_while_they_are_there() -> None:
+    index = PrefixIndex(9)
+    first, second = index.add(keys(A, 3)), index.add(keys(A, 2))
+    assert [index.num_sharing(key) for key in keys(A, 4)] == [2, 2, 1, 0]
+    index.end(first, keys(A, 3))
+    assert [index.num_sharing(key) for key in keys(A, 4)] == [1, 1, 0, 0]
+    index.clear()
+    index.end(second, keys(A, 2))
+    assert index._num_running == {}
+
+
 # ---- what the replica says
 
 

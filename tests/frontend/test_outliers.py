@@ -1,0 +1,314 @@
+"""Who is left out, and for how long. Members are lists of what they do at which time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pagoda.frontend.outliers import (
+    EJECTION_S,
+    FORGIVEN_S,
+    MAX_EJECTION_S,
+    MAX_FAILURES,
+    RETURN_S,
+    SILENCE_S,
+    STUCK_S,
+    OutlierDetector,
+)
+from pagoda.ipc.clock import VirtualClock
+
+
+class Group:
+    """Members that answer one request each, step by step."""
+
+    def __init__(self, count: int) -> None:
+        self.clock = VirtualClock()
+        self.detector = OutlierDetector(self.clock)
+        self.members = range(count)
+        for member in self.members:
+            self.detector.add(member, "group")
+        self.since = dict.fromkeys(self.members, 0.0)
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now() + seconds)
+
+    def steps(self, count: int, step_s: float, *, without: tuple[int, ...] = ()) -> None:
+        for _ in range(count):
+            self.pass_time(step_s)
+            for member in self.members:
+                if member not in without:
+                    self.step(member, step_s)
+
+    def step(self, member: int, step_s: float, num_tokens: int = 1) -> None:
+        self.detector.progress(member, f"r{member}", num_tokens, step_s)
+        self.since[member] = self.clock.now()
+
+    def check(self) -> tuple[list[int], list[int]]:
+        verdicts = self.detector.check(self.since)
+        return [ejection.member for ejection in verdicts.ejected], verdicts.stuck
+
+    def shares(self) -> list[float]:
+        return [self.detector.share(member) for member in self.members]
+
+
+def test_members_that_are_alike_all_stay() -> None:
+    group = Group(3)
+    for step_s in (0.01, 5.0, 0.001):
+        group.steps(40, step_s)
+        assert group.check() == ([], [])
+    assert group.shares() == [1, 1, 1]
+
+
+def test_a_silent_member_gets_nothing_new_and_then_loses_what_it_has() -> None:
+    group = Group(3)
+    group.steps(40, 0.01)
+    group.steps(int(SILENCE_S / 0.1) + 1, 0.1, without=(1,))
+    assert group.check() == ([1], [])
+    assert group.shares() == [1, 0, 1]
+    assert group.check() == ([], [])
+    group.steps(int(STUCK_S / 0.1), 0.1, without=(1,))
+    assert group.check()[1] == [1]
+
+
+def test_long_steps_are_no_silence() -> None:
+    group = Group(2)
+    group.steps(20, 10.0)
+    group.pass_time(5.0)
+    group.step(0, 5.0)
+    group.pass_time(15.0)
+    assert group.check() == ([], [])
+
+
+def test_when_all_are_silent_it_is_not_one_of_them() -> None:
+    group = Group(3)
+    group.steps(40, 0.01)
+    group.pass_time(100)
+    assert group.check() == ([], [])
+
+
+def test_beside_idle_members_a_silent_one_is_silent() -> None:
+    group = Group(2)
+    group.steps(40, 0.01)
+    del group.since[1]
+    group.pass_time(STUCK_S)
+    assert group.check() == ([0], [0])
+
+
+def test_a_member_without_requests_is_not_silent() -> None:
+    group = Group(2)
+    group.steps(40, 0.01)
+    del group.since[1]
+    group.steps(1000, 0.1, without=(1,))
+    assert group.check() == ([], [])
+    group.since[1] = group.clock.now()  # its first request since then
+    group.steps(10, 0.1, without=(1,))
+    assert group.check() == ([], [])
+
+
+def test_a_slow_member_is_left_out() -> None:
+    group = Group(3)
+    for _ in range(20):
+        group.steps(10, 0.02, without=(2,))
+        group.step(2, 0.2)
+    assert group.check() == ([2], [])
+
+
+def test_a_member_that_computes_long_prompts_is_not_slow() -> None:
+    group = Group(3)
+    for _ in range(40):
+        group.steps(10, 0.02, without=(2,))
+        group.step(2, 0.2, num_tokens=2048)
+    assert group.check() == ([], [])
+    group = Group(3)
+    for member, step_s in ((0, 0.2), (1, 0.2), (2, 2.0)):
+        for _ in range(40):
+            group.step(member, step_s, num_tokens=2048)
+    assert group.check() == ([2], [])
+
+
+def test_what_is_fast_enough_for_anybody_is_not_slow() -> None:
+    group = Group(2)
+    for _ in range(40):
+        group.steps(10, 0.001, without=(1,))
+        group.step(1, 0.03)
+    assert group.check() == ([], [])
+
+
+def test_time_in_which_nobody_waits_is_not_counted() -> None:
+    group = Group(2)
+    for _ in range(40):
+        group.steps(10, 0.02, without=(1,))
+        group.detector.progress(1, "r1", 10, 0.02)  # its client took ten times as long
+    assert group.check() == ([], [])
+
+
+def test_failures_in_a_row_with_nothing_in_between() -> None:
+    group = Group(2)
+    for _ in range(MAX_FAILURES - 1):
+        assert group.detector.fail(0) is None
+    group.step(0, 0.01)
+    for _ in range(MAX_FAILURES - 1):
+        assert group.detector.fail(0) is None
+    ejection = group.detector.fail(0)
+    assert ejection is not None
+    assert (ejection.member, ejection.duration_s) == (0, EJECTION_S)
+    assert "5 requests in a row" in ejection.reason
+
+
+def test_one_that_is_lost_again_and_again() -> None:
+    group = Group(2)
+    assert group.detector.lose(0) is None
+    group.pass_time(FORGIVEN_S)
+    assert group.detector.lose(0) is None
+    durations = []
+    for _ in range(4):
+        group.pass_time(20)
+        ejection = group.detector.lose(0)
+        durations.append(ejection and ejection.duration_s)
+    assert durations == [EJECTION_S, 2 * EJECTION_S, 3 * EJECTION_S, 4 * EJECTION_S]
+
+
+def test_ejections_have_a_limit_and_are_forgiven() -> None:
+    group = Group(2)
+
+    def eject() -> float:
+        """However many times it takes."""
+        while (ejection := group.detector.lose(0)) is None:
+            pass
+        return ejection.duration_s
+
+    last = 0.0
+    while last < MAX_EJECTION_S:
+        group.pass_time(last)
+        last = eject()
+    group.pass_time(last + 1000 * FORGIVEN_S)
+    assert eject() == EJECTION_S
+
+
+def test_the_share_of_one_that_is_back_grows() -> None:
+    group = Group(2)
+    group.detector.lose(0)
+    group.detector.lose(0)
+    shares = []
+    for _ in range(int(EJECTION_S + RETURN_S) + 1):
+        shares.append(group.detector.share(0))
+        group.pass_time(1.0)
+    assert shares[: int(EJECTION_S)] == [0] * int(EJECTION_S)
+    back = shares[int(EJECTION_S) :]
+    assert 0 < back[0] < 0.2
+    assert back == sorted(back)
+    assert back[-1] == 1
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 4)])
+def test_at_most_half_are_left_out(count: int, most: int) -> None:
+    group = Group(count)
+    for member in group.members:
+        group.detector.lose(member)
+        group.detector.lose(member)
+    assert group.shares().count(0) == most
+
+
+def test_members_of_other_kinds_are_not_compared() -> None:
+    clock = VirtualClock()
+    detector = OutlierDetector(clock)
+    detector.add(0, "prefill")
+    detector.add(1, "decode")
+    detector.lose(0)
+    assert detector.lose(0) is None
+    for _ in range(40):
+        detector.progress(0, "a", 1, 0.01)
+        detector.progress(1, "b", 1, 1.0)
+    assert detector.check({0: 0.0, 1: 0.0}).ejected == []
+
+
+class Fleet(RuleBasedStateMachine):
+    """Whatever members do: at least half of each group are in, and whoever is out comes back in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = VirtualClock()
+        self.detector = OutlierDetector(self.clock)
+        self.groups: dict[int, str] = {}
+        self.since: dict[int, float] = {}
+        self.out_until: dict[int, float] = {}
+        self.next_member = 0
+
+    @rule(group=st.sampled_from("ab"))
+    def join(self, group: str) -> None:
+        self.detector.add(self.next_member, group)
+        self.groups[self.next_member] = group
+        self.next_member += 1
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        member = self.member(data)
+        self.detector.remove(member)
+        del self.groups[member]
+        self.since.pop(member, None)
+        self.out_until.pop(member, None)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), step_s=st.sampled_from([0.0, 0.01, 1.0]), count=st.integers(1, 30))
+    def work(self, data: st.DataObject, step_s: float, count: int) -> None:
+        member = self.member(data)
+        for _ in range(count):
+            self.detector.progress(member, f"r{member}", 1, step_s)
+        self.since[member] = self.clock.now()
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        member = self.member(data)
+        self.detector.end(member, f"r{member}")
+        self.since.pop(member, None)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), loses=st.booleans())
+    def go_wrong(self, data: st.DataObject, loses: bool) -> None:
+        member = self.member(data)
+        before = self.num_out(self.groups[member])
+        ejection = self.detector.lose(member) if loses else self.detector.fail(member)
+        if ejection is not None:
+            self.note(ejection.member, ejection.duration_s)
+            assert self.num_out(self.groups[member]) == before + 1
+
+    @rule()
+    def judge(self) -> None:
+        verdicts = self.detector.check(self.since)
+        for ejection in verdicts.ejected:
+            self.note(ejection.member, ejection.duration_s)
+        assert set(verdicts.stuck) <= self.since.keys()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now() + seconds)
+
+    def member(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.groups)))
+
+    def note(self, member: int, duration_s: float) -> None:
+        assert self.out_until.get(member, 0.0) <= self.clock.now()
+        assert EJECTION_S <= duration_s <= MAX_EJECTION_S
+        size = list(self.groups.values()).count(self.groups[member])
+        assert 2 * self.num_out(self.groups[member]) <= size
+        self.out_until[member] = self.clock.now() + duration_s
+
+    def num_out(self, group: str) -> int:
+        mine = [member for member in self.groups if self.groups[member] == group]
+        return sum(self.detector.share(member) == 0 for member in mine)
+
+    @invariant()
+    def those_that_are_out_are_back_in_time(self) -> None:
+        for member in self.groups:
+            share = self.detector.share(member)
+            is_out = self.clock.now() < self.out_until.get(member, 0.0)
+            assert (share == 0) == is_out
+            assert 0 <= share <= 1
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,148 @@
+"""A replica hangs, is slow or flaps: its requests go on elsewhere, new ones avoid it, and it returns slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from test_dispatching import ask, assert_nothing_left, engine, request, start
+
+from pagoda.frontend import outliers
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.event_loop import run
+
+
+class Traffic:
+    """Requests that come at a constant rate, and to which replica each was given."""
+
+    def __init__(self, dispatcher: Dispatcher, *, per_s: float = 10, max_tokens: int = 20) -> None:
+        self.dispatcher = dispatcher
+        self.per_s = per_s
+        self.max_tokens = max_tokens
+        self.asking: list[asyncio.Task[float]] = []
+
+    async def come(self, for_s: float) -> Counter[int]:
+        """By replica, how many requests were there when they had just come."""
+        before = Counter(self.placed())
+        for _ in range(int(for_s * self.per_s)):
+            self.asking.append(asyncio.create_task(self._ask(len(self.asking))))
+            await asyncio.sleep(1 / self.per_s)
+        after = Counter(self.placed())
+        return after - before
+
+    def placed(self) -> dict[int, int]:
+        counts = (member.prefixes._num_added for member in self.dispatcher._members)
+        return dict(enumerate(counts))
+
+    async def _ask(self, number: int) -> float:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        prompt = [number % 90, number // 90 + 1]
+        asked = request(f"r{number}", prompt, max_tokens=self.max_tokens)
+        assert (await ask(self.dispatcher, asked)).complete
+        return loop.time() - began
+
+    async def end(self) -> list[float]:
+        """How long each took."""
+        durations = await asyncio.gather(*self.asking)
+        assert_nothing_left(self.dispatcher)
+        await self.dispatcher.close()
+        return durations
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-pending-tokens", "prefix-affinity"])
+def test_a_replica_that_hangs(policy: PolicyName) -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(4, policy)
+        traffic = Traffic(dispatcher)
+        await traffic.come(2)
+        endpoints[2].hang(25)
+        await traffic.come(outliers.SILENCE_S + 2)
+        assert [r.state for r in (await dispatcher.load()).replicas][2] == "ejected"
+        assert (await traffic.come(2))[2] == 0
+        await traffic.come(38)
+        assert (await traffic.come(20))[2] > 0.15 * 20 * traffic.per_s
+        durations = await traffic.end()
+        longest = outliers.STUCK_S + 2
+        assert max(durations) < longest
+        assert sum(duration > 1 for duration in durations) < 0.1 * len(durations)
+
+    run(main())
+
+
+def test_a_replica_that_is_slow() -> None:
+    async def main() -> None:
+        endpoints = [SimEndpoint(engine(base_s=base_s)) for base_s in (0.02, 0.02, 0.02, 0.2)]
+        dispatcher = Dispatcher(endpoints, POLICIES["round-robin"])
+        await dispatcher.start()
+        traffic = Traffic(dispatcher)
+        placed = await traffic.come(30)
+        share = placed[3] / sum(placed.values())
+        assert 0 < share < 0.1
+        await traffic.end()
+
+    run(main())
+
+
+def test_a_replica_that_flaps() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(3, "round-robin")
+        traffic = Traffic(dispatcher, per_s=10)
+        shares = []
+        for _ in range(8):
+            placed = await traffic.come(8)
+            shares.append(placed[1] / sum(placed.values()))
+            endpoints[1].kill(restart_s=0.1)
+        assert shares[0] == pytest.approx(1 / 3, abs=0.02)
+        assert max(shares[3:]) < 0.1
+        await traffic.come(50)
+        placed = await traffic.come(20)
+        assert placed[1] / sum(placed.values()) == pytest.approx(1 / 3, abs=0.02)
+        await traffic.end()
+
+    run(main())
+
+
+def test_the_last_one_is_never_left_out() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "round-robin")
+        traffic = Traffic(dispatcher)
+        for _ in range(3):
+            await traffic.come(4)
+            for endpoint in endpoints:
+                endpoint.kill(restart_s=0.1)
+        placed = await traffic.come(2)
+        assert sum(placed.values()) >= 2 * traffic.per_s
+        durations = await traffic.end()
+        assert max(durations) < 3
+
+    run(main())
+
+
+def test_a_client_that_does_not_read_makes_no_replica_silent() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(2, "round-robin")
+        chunks = dispatcher.generate(request("idle", max_tokens=60))
+        await anext(chunks)
+        traffic = Traffic(dispatcher)
+        await traffic.come(3 * outliers.STUCK_S)
+        assert {r.state for r in (await dispatcher.load()).replicas} == {"ready"}
+        tokens = [token async for chunk in chunks for token in chunk.token_ids]
+        assert len(tokens) == 59
+        await traffic.end()
+
+    run(main())
+
+
+def test_an_idle_fleet_is_not_watched() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(2)
+        await ask(dispatcher, request("one"))
+        await asyncio.sleep(2)
+        assert dispatcher._judging is None
+        await dispatcher.close()
+
+    run(main())
