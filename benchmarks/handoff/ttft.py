@@ -51,6 +51,7 @@ def ttft(
     dtype: Dtype = "bfloat16",
     prompt_len: int = 1000,
     prompts: int = 7,
+    chunk: int = 256,
     transports: str = "shm,tcp",
     seed: int = 0,
 ) -> None:
@@ -61,6 +62,7 @@ def ttft(
         dtype: Of weights, activations and KV.
         prompt_len: Random tokens in a prompt.
         prompts: For each transport, in turn.
+        chunk: Tokens that the prefill engine computes in a step; their KV goes while the next are computed.
         transports: Those to be measured.
         seed: Of the prompts.
     """
@@ -68,17 +70,20 @@ def ttft(
     with TemporaryDirectory() as directory:
         key = write_key(Path(directory))
         times, num_blocks = asyncio.run(
-            _measure(model, dtype, key, names, random.Random(seed), prompt_len, prompts)
+            _measure(model, dtype, key, chunk, names, random.Random(seed), prompt_len, prompts)
         )
     _report(times, num_blocks)
 
 
-def _engine(model: str, dtype: Dtype, key: Path, role: Role, transports: str) -> EngineClient:
+def _engine(
+    model: str, dtype: Dtype, key: Path, role: Role, transports: str, chunk: int = 2048
+) -> EngineClient:
     is_preset = model != "pagoda-tiny"
     engine = EngineOptions(
         load_format="dummy" if is_preset else "auto",
         dtype=dtype,
         threads=1,
+        max_num_batched_tokens=chunk,
         max_model_len=_MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         num_kv_blocks=4 * _MAX_MODEL_LEN // BLOCK_SIZE,
@@ -94,6 +99,7 @@ async def _measure(
     model: str,
     dtype: Dtype,
     key: Path,
+    chunk: int,
     names: list[str],
     chance: random.Random,
     prompt_len: int,
@@ -103,7 +109,7 @@ async def _measure(
     p_core, d_core = two_cores()
     times: dict[str, list[_Times]] = {name: [] for name in names}
     async with AsyncExitStack() as stack:
-        prefill = _engine(model, dtype, key, Role.PREFILL, ",".join(names))
+        prefill = _engine(model, dtype, key, Role.PREFILL, ",".join(names), chunk)
         decoders = {name: _engine(model, dtype, key, Role.DECODE, name) for name in names}
         for engine in (prefill, *decoders.values()):
             with on_cores([p_core if engine is prefill else d_core]):

@@ -24,7 +24,8 @@ from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.pods import PATIENCE_S, Pod
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.sim.endpoint import LoopClock, SimEndpoint
+from pagoda.ipc.clock import LoopClock
+from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 from pagoda.sim.network import SimNetwork
 
@@ -79,7 +80,7 @@ async def start(
     roles: Sequence[Role], policy: PolicyName = "least-pending-tokens", **fields: object
 ) -> tuple[Pod, list[Host]]:
     pod = Pod(POLICIES[policy], MIN_TOKENS)
-    network = SimNetwork(LoopClock(asyncio.get_running_loop()))
+    network = SimNetwork(LoopClock())
     hosts = [Host(role, network, index, **fields) for index, role in enumerate(roles)]
     for host in hosts:
         await host.start()
@@ -152,6 +153,22 @@ def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_ou
         assert [host.num_prefills for host in hosts] == [6, 6, 0, 0]
         assert [len(host.taken) for host in hosts] == [6, 6, 6, 6]
         await end(pod, hosts)
+
+    run(main())
+
+
+def test_siblings_get_the_kv_of_the_first_of_them() -> None:
+    async def main() -> None:
+        pod, [p, d] = await start([P, D])
+        asking = [ask(pod.dispatcher, request(f"r{i}", LONG)) for i in range(5)]
+        assert all(answer.complete for answer in await asyncio.gather(*asking))
+        assert [r.request_id for r in p.taken] == ["r0/prefill0"]
+        assert [r.request_id for r in d.taken] == [f"r{i}" for i in range(5)]
+        load = await d.load()
+        assert load.num_prefix_hit_tokens == 5 * await d.num_fetched()
+        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
+        assert not pod.dispatcher._preparation._computing  # type: ignore[union-attr]
+        await end(pod, [p, d])
 
     run(main())
 
