@@ -157,7 +157,7 @@ class Dispatcher:
 
     def _take_in(self, member: _Member) -> None:
         """It has started."""
-        limits = member.replica.limits
+        limits = member.limits = member.replica.limits
         member.prefixes = PrefixIndex(limits.num_blocks)
         self._outliers.add(member.index, limits.role)
 

@@ -155,7 +155,7 @@ class Life:
             pair.hold(request)
             del pair.requests[request.request_id]
         elif chance < 0.1:
-            source = rng.choice([*self._sources_of_others(request), _NOBODY, _NONSENSE])
+            source = rng.choice([*self._sources_of_others(request)[-3:], _NOBODY, _NONSENSE])
             self.met["with a source that is of no use"] += 1
             pair.fetch(request, source)
         else:

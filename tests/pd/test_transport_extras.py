@@ -19,6 +19,7 @@ _RUN = (
 )
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
 def test_an_extra_keeps_the_promises_of_all_transports(name: str) -> None:
     if importlib.util.find_spec(name) is None:
@@ -30,7 +31,7 @@ def test_an_extra_keeps_the_promises_of_all_transports(name: str) -> None:
         env=os.environ | {"PAGODA_TEST_TRANSPORT": name},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
     )
     said = done.stdout[-8000:]
     reasons = [line for line in said.splitlines() if line.startswith("SKIPPED")]
