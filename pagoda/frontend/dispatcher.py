@@ -54,11 +54,16 @@ MAX_DEATHS = 3
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 _LOAD_TIMEOUT_S = 2.0
+_LET_GO_RETRY_S = 1
 _JUDGE_INTERVAL_S = 1.0
 _EVENLY = 0.6180339887
 """Multiples of it, without their whole parts, lie evenly between 0 and 1 however many there are."""
 
 _log = logging.getLogger(__name__)
+
+
+class _LetGoError(Exception):
+    """The replica does not have the request, and no engine died of it."""
 
 
 class Dispatcher:
@@ -247,13 +252,15 @@ class Dispatcher:
                                 yield chunk
                                 held.waits_since = self._clock.now()
                                 continue
-                            if held.is_leaving(chunk):
-                                raise EngineLostError("The worker is being replaced.")
+                            if chunk.finish_reason is FinishReason.ABORT and not held.aborted:
+                                raise _LetGoError("The replica has let go of the request.")
                             chunk = self._take(held, member, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
                             held.waits_since = self._clock.now()
+                except _LetGoError:
+                    held.was_let_go(member)
                 except EngineLostError:
                     held.lost_an_engine()
                 except OverloadedError as error:
@@ -382,9 +389,9 @@ class Dispatcher:
                 held.refusals.clear()
                 continue
             retry_after_s = min(held.refusals.values())
-            if not held.has_waited:
+            if not (held.has_waited or held.returns):
                 raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
-            # It was taken when no engine ran; now too many were held back for those that do.
+            # It was taken before, by an engine or when none ran; now too many were held back for those that do.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_after_s):
                     await self._change(held)
@@ -470,8 +477,8 @@ class Dispatcher:
             return
         role, num_cached_tokens = member.replica.limits.role, held.num_cached_tokens_there
         async with self._preparation.prepare(request, role, num_cached_tokens) as prepared:
-            if held.aborted or held.leaves:
-                raise EngineLostError("The request was taken away before its replica had it.")
+            if held.aborted or held.leaves or not member.has_engine:
+                raise _LetGoError("The request was taken away before its replica had it.")
             if prepared.kv_source is not None:
                 self._ledger.reach(held.account, held.account.num_tokens)
             yield prepared
@@ -672,9 +679,12 @@ class _Member:
         """Ends the news of its cache; None while there are none."""
 
     @property
+    def has_engine(self) -> bool:
+        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
+
+    @property
     def takes_requests(self) -> bool:
-        states = (ReplicaState.READY, ReplicaState.DEGRADED)
-        return not self.is_leaving and self.replica.state in states
+        return self.has_engine and not self.is_leaving
 
     def has_part_in(self, request: GenerateRequest) -> bool:
         """Whether such requests are meant for it, by its role in prefill/decode handoff."""
@@ -718,10 +728,6 @@ class _Held:
         self.leaves = False
         """Its replica was told to let it go, so that another takes it."""
 
-    def is_leaving(self, chunk: TokenChunk) -> bool:
-        """Whether `chunk` is the replica's answer to that."""
-        return self.leaves and not self.aborted and chunk.finish_reason is FinishReason.ABORT
-
     @property
     def num_tokens_left(self) -> int:
         return (self.request.sampling.max_tokens or 1) - len(self.token_ids)
@@ -752,6 +758,13 @@ class _Held:
         self.deaths += 1
         self.returns = True
         self.refusals.clear()
+
+    def was_let_go(self, member: _Member) -> None:
+        """It is at `member` no more, though nothing died; one that lets go unasked is not asked again soon."""
+        self.returns = True
+        self.refusals.clear()
+        if not self.leaves:
+            self.refusals[member.index] = _LET_GO_RETRY_S
 
     def ending(self) -> TokenChunk:
         """The last chunk of a request that is tried no more."""
