@@ -102,7 +102,7 @@ class Dispatcher:
     def _new_member(self, replica: Replica) -> _Member:
         member = _Member(self._ledger.add_replica(), replica)
         self._members.append(member)
-        replica.watch(partial(self._on_change, member))
+        member.unwatch = replica.watch(partial(self._on_change, member))
         return member
 
     @property
@@ -187,12 +187,12 @@ class Dispatcher:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
         for member in [member for member in self._members if member.replica is replica]:
             self._members.remove(member)
+            member.unwatch()
             if member.unfollow is not None:
                 member.unfollow()
             self._cache.remove(member.prefixes)
             self._outliers.remove(member.index)
-        if self._members:
-            self._add_limits()
+        self._add_limits()
         self._notify()
 
     def _member(self, replica: Replica) -> _Member:
@@ -204,7 +204,8 @@ class Dispatcher:
 
     def _add_limits(self) -> None:
         """Without any replica those of the last ones hold: requests wait for another of the same kind."""
-        self._limits = _sum_of_limits([member.replica.limits for member in self._members])
+        if self._members:
+            self._limits = _sum_of_limits([member.replica.limits for member in self._members])
 
     def _check_start(self, member: _Member, start: asyncio.Task[None]) -> None:
         try:
@@ -229,8 +230,9 @@ class Dispatcher:
         states = {member.replica.state for member in self._members if member.takes_requests}
         return ReplicaState.READY if ReplicaState.READY in states else ReplicaState.DEGRADED
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         held = self._accept(request)
@@ -265,7 +267,6 @@ class Dispatcher:
                     held.lost_an_engine()
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
-                    self._tell(self._outliers.fail(member.index))
                 finally:
                     self._leave(held)
         finally:
@@ -285,6 +286,12 @@ class Dispatcher:
             await held.member.replica.abort(request_id)
         else:
             self._wake()
+
+    def complain(self, request_id: str) -> None:
+        """The replica that has the request does not do in time what takes no time."""
+        held = self._requests.get(request_id)
+        if held is not None and held.member is not None:
+            self._tell(self._outliers.fail(held.member.index))
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
@@ -361,11 +368,16 @@ class Dispatcher:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
         # More would be refused by all replicas in turn, or wait for one without end.
-        if len(self._requests) >= self.limits.max_num_seqs + self.limits.max_num_waiting:
+        if len(self._requests) >= self._room_for(request):
             raise OverloadedError("The waiting queue is full.")
         held = self._requests[request.request_id] = _Held(request)
         self._idle.clear()
         return held
+
+    def _room_for(self, request: GenerateRequest) -> int:
+        """How many requests those have room for whose part such ones are."""
+        limits = [m.replica.limits for m in _with_a_part(self._members, request)] or [self.limits]
+        return sum(limit.max_num_seqs + limit.max_num_waiting for limit in limits)
 
     async def _place(self, held: _Held) -> _Member | None:
         """Enters `held` at a replica, waiting until one takes requests; None when its end is known already.
@@ -403,12 +415,10 @@ class Dispatcher:
 
         Those that were left out for doing worse than others get some of the first requests after that.
 
-        Those whose part it is come before others, so a fleet that lacks one kind of hosts still serves.
+        Those whose part it is not get it only where nobody else takes requests; one that is full still does.
         """
-        open_members = [
-            m for m in self._members if m.takes_requests and m.index not in held.refusals
-        ]
-        open_members = [m for m in open_members if m.has_part_in(held.request)] or open_members
+        takers = _with_a_part([m for m in self._members if m.takes_requests], held.request)
+        open_members = [member for member in takers if member.index not in held.refusals]
         ready = [m for m in open_members if m.replica.state is ReplicaState.READY]
         draw = self._num_placed * _EVENLY % 1
         fit = [m for m in ready if self._outliers.share(m.index) > draw]
@@ -432,7 +442,7 @@ class Dispatcher:
         member = candidates[chosen]
         held.num_sent = member.prefixes.add(keys)
         held.member = member
-        held.num_cached_tokens_there = choices[chosen].num_cached_tokens
+        held.num_cached_tokens_there = member.prefixes.num_told(keys) * block_size
         held.leaves = False
         held.account = self._ledger.open(
             member.index,
@@ -502,9 +512,7 @@ class Dispatcher:
         count = len(chunk.token_ids)
         held.token_ids += chunk.token_ids
         num_computed = self._ledger.advance(held.account, count)
-        if chunk.finish_reason is FinishReason.ERROR:
-            self._tell(self._outliers.fail(member.index))
-        else:
+        if chunk.finish_reason is not FinishReason.ERROR:
             self._progress(held, member, num_computed)
         if count and held.deaths:
             self._acquit(held)
@@ -542,6 +550,8 @@ class Dispatcher:
     # ---- replicas come and go
 
     def _on_change(self, member: _Member) -> None:
+        if member not in self._members:
+            return  # it was removed by another who was told the same
         is_ready = member.replica.state is ReplicaState.READY
         if member.was_ready and not is_ready:
             self._tell(self._outliers.lose(member.index))
@@ -553,13 +563,14 @@ class Dispatcher:
         if self._limits is not None and member.limits != member.replica.limits:
             member.limits = member.replica.limits
             member.prefixes.resize(member.limits.num_blocks)
+            self._outliers.regroup(member.index, member.limits.role)
             self._add_limits()
         self._notify()
 
     def _notify(self) -> None:
         """Something about replicas is different."""
         self._wake()
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()
 
     def _follow_caches(self) -> None:
@@ -675,6 +686,7 @@ class _Member:
         self.was_ready = False
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
+        self.unwatch: Callable[[], None] = lambda: None
         self.unfollow: Callable[[], None] | None = None
         """Ends the news of its cache; None while there are none."""
 
@@ -696,6 +708,11 @@ class _Member:
         return role is not Role.PREFILL
 
 
+def _with_a_part(members: Sequence[_Member], request: GenerateRequest) -> Sequence[_Member]:
+    """Those for whom `request` is meant; all, where there is none."""
+    return [member for member in members if member.has_part_in(request)] or members
+
+
 class _Held:
     """A request as a value, from the door to its last chunk."""
 
@@ -711,7 +728,7 @@ class _Held:
         """Where it is; None while it waits for a replica."""
         self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
         self.num_cached_tokens_there = 0
-        """What its member is believed to have in its cache."""
+        """What its member says to have in its cache."""
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
         self.keys: list[int] | None = None
