@@ -22,6 +22,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.outliers import SILENCE_S
 from pagoda.frontend.pods import PATIENCE_S, Pod
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.ipc.clock import LoopClock
@@ -204,6 +205,22 @@ def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
         assert len(hosts[0].taken) <= 5
         assert [r.state for r in (await pod._prefill.load()).replicas] == ["ejected", "ready"]
         assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 15
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_a_decode_host_that_waits_for_kv_is_not_judged_by_its_silence() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D, D], per_transferred_block_s=1.0)
+        began = asyncio.get_running_loop().time()
+        long = asyncio.create_task(ask(pod.dispatcher, request("long", LONG)))
+        while not long.done():
+            assert (await ask(pod.dispatcher, request(f"r{len(hosts[2].taken)}", [1]))).complete
+            states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
+            assert states == ["ready"] * 3
+        assert (await long).complete
+        assert asyncio.get_running_loop().time() - began > 2 * SILENCE_S
         await end(pod, hosts)
 
     run(main())
