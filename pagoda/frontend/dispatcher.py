@@ -194,11 +194,10 @@ class Dispatcher:
         for member in [member for member in self._members if member.replica is replica]:
             self._members.remove(member)
             member.unwatch()
-            if member.unfollow is not None:
-                member.unfollow()
-            self._cache.remove(member.prefixes)
+            self._unfollow_cache(member)
             self._outliers.remove(member.index)
         self._add_limits()
+        self._follow_caches()
         self._notify()
 
     def _member(self, replica: Replica) -> _Member:
@@ -324,7 +323,16 @@ class Dispatcher:
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         unfollow = self._cache.follow(listener)
         self._follow_caches()
-        return unfollow
+
+        def end() -> None:
+            unfollow()
+            self._follow_caches()
+
+        return end
+
+    def reconsider(self) -> None:
+        """The preparation may need other things than before."""
+        self._follow_caches()
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -584,16 +592,22 @@ class Dispatcher:
             listener()
 
     def _follow_caches(self) -> None:
-        """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
-        is_prepared = self._preparation is not None
-        if not (self._uses_prefixes or is_prepared or self._cache.is_followed):
-            return
+        """As long as what replicas have cached matters: to a choice, to who prepares requests, or to followers."""
+        matters = self._uses_prefixes or self._cache.is_followed
         for member in self._members:
-            if member.unfollow is None:
+            if matters and member.unfollow is None:
                 self._cache.add(member.prefixes)
                 member.unfollow = member.replica.follow_cache(
                     partial(self._cache.take, member.prefixes)
                 )
+            elif not matters:
+                self._unfollow_cache(member)
+
+    def _unfollow_cache(self, member: _Member) -> None:
+        if member.unfollow is not None:
+            member.unfollow()
+            member.unfollow = None
+        self._cache.remove(member.prefixes)
 
     def _judge_later(self) -> None:
         loop = asyncio.get_running_loop()

@@ -374,6 +374,28 @@ def test_a_pod_can_do_what_any_of_its_hosts_can(roles: list[Role], role: Role) -
     run(main())
 
 
+def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
+    async def main() -> None:
+        pod, hosts = await start([D, D], "round-robin")
+
+        def are_followed() -> set[bool]:
+            return {bool(host._session._cache_listeners) for host in hosts}
+
+        assert are_followed() == {False}
+        p = Host(P, hosts[0]._network, 2)
+        await p.start()
+        pod.add(p)
+        assert are_followed() == {True}
+        pod.remove(p)
+        assert are_followed() == {False}
+        pod.add(p)
+        assert (await ask(pod.dispatcher, request("r", LONG))).complete
+        assert p.num_prefills == 1
+        await end(pod, [*hosts, p])
+
+    run(main())
+
+
 # ---- whole lives
 
 
