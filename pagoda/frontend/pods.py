@@ -25,7 +25,7 @@ from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import POLICIES, Policy
 
-DEFAULT_MIN_TOKENS = 256
+DEFAULT_MIN_TOKENS = 128
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
 SIBLING_PATIENCE_S = 30.0
 """How long a request waits for another that has the same prefix computed; as long as the other does at most."""
