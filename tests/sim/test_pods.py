@@ -24,7 +24,8 @@ from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.pods import PATIENCE_S, Pod
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.sim.endpoint import LoopClock, SimEndpoint
+from pagoda.ipc.clock import LoopClock
+from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 from pagoda.sim.network import SimNetwork
 
@@ -79,7 +80,7 @@ async def start(
     roles: Sequence[Role], policy: PolicyName = "least-pending-tokens", **fields: object
 ) -> tuple[Pod, list[Host]]:
     pod = Pod(POLICIES[policy], MIN_TOKENS)
-    network = SimNetwork(LoopClock(asyncio.get_running_loop()))
+    network = SimNetwork(LoopClock())
     hosts = [Host(role, network, index, **fields) for index, role in enumerate(roles)]
     for host in hosts:
         await host.start()
