@@ -161,7 +161,9 @@ class Client(asyncio.Protocol):
         if b"data: [DONE]" in self._tail:
             self.done.set_result(None)
         else:
-            self.done.set_exception(exc or ConnectionError(f"the router hung up behind {self._tail!r}"))
+            self.done.set_exception(
+                exc or ConnectionError(f"the router hung up behind {self._tail!r}")
+            )
 
 
 class Counts:

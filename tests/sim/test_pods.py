@@ -157,6 +157,22 @@ def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_ou
     run(main())
 
 
+def test_siblings_get_the_kv_of_the_first_of_them() -> None:
+    async def main() -> None:
+        pod, [p, d] = await start([P, D])
+        asking = [ask(pod.dispatcher, request(f"r{i}", LONG)) for i in range(5)]
+        assert all(answer.complete for answer in await asyncio.gather(*asking))
+        assert [r.request_id for r in p.taken] == ["r0/prefill0"]
+        assert [r.request_id for r in d.taken] == [f"r{i}" for i in range(5)]
+        load = await d.load()
+        assert load.num_prefix_hit_tokens == 5 * await d.num_fetched()
+        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
+        assert not pod.dispatcher._preparation._computing  # type: ignore[union-attr]
+        await end(pod, [p, d])
+
+    run(main())
+
+
 def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
     async def main() -> None:
         pod, hosts = await start([P, D], base_s=1.0)
