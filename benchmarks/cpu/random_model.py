@@ -61,6 +61,16 @@ def main(
 
 def write_model(directory: Path, config: Mapping[str, object], seed: int) -> None:
     """Writes config.json, the tokenizer and the weights, these last: where they are, all is."""
+    write_text_side(directory, config)
+    save_file(
+        dict(_weights(config, seed)),
+        str(directory / WEIGHTS_FILE),
+        metadata={"format": "pt"},
+    )
+
+
+def write_text_side(directory: Path, config: Mapping[str, object]) -> None:
+    """Writes all but the weights, which a server makes up with `--load-format dummy`."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = _size(config, "vocab_size")
     ends = {"eos_token_id": vocab_size - 1}
@@ -77,11 +87,6 @@ def write_model(directory: Path, config: Mapping[str, object], seed: int) -> Non
         },
     )
     _tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
-    save_file(
-        dict(_weights(config, seed)),
-        str(directory / WEIGHTS_FILE),
-        metadata={"format": "pt"},
-    )
 
 
 def vocabulary(size: int) -> list[str]:

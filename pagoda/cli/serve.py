@@ -28,7 +28,7 @@ from pagoda.cli.options import (
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.cli.sizes import format_bytes
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import CurveKeys, EngineReady
+from pagoda.engine.messages import CurveKeys, EngineReady, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
@@ -211,6 +211,8 @@ def _facts(
     yield "pagoda", __version__
     yield "model", name if name == files.model else f"{name}  ({files.model})"
     yield "worker", limits.summary
+    if limits.role is not Role.NONE:
+        yield "role", limits.role.value
     yield "KV cache", f"{cached:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}"
     if tiers is not None:
         yield "KV tiers", ", ".join(_tiers(tiers))

@@ -258,6 +258,7 @@ class EngineCore:
             ledger,
             self._clock,
             engine_id=links.engine_id,
+            also_holds=config.role.holds_kv,
             fails=config.fail_on_load_failure,
         )
         return self._remote

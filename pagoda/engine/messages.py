@@ -533,7 +533,7 @@ class KVHandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     transports: tuple[str, ...]
     """Those that may be used (`pagoda.pd.transport`), the best first."""
     host: str
-    """The address of this host at which workers of other engines reach it."""
+    """The address at which workers of other engines reach this host, where `WorkerConfig.bind_host` says none."""
     secret: bytes
     """Shared by all that may reach each other's KV; both sides of a connection prove that they know it."""
     encrypts: bool = False

@@ -157,7 +157,7 @@ class Dispatcher:
 
     def _take_in(self, member: _Member) -> None:
         """It has started."""
-        limits = member.replica.limits
+        limits = member.limits = member.replica.limits
         member.prefixes = PrefixIndex(limits.num_blocks)
         self._outliers.add(member.index, limits.role)
 
@@ -543,8 +543,9 @@ class Dispatcher:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(member)
-        if self._limits is not None and self._members:
-            member.prefixes.resize(member.replica.limits.num_blocks)
+        if self._limits is not None and member.limits != member.replica.limits:
+            member.limits = member.replica.limits
+            member.prefixes.resize(member.limits.num_blocks)
             self._add_limits()
         self._notify()
 
@@ -660,6 +661,8 @@ class _Member:
         self.index = index
         self.replica = replica
         self.prefixes = PrefixIndex(0)
+        self.limits: EngineReady | None = None
+        """As they were added up."""
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
         self.was_ready = False

@@ -161,12 +161,16 @@ class HostDoor:
         self._told_limits, self._told_ready = limits, is_ready
 
     async def _serve(self) -> None:
-        while True:
-            router, payload = await self._socket.recv_multipart()
-            try:
-                self._handle(router, self._decode(payload))
-            except msgspec.DecodeError as error:
-                _log.warning("a router sent what is not a message: %s", error)
+        try:
+            while True:
+                router, payload = await self._socket.recv_multipart()
+                try:
+                    self._handle(router, self._decode(payload))
+                except msgspec.DecodeError as error:
+                    _log.warning("a router sent what is not a message: %s", error)
+        except Exception:
+            _log.exception("routers cannot be served any more")
+            self._socket.close()  # so that they know
 
     def _handle(self, router: bytes, message: FrontendMessage) -> None:
         match message:
@@ -329,7 +333,10 @@ class RemoteHost:
             ConfigError: it does not speak with this router; says why.
         """
         self._started = asyncio.get_running_loop().create_future()
-        self._socket.connect(self.address)
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError:
+            raise ConfigError(f"{self.address!r} is not an address like tcp://HOST:PORT.") from None
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch_connection()),
@@ -412,12 +419,14 @@ class RemoteHost:
     # ---- messages
 
     async def _receive(self) -> None:
-        while True:
-            payload = await self._socket.recv()
-            try:
-                self._take(self._decode(payload))
-            except msgspec.DecodeError as error:
-                self.lose(f"sent what is not a message ({error})")
+        try:
+            while True:
+                self._take(self._decode(await self._socket.recv()))
+        except msgspec.DecodeError as error:
+            self.lose(f"sent what is not a message ({error})")
+        except Exception:
+            _log.exception("the host at %s cannot be listened to any more", self.address)
+            self.lose("cannot be listened to any more")
 
     def _take(self, message: HostMessage) -> None:
         match message:

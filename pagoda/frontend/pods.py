@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -26,8 +27,13 @@ from pagoda.frontend.policies import POLICIES, Policy
 
 DEFAULT_MIN_TOKENS = 256
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
+SIBLING_PATIENCE_S = 30.0
+"""How long a request waits for another that has the same prefix computed; as long as the other does at most."""
 PATIENCE_S = 1.0
 """How long a request waits to hear where its KV will be: a prefill host says so at once."""
+
+_Beginning = tuple[str | None, tuple[int, ...]]
+"""Of a prompt, with its cache salt."""
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +128,8 @@ class RemotePrefill:
         self._min_tokens = min_tokens
         self._patience_s = patience_s
         self._numbers = itertools.count()
+        self._computing: WeakValueDictionary[_Beginning, asyncio.Task[None]] = WeakValueDictionary()
+        """The latest of each beginning; those that have ended may still be there."""
 
     @property
     def needs_prefixes(self) -> bool:
@@ -132,10 +140,13 @@ class RemotePrefill:
         self, request: GenerateRequest, role: Role, num_cached_tokens: int
     ) -> AsyncIterator[GenerateRequest]:
         if not self._is_worth_it(request, role, num_cached_tokens):
+            if num_cached_tokens:
+                await self._wait_for_sibling(request)
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
         computing = asyncio.create_task(self._compute(request, source))
+        self._computing[self._beginning_of(request)] = computing
         try:
             await asyncio.wait(
                 (source, computing),
@@ -149,6 +160,15 @@ class RemotePrefill:
                 yield request
         finally:
             await cancel_all([computing])
+
+    async def _wait_for_sibling(self, request: GenerateRequest) -> None:
+        """What is believed to be cached may be computed only now, for a request that came just before."""
+        computing = self._computing.get(self._beginning_of(request))
+        if computing is not None:
+            await asyncio.wait((computing,), timeout=SIBLING_PATIENCE_S)
+
+    def _beginning_of(self, request: GenerateRequest) -> _Beginning:
+        return request.cache_salt, tuple(request.prompt_token_ids[: self._min_tokens])
 
     def _is_worth_it(self, request: GenerateRequest, role: Role, num_cached_tokens: int) -> bool:
         if request.holds_kv or request.kv_source is not None:

@@ -151,6 +151,7 @@ class Registry:
             if entry is None:
                 entry = self._entries[record] = _Entry(record)
                 entry.task = asyncio.create_task(self._keep(entry))
+                entry.task.add_done_callback(_log_failure)
             elif entry.unnamed.is_set():
                 entry.unnamed.clear()
                 entry.changed.set()
@@ -253,6 +254,6 @@ def _identified(record: HostRecord, host_id: str) -> HostRecord:
     return msgspec.structs.replace(record, host_id=host_id)
 
 
-def _log_failure(following: asyncio.Task[None]) -> None:
-    if not following.cancelled() and following.exception() is not None:
-        _log.error("hosts are not found any more: %s", following.exception())
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("hosts cannot be looked after any more", exc_info=task.exception())

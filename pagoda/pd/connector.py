@@ -118,6 +118,11 @@ class _Fetch:
             return True
         return self.num_blocks is None or len(self.block_ids) < self.num_blocks
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether it is for the other engine to do something; how long a read may take is for workers to say."""
+        return self.is_incomplete and (self.load is None or self.load.num_open == 0)
+
 
 class _Peer:
     """An engine at an address."""
@@ -160,14 +165,20 @@ class RemoteKV:
         clock: Clock,
         *,
         engine_id: str,
+        also_holds: bool = False,
         fails: bool = False,
     ) -> None:
         """`engine_id` is this engine's. With `fails`, requests whose KV cannot be fetched are to fail; else they
-        compute it."""
+        compute it.
+
+        An engine that `also_holds` KV does not let others hold it for long while there is no room for it here:
+        two of them could wait for each other's.
+        """
         self._links = peers
         self._ledger = ledger
         self._clock = clock
         self._engine_id = engine_id
+        self._also_holds = also_holds
         self._fails = fails
         self._digest = ""
         self._vocab_size = 0
@@ -490,8 +501,11 @@ class RemoteKV:
         if peer.welcome is None or not all(map(peer.has, named)):
             self._links.send(peer.address, KVHello(digest=self._digest))
         for fetch in list(peer.fetches.values()):
-            if fetch.is_incomplete and now - fetch.moved_at > STALL_S:
+            is_old = now - fetch.moved_at > STALL_S
+            if is_old and fetch.is_owed:
                 self._fail(fetch, f"nothing more of it came for {STALL_S:g} s")
+            elif is_old and self._also_holds and fetch.load is None:
+                self._fail(fetch, f"there was no room for it for {STALL_S:g} s")
             elif fetch.moved_at < now - peer.renewal_s:
                 self._ask_again(peer, fetch)
 

@@ -64,6 +64,7 @@ class _Connection:
         """
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
         encrypt_client(self.socket, keys)
@@ -94,6 +95,8 @@ class SocketPeers:
         self._keys = keys
         self._connections: dict[str, _Connection] = {}
         self._lost: list[tuple[str, PeerLost]] = []
+        self._poller = zmq.Poller()
+        """Over all of their sockets: to ask one after the other costs more than many a step."""
         self._encode = Codec[DecodeMessage](DecodeMessage).encode
         self._decode = Codec[PrefillMessage](PrefillMessage).decode
 
@@ -103,13 +106,16 @@ class SocketPeers:
             if connection is None:
                 connection = _Connection(self._context, address, self._keys)
                 self._connections[address] = connection
+                self._poller.register(connection.socket, zmq.POLLIN)
+                self._poller.register(connection.monitor, zmq.POLLIN)
             connection.socket.send(self._encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._lose(address, f"it cannot be reached ({error.strerror})")
 
     def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
         messages: list[tuple[str, PrefillMessage | PeerLost]] = []
-        for address, connection in list(self._connections.items()):
+        has_news = bool(self._connections) and bool(self._poller.poll(0))
+        for address, connection in list(self._connections.items()) if has_news else ():
             loss = connection.loss()  # before the socket is read: a last message is not overlooked
             messages += self._read(address, connection)
             if loss is not None and address in self._connections:
@@ -138,6 +144,8 @@ class SocketPeers:
     def hang_up(self, address: str) -> None:
         connection = self._connections.pop(address, None)
         if connection is not None:
+            self._poller.unregister(connection.socket)
+            self._poller.unregister(connection.monitor)
             connection.close()
 
     def pollables(self) -> list[object]:

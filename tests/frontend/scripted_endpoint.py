@@ -17,7 +17,7 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.frontend.endpoint import Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
 from pagoda.frontend.model_text import synthetic_model_text
 
 TEXT = synthetic_model_text()
@@ -62,6 +62,11 @@ class ScriptedEndpoint:
 
     def watch(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
+
+    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+        """It has none."""
+        del listener
+        return lambda: None
 
     def change(self) -> None:
         """Tells that `state` or `limits` are others."""

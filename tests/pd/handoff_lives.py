@@ -76,6 +76,8 @@ class Life:
         self._documents = [
             [rng.randrange(VOCAB_SIZE) for _ in range(self._max_model_len)] for _ in range(4)
         ]
+        both = rng.random() < 0.3
+        self._roles = (Role.BOTH, Role.BOTH) if both else (Role.PREFILL, Role.DECODE)
         self._options = {role: self._random_options(role) for role in (Role.PREFILL, Role.DECODE)}
         self._sources: list[tuple[GenerateRequest, KVSource]] = []
         self._aborted: set[str] = set()
@@ -87,6 +89,7 @@ class Life:
             prefill=self._options[Role.PREFILL],
             decode=self._options[Role.DECODE],
             fails=self._fails,
+            roles=self._roles,
         )
         for index in range(rng.randint(3, 14)):
             self._add(index)
@@ -152,7 +155,7 @@ class Life:
             pair.hold(request)
             del pair.requests[request.request_id]
         elif chance < 0.1:
-            source = rng.choice([*self._sources_of_others(request), _NOBODY, _NONSENSE])
+            source = rng.choice([*self._sources_of_others(request)[-3:], _NOBODY, _NONSENSE])
             self.met["with a source that is of no use"] += 1
             pair.fetch(request, source)
         else:
@@ -264,7 +267,7 @@ class Life:
         self._count_deaths(pair.prefill)
         pair.prefill.kill()
         pair.prefill = Engine(
-            pair, Role.PREFILL, pair.prefill.address, **self._options[Role.PREFILL]
+            pair, self._roles[0], pair.prefill.address, **self._options[Role.PREFILL]
         )
 
     def _replace_decode(self) -> None:
@@ -274,7 +277,7 @@ class Life:
         self._note(old)
         old.kill()
         pair.decode = Engine(
-            pair, Role.DECODE, old.address, fails=self._fails, **self._options[Role.DECODE]
+            pair, self._roles[1], old.address, fails=self._fails, **self._options[Role.DECODE]
         )
         for request_id in old.harness.scheduler._requests:
             so_far = old.harness.tokens[request_id]

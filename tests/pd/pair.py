@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -86,8 +87,18 @@ class Engine:
         self.harness.core._executor.close()
 
     def check_books(self) -> None:
-        if self.harness.scheduler._kv_waiting is not None:
-            check_books(self.harness.scheduler)
+        scheduler = self.harness.scheduler
+        if scheduler._kv_waiting is not None:
+            check_books(scheduler)
+        else:
+            held = [request.table.blocks for request in scheduler._requests.values()]
+            held += self.holder.leases._blocks.values()
+            wanted = Counter(block.block_id for blocks in held for block in blocks)
+            pool = scheduler.kv.pool
+            pool.check()
+            assert {it.block_id: it.ref_count for it in pool._blocks if it.ref_count} == wanted
+        if self.harness.core._holder is not None:
+            assert self.holder._held.keys() == self.holder.leases._blocks.keys()
         if self.harness.core._remote is not None:
             assert_consistent(self.remote)
 
@@ -114,13 +125,16 @@ class Pair:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         fails: bool = False,
+        roles: tuple[Role, Role] = (Role.PREFILL, Role.DECODE),
     ) -> None:
         self.clock = VirtualClock()
         self.sent: list[Message] = []
+        self.told_chunks: list[TokenChunk] = []
+        """By the last step of each."""
         self._fate = fate
         self.network = SimNetwork(self.clock, self._remember)
-        self.prefill = Engine(self, Role.PREFILL, "tcp://p:1", **(prefill or {}))
-        self.decode = Engine(self, Role.DECODE, "tcp://d:1", fails=fails, **(decode or {}))
+        self.prefill = Engine(self, roles[0], "tcp://p:1", **(prefill or {}))
+        self.decode = Engine(self, roles[1], "tcp://d:1", fails=fails, **(decode or {}))
         self.requests: dict[str, GenerateRequest] = {}
 
     def _remember(self, message: Message) -> Sequence[float]:
@@ -163,8 +177,7 @@ class Pair:
         return True
 
     def step(self) -> None:
-        for engine in self.engines:
-            engine.harness.step()
+        self.told_chunks = [chunk for engine in self.engines for chunk in engine.harness.step()]
 
     def run(self, max_ticks: int = 20_000) -> None:
         """Until nothing happens any more."""

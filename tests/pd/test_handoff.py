@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from harness import assert_complete, make_request
 from pair import Pair
 
+from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.messages import FinishReason, Role, TokenChunk
+from pagoda.executor.base import WorkerLost
+from pagoda.executor.sim import TransferFate
 from pagoda.pd.messages import KVBlocks, KVDone, KVPrefilled
 
 PROMPT = [token % 50 for token in range(3, 45)]
@@ -21,3 +27,132 @@ def test_the_answer_is_that_of_one_engine() -> None:
     assert len(pair.told(KVDone)) == len(pair.told(KVPrefilled)) == 1
     assert len(pair.told(KVBlocks)) == 2, "one for each chunk"
     pair.check_nothing_left()
+
+
+def test_chunks_travel_while_the_next_ones_are_computed() -> None:
+    pair = Pair(prefill={"max_num_batched_tokens": 12})
+    request = make_request("r", PROMPT)
+    pair.submit(request)
+    remote = pair.decode.remote
+    pair.run_until(lambda: bool(remote._copies))
+    assert pair.prefill.harness.scheduler.has_requests(), "the prompt is still being computed"
+    pair.run()
+    assert len(pair.told(KVBlocks)) == 4
+    assert_complete(pair.decode.harness, [request])
+
+
+def test_blocks_that_the_decode_side_has_are_not_fetched() -> None:
+    pair = Pair()
+    pair.decode.add(make_request("before", PROMPT[:22]))
+    pair.run()
+    request = make_request("r", PROMPT)
+    pair.submit(request)
+    pair.run()
+    assert_complete(pair.decode.harness, [request])
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 5
+    pair.check_nothing_left()
+
+
+def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
+    tiers = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1)}
+    pair = Pair(decode=tiers)
+    pair.decode.add(make_request("before", PROMPT[:22]))
+    pair.run()
+    pair.decode.harness.core._lose_worker(WorkerLost("it was killed"))
+    pair.run()
+    pair.decode.add(make_request("again", PROMPT[:22]))
+    pair.run()
+    for block in pair.decode.harness.scheduler.kv.pool._blocks:
+        if block.key is not None:
+            pair.decode.harness.scheduler.kv.pool.discard(block.key)
+    request = make_request("r", PROMPT)
+    pair.submit(request)
+    pair.run()
+    assert_complete(pair.decode.harness, [request])
+    host, remote = pair.decode.harness.core.load().tiers
+    assert (host.num_loaded, remote.num_loaded) == (5, 5)
+    pair.check_nothing_left()
+
+
+def test_log_probabilities_come_with_the_token() -> None:
+    pair = Pair(decode={"transfer_fate": lambda _: TransferFate(delay_s=1.0)})
+    request = make_request("r", PROMPT)
+    sampling = msgspec.structs.replace(request.sampling, logprobs=1)
+    request = msgspec.structs.replace(request, sampling=sampling)
+    pair.submit(request)
+    chunks: list[TokenChunk] = []
+    while pair.tick():
+        chunks += pair.told_chunks
+    first = next(chunk for chunk in chunks if chunk.token_ids)
+    assert first.logprobs is not None
+    assert first.logprobs[0].top_token_ids == first.token_ids
+    assert sum(len(chunk.logprobs or []) for chunk in chunks) == 1 + 8, "of both engines"
+    assert_complete(pair.decode.harness, [request])
+
+
+def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken() -> None:
+    pair = Pair()
+    request = make_request("r", PROMPT)
+    source = pair.hold(request)
+    sampling = msgspec.structs.replace(request.sampling, logprobs=1)
+    pair.fetch(msgspec.structs.replace(request, sampling=sampling), source)
+    pair.run()
+    assert_complete(pair.decode.harness, [request])
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("num_blocks", [18, 200])
+def test_engines_that_do_both_hand_over_to_each_other(num_blocks: int) -> None:
+    """Crosswise; with room for less than two prompts on either side, each needs what the other holds for it."""
+    options = {"num_blocks": num_blocks, "max_num_batched_tokens": 12, "max_num_seqs": 3}
+    pair = Pair(prefill=options, decode=options, roles=(Role.BOTH, Role.BOTH))
+    requests = [
+        make_request(f"r{n}", [(token * (n + 2) + n) % 50 for token in range(40)], max_tokens=5)
+        for n in range(8)
+    ]
+    for number, request in enumerate(requests):
+        holds, answers = pair.engines if number % 2 else pair.engines[::-1]
+        held = msgspec.structs.replace(request, request_id=f"p{number}", holds_kv=True)
+        (news,) = holds.add(held)
+        answers.add(msgspec.structs.replace(request, kv_source=news.kv_source))
+    pair.run()
+    for number, request in enumerate(requests):
+        answers = pair.engines[number % 2]
+        assert_complete(answers.harness, [request])
+    num_loaded = sum(engine.harness.core.load().tiers[0].num_loaded for engine in pair.engines)
+    assert num_loaded == (72 if num_blocks == 200 else 0)
+    pair.check_nothing_left()
+
+
+def test_an_engine_without_the_role_refuses_to_hold() -> None:
+    pair = Pair()
+    (answer,) = pair.decode.add(make_request("r", PROMPT, holds_kv=True))
+    assert answer.error == (
+        "This engine holds no KV for others; it was started without --role prefill or both."
+    )
+    assert answer.finish_reason is FinishReason.ERROR
+
+
+def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
+    pair = Pair()
+    source = pair.hold(make_request("r", PROMPT))
+    pair.run_until(lambda: "r" in pair.prefill.harness.finished)
+    last = pair.prefill.harness.finished["r"].kv_source
+    assert last is not None
+    assert msgspec.structs.replace(last, block_ids=()) == source
+    leased = pair.prefill.holder.leases.blocks(source.transfer_id)
+    assert last.block_ids == tuple(block.block_id for block in leased)
+    assert len(last.block_ids) == len(PROMPT) // 4
+    load = pair.prefill.harness.core.load()
+    assert (load.num_leases, load.num_leased_blocks) == (1, 10)
+
+
+def test_the_client_is_told_what_was_cached_where_the_prompt_was_computed() -> None:
+    pair = Pair()
+    pair.prefill.add(make_request("before", PROMPT[:22]))
+    pair.run()
+    pair.submit(make_request("r", PROMPT))
+    pair.run_until(lambda: pair.decode.harness.tokens["r"] != [])
+    first = next(chunk for chunk in pair.told_chunks if chunk.request_id == "r")
+    assert first.num_cached_tokens == 20

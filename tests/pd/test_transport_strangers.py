@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import socket
 import struct
 import threading
@@ -220,6 +222,36 @@ def test_a_guest_that_does_not_take_what_it_asked_for_is_sent_away(
     assert not served[0].is_alive()
     assert len(drain(stream)) < count * 3 * 2**20
     tcp_house.check()
+
+
+def test_a_door_that_falls_silent_is_given_up(
+    tcp_house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
+    link = tcp_house.transport.connect(tcp_house.door.descriptor, soon())
+    is_over = threading.Event()
+    monkeypatch.setattr(tcp, "_send", lambda _stream, _pieces: is_over.wait(20))
+    with pytest.raises(TransportError, match="timed out"):
+        read(link, [Span(2, 0, 3 * 2**20, tcp_house.ours.address(2))])
+    link.close()
+    is_over.set()
+
+
+def test_memory_that_was_handed_over_cannot_be_written_to_or_cut() -> None:
+    house = House("shm")
+    house.check()
+    file = house.theirs.own.file
+    assert file is not None
+    with pytest.raises(PermissionError):
+        mmap.mmap(file.descriptor, file.num_bytes)
+    with pytest.raises(PermissionError):
+        os.pwrite(file.descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file.descriptor, 0)
+    before = house.theirs.bytes_of(0, 0, 4)
+    house.theirs._map[0:4] = b"ours"  # as whoever handed it over can
+    assert house.theirs.bytes_of(0, 0, 4) == b"ours" != before
+    house.close()
 
 
 def test_a_host_that_encrypts_takes_no_guest_that_does_not(tcp_house: House) -> None:

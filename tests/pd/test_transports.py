@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,6 +84,12 @@ def test_many_small_spans(pair: Pair) -> None:
 
 def test_nothing_to_read(pair: Pair) -> None:
     read(pair.link, [])
+
+
+def test_a_read_that_is_late_already_fails(pair: Pair) -> None:
+    spans = [Span(2, 0, 3 * 2**20, pair.ours.address(2))] * 64
+    with pytest.raises(TransportError):
+        pair.link.read(spans, time.monotonic() - 20)
 
 
 def test_several_threads_read_by_one_link(pair: Pair) -> None:

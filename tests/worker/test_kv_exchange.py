@@ -365,3 +365,13 @@ def test_ending_the_worker_ends_what_waits(make: MakeEngine, model: Path) -> Non
 def test_no_transport_that_works(make: MakeEngine, model: Path) -> None:
     with pytest.raises(ConfigError, match="no transport of --kv-transports works"):
         make(model, topology(), Role.PREFILL, transports=())
+
+
+def test_a_rank_on_another_host_is_reached_there(make: MakeEngine, model: Path) -> None:
+    prefill = make(model, topology(), Role.PREFILL, transports=("tcp",), bind_host="127.0.0.2")
+    (rank,) = prefill.described()
+    assert msgspec.msgpack.decode(rank.doors["tcp"], type=TcpDescriptor).host == "127.0.0.2"
+    engine = make(model, topology(), Role.DECODE)
+    engine.meet(prefill.peer())
+    engine.read(SOURCES, TARGETS)
+    engine.check(SOURCES, TARGETS)

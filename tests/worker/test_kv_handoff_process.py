@@ -14,6 +14,7 @@ from tiny_models import save_model
 
 from pagoda.engine.messages import (
     DeviceBlocks,
+    HostSlots,
     KVHandoffConfig,
     KVPeer,
     RemoteBlocks,
@@ -105,6 +106,17 @@ def test_decode_goes_on_from_what_prefill_computed(
     assert not same(fetcher.answer(PROMPT, [5, 5, 6], num_cached=32), expected), (
         "what they hold counts"
     )
+
+
+def test_what_was_fetched_goes_to_tiers_like_what_was_computed(start: Start) -> None:
+    tiers = {"kv_host_bytes": 2**18}
+    holder, fetcher = start(Role.PREFILL, ONE), start(Role.DECODE, ONE, **tiers)
+    expected = holder.answer(PROMPT, [0, 1, 2])
+    remote, here = RemoteBlocks("prefill-1", [0, 1]), DeviceBlocks([5, 4])
+    assert fetcher.copy(remote, here, met=(peer_of(holder),)).failed == []
+    assert fetcher.copy(here, HostSlots([1, 0])).failed == []
+    assert fetcher.copy(HostSlots([1, 0]), DeviceBlocks([8, 9])).failed == []
+    assert fetcher.answer(PROMPT, [8, 9, 6], num_cached=32) == expected
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -26,6 +26,8 @@ _PAUSE_S = 50e-6
 _IDLE_PAUSE_S = 2e-3
 _AWAKE_S = 1.0
 """How long a door looks often, after somebody has said that he reads."""
+_SETTLE_TURNS = 20
+_SETTLE_PAUSE_S = 1e-3
 _FAREWELL_S = 10.0
 """How long a batch that nobody wants any more is waited for."""
 
@@ -46,12 +48,15 @@ class NixlTransport:
             raise TransportError("NIXL does not encrypt")
         self._memory = memory
         self._nixl = _load()
+        self._abandoned: list[Any] = []
+        """Agents with reads that have not ended: UCX ends the process when they are taken down."""
 
     def open_door(self) -> NixlDoor:
         return NixlDoor(self._nixl, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
-        return NixlLink(self._nixl, self._memory.regions, descriptor, deadline)
+        regions = self._memory.regions
+        return NixlLink(self._nixl, regions, descriptor, deadline, self._abandoned)
 
 
 class NixlDoor:
@@ -88,13 +93,20 @@ class NixlDoor:
 
 
 class NixlLink:
-    """An agent of its own, whose end is the end of all writes to our memory."""
+    """An agent of its own, without a thread: what comes for it is only written while somebody reads."""
 
     def __init__(
-        self, nixl: Any, regions: Sequence[Region], descriptor: bytes, deadline: float
+        self,
+        nixl: Any,
+        regions: Sequence[Region],
+        descriptor: bytes,
+        deadline: float,
+        abandoned: list[Any],
     ) -> None:
+        """`abandoned` keeps the agent when a read has failed."""
         door = read_descriptor(descriptor, NixlDescriptor)
         self._regions = door.regions
+        self._abandoned = abandoned
         self._lock = threading.Lock()
         """Held by whoever reads."""
         self._is_closed = False
@@ -115,11 +127,14 @@ class NixlLink:
             for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
                 if self._is_closed:
                     raise TransportError("the connection was closed")
+                if time.monotonic() > deadline:
+                    raise TransportError("it took too long")
                 try:
                     self._read(batch, deadline)
                 except TransportError:
-                    self._agent = None  # whatever it may still have written, it does not any more
                     self._is_closed = True
+                    self._abandoned.append(self._agent)
+                    self._agent = None
                     raise
 
     def _read(self, batch: list[Piece], deadline: float) -> None:
@@ -145,7 +160,9 @@ class NixlLink:
     def close(self) -> None:
         self._is_closed = True
         with self._lock:  # what has begun is read to its end, a batch at the most
-            self._agent = None
+            agent, self._agent = self._agent, None
+        if agent is not None:
+            _settle(agent)
 
 
 def _load() -> Any:
@@ -166,6 +183,13 @@ def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:
     except Exception as error:
         raise TransportError(f"NIXL does not work here: {_told(error)}") from error
     return agent
+
+
+def _settle(agent: Any) -> None:
+    """Gets rid of what it still wants to say: UCX ends the process when that is taken down with it."""
+    for _ in range(_SETTLE_TURNS):
+        agent.get_new_notifs()
+        time.sleep(_SETTLE_PAUSE_S)
 
 
 def _told(error: Exception) -> str:

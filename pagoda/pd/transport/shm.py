@@ -1,7 +1,7 @@
 """KV within one host: the door hands its memory over, and guests copy from it.
 
-The memory is a file without a name (memfd) that cannot shrink. It goes over a unix socket, whose name is in no
-file system, to processes of the same user that prove that they know the secret; they map it, for reading alone.
+The memory is a file without a name (memfd) that cannot shrink, and that nobody else can write to. It goes over a
+unix socket, whose name is in no file system, to processes of the same user that prove that they know the secret.
 While the door is open the socket stays connected; a read counts only if it still is when all is copied.
 """
 
@@ -30,6 +30,9 @@ from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServe
 _PIECE = 2**26
 """After so many bytes a copy looks whether it may go on. Large ones go around the processor's caches (glibc),
 which is faster by a third."""
+_SEAL_FUTURE_WRITE = 0x10
+"""`F_SEAL_FUTURE_WRITE` (Linux 5.1): only mappings that exist may be written to. `fcntl` has no name for it."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 _CREDENTIALS = struct.Struct("3i")
 _PROT_READ = 1
 _MAP_SHARED = 1
@@ -92,7 +95,7 @@ class ShmDoor:
         self._prover = Prover(secret, door_id)
         name = f"pagoda-kv-{secrets.token_hex(16)}"
         try:
-            fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(f"\0{name}")
         except OSError as error:

@@ -183,19 +183,16 @@ class TcpLink:
             readings = [self._helpers.submit(self._read, share, deadline) for share in others]
         except RuntimeError:
             raise TransportError("the connection was closed") from None
-        problems: list[TransportError] = []
+        problems: list[BaseException | None] = []
         try:
             self._read(first, deadline)
-        except TransportError as error:
+        except Exception as error:
             problems.append(error)
-        for reading in readings:  # all of them: none may write to the targets behind our back
-            problem = reading.exception()
-            if isinstance(problem, TransportError):
-                problems.append(problem)
-            elif problem is not None:
+        # All of them: none may write to the targets behind our back.
+        problems += [reading.exception() for reading in readings]
+        for problem in problems:
+            if problem is not None:
                 raise problem
-        if problems:
-            raise problems[0]
 
     def _read(self, spans: Sequence[Span], deadline: float) -> None:
         stream = self._take(deadline)

@@ -1,0 +1,81 @@
+"""Manifests are what Kubernetes takes, and their commands are what `pagoda` takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pagoda.cli.main import build_app
+from pagoda.frontend.discovery.addresses import Advertised, parse_address
+
+MANIFESTS = sorted((Path(__file__).parents[2] / "deploy" / "kubernetes").glob("*.yaml"))
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def workloads(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each with its only container."""
+    for whole in objects(path):
+        if whole["kind"] in ("Deployment", "StatefulSet"):
+            [container] = whole["spec"]["template"]["spec"]["containers"]
+            yield whole, container
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_object_has_the_form_that_kubernetes_asks_for(path: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    for whole in objects(path):
+        validator.validate(whole, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_every_command_is_understood(path: Path) -> None:
+    for _, container in workloads(path):
+        arguments = [text.replace("$(POD_IP)", "10.0.0.2") for text in container["args"]]
+        _, bound, *_ = build_app().parse_args(arguments, exit_on_error=False, print_error=False)
+        join = bound.arguments["join"]
+        ports = {port["containerPort"] for port in container["ports"]}
+        if arguments[0] == "serve":
+            assert Advertised.parse(join.advertise).port in ports
+            for router in join.join.split(","):
+                parse_address(router, "--join", fixed=True)
+        assert bound.arguments["server"].port in ports
+        [mount] = container["volumeMounts"]
+        assert str(join.cluster_key_file) == f"{mount['mountPath']}/cluster.key"
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_selectors_and_names_go_together(path: Path) -> None:
+    labels = []
+    for whole, container in workloads(path):
+        template = whole["spec"]["template"]
+        labels.append(template["metadata"]["labels"])
+        assert whole["spec"]["selector"]["matchLabels"] == labels[-1]
+        [volume], [mount] = template["spec"]["volumes"], container["volumeMounts"]
+        assert volume["name"] == mount["name"]
+        grace_s = template["spec"]["terminationGracePeriodSeconds"]
+        [drain] = [text for text in container["args"] if text.startswith("--drain-timeout=")]
+        assert int(drain.partition("=")[2]) + 10 <= grace_s
+    for whole in objects(path):
+        if whole["kind"] == "Service":
+            assert whole["spec"]["selector"] in labels
+
+
+def test_hosts_join_every_router_by_its_name() -> None:
+    [pool] = [path for path in MANIFESTS if path.name == "pool.yaml"]
+    [router] = [whole for whole, _ in workloads(pool) if whole["kind"] == "StatefulSet"]
+    names = {
+        f"{router['metadata']['name']}-{index}.{router['spec']['serviceName']}:5600"
+        for index in range(router["spec"]["replicas"])
+    }
+    for path in MANIFESTS:
+        for _, container in workloads(path):
+            for joins in re.findall(r"--join=(\S+)", " ".join(container["args"])):
+                assert set(joins.split(",")) == names
