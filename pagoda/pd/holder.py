@@ -36,6 +36,8 @@ from pagoda.pd.messages import (
     KVWelcome,
 )
 
+_MAX_EARLY = 4096
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,8 +85,8 @@ class KVHolder:
         self._digest = ""
         self._held: dict[str, _Held] = {}
         """By transfer; the same as are in `leases`."""
-        self._early: list[bytes] = []
-        """Who said hello while there were no workers."""
+        self._early: dict[bytes, KVHello] = {}
+        """Who said hello while there were no workers, and what."""
 
     # ---- what the scheduler says
 
@@ -152,9 +154,9 @@ class KVHolder:
         self._peer = KVPeer(
             peer_id=f"{self._engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
         )
-        early, self._early = self._early, []
-        for asker in early:
-            self._door.send(asker, self._welcome(self._peer))
+        early, self._early = self._early, {}
+        for asker, hello in early.items():
+            self._greet(asker, hello)
 
     def workers_lost(self) -> None:
         """All KV is lost with them."""
@@ -207,8 +209,8 @@ class KVHolder:
             reason = f"it speaks protocol {PROTOCOL_VERSION}, this engine {hello.protocol_version}"
             self._door.send(asker, KVRefused(reason))
         elif self._peer is None:
-            if asker not in self._early:
-                self._early.append(asker)
+            if len(self._early) < _MAX_EARLY:  # others say it again
+                self._early[asker] = hello
         elif hello.digest != self._digest:
             reason = "its KV is of another model, or laid out in another way"
             self._door.send(asker, KVRefused(reason))

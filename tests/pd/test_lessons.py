@@ -34,6 +34,7 @@ from pagoda.pd.messages import (
     KVGone,
     KVHello,
     KVPrefilled,
+    KVRefused,
     KVRenewed,
     KVVerdict,
     KVWant,
@@ -439,6 +440,24 @@ def test_one_handshake_is_enough_and_nobody_is_asked_twice() -> None:
     pair.run()
     assert len(pair.told(KVHello)) == len(pair.told(KVWelcome)) == 1
     assert len(pair.told(KVWant)) == len(pair.told(KVCheck)) == len(pair.told(KVDone)) == 6
+
+
+def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() -> None:
+    pair = Pair()
+    holder = pair.prefill.holder
+    for _ in range(2):  # after the second, the next one waits
+        pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
+    peers = pair.network.peers()
+    peers.send(pair.prefill.address, KVHello(digest="of another model"))
+    pair.run_until(lambda: bool(holder._early))
+    assert peers.next_event_at() is None
+    pair.run()
+    answers = []
+    while (at := peers.next_event_at()) is not None:
+        pair.clock.advance_to(at)
+        answers += [message for _, message in peers.receive()]
+    assert [type(answer) for answer in answers] == [KVRefused]
+    assert not holder._early
 
 
 def test_waiting_for_the_handshake_costs_nothing() -> None:
