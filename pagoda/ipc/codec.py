@@ -22,6 +22,7 @@ class Codec(Generic[T]):
 
     def decode(self, payload: bytes) -> T:
         try:
-            return self._decode(payload)
+            message: T = self._decode(payload)
         except (UnicodeDecodeError, RecursionError) as error:
             raise msgspec.DecodeError(f"it cannot be read: {error}") from None
+        return message

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import count
 from typing import NamedTuple
 
 from pagoda.engine.messages import (
@@ -35,6 +34,7 @@ from pagoda.pd.messages import (
     KVWant,
     KVWelcome,
 )
+from pagoda.pd.sources import SourceSeal
 
 _MAX_EARLY = 4096
 
@@ -71,14 +71,20 @@ class KVHolder:
     """The scheduler tells it what becomes of requests with `holds_kv`; the engine's loop calls `step`."""
 
     def __init__(
-        self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float, tp_size: int = 1
+        self,
+        door: Door,
+        leases: LeaseBook,
+        seal: SourceSeal,
+        engine_id: str,
+        lease_s: float,
+        tp_size: int = 1,
     ) -> None:
         self.leases = leases
+        self._seal = seal
         self._door = door
         self._engine_id = engine_id
         self._lease_s = lease_s
         self._tp_size = tp_size
-        self._numbers = count()
         self._num_starts = 0
         self._peer: KVPeer | None = None
         """This engine's workers, as others reach them; None while there are none."""
@@ -92,7 +98,7 @@ class KVHolder:
 
     def open(self, num_blocks: int) -> KVSource:
         """A request is queued whose prompt fills so many blocks."""
-        transfer_id = f"{self._engine_id}-{next(self._numbers)}"
+        transfer_id = self._seal.new_id(self._door.address, self._engine_id)
         self.leases.open(transfer_id)
         self._held[transfer_id] = _Held(num_blocks)
         return self._source(transfer_id)

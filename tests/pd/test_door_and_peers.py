@@ -256,6 +256,17 @@ def test_a_port_that_is_taken_is_refused_in_a_sentence(holder: Holder) -> None:
         links_of(Role.BOTH, port=holder.port)
 
 
+def test_a_name_is_looked_up_by_who_has_it() -> None:
+    links = SocketLinks(HandoffConfig(role=Role.PREFILL, host="localhost", keys=KEYS), replica=0)
+    try:
+        assert links.links.door is not None
+        assert links.links.door.address.startswith("tcp://127.0.0.1:")
+    finally:
+        links.close()
+    with pytest.raises(ConfigError, match=r"host\.invalid has no address"):
+        SocketLinks(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
+
+
 def test_replicas_have_ports_of_their_own(holder: Holder) -> None:
     config = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", port=holder.port - 1, keys=KEYS)
     with pytest.raises(ConfigError, match=f":{holder.port} "):

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, make_request
-from pair import LEASE_S, Engine, Message, Pair
+from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.messages import (
     FinishReason,
+    KVSource,
     RemoteBlocks,
     Role,
     Transfer,
@@ -40,6 +41,7 @@ from pagoda.pd.messages import (
     KVWant,
     KVWelcome,
 )
+from pagoda.pd.sources import SourceSeal
 
 PROMPT = [token % 50 for token in range(3, 45)]
 CHUNKS = {"max_num_batched_tokens": 12}
@@ -83,6 +85,8 @@ def test_decode_aborts_and_prefill_lets_go_at_once(state) -> None:  # type: igno
 @pytest.mark.parametrize("why", ["too long", "already complete", "no room", "twice"])
 def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
     pair = Pair()
+    pair.submit(make_request("before", documents(1)[0]))
+    pair.run()
     request = make_request("r", PROMPT)
     source = pair.hold(request)
     pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
@@ -108,14 +112,14 @@ def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
 
 def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
     pair = Pair()
-    pair.decode.add(make_request("before", PROMPT))
+    pair.submit(make_request("before", PROMPT))
     pair.run()
     pair.submit(make_request("again", PROMPT))
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() < 5
     pair.run()
-    assert pair.told(KVWant) == []
-    assert len(pair.told(KVDone)) == 1
+    assert len(pair.told(KVWant)) == 1
+    assert len(pair.told(KVDone)) == 2
     assert pair.decode.harness.tokens["again"] == expected_tokens(make_request("again", PROMPT))
 
 
@@ -241,8 +245,9 @@ def test_what_is_not_read_whole_is_not_used(fails: bool) -> None:
 def test_what_cannot_be_asked_for_fails_the_request_where_it_is_to() -> None:
     pair = Pair(fails=True)
     request = make_request("r", PROMPT)
-    source = msgspec.structs.replace(pair.hold(request), address="tcp://nobody:1")
-    pair.fetch(request, source)
+    address = "tcp://nobody:1"
+    transfer_id = SourceSeal(NO_KEYS).new_id(address, "e")
+    pair.fetch(request, KVSource(address=address, engine_id="e", transfer_id=transfer_id))
     pair.run()
     error = pair.decode.harness.finished["r"].error
     assert error == "KV of this request could not be fetched: nobody is there."
