@@ -159,6 +159,7 @@ class EngineCore:
         if self._holder is not None:
             self._holder.step()
         if self._scheduler is not None:
+            chunks += self._scheduler.end_unwanted()
             chunks += self._take_remote_news(self._scheduler)
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()

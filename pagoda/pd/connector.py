@@ -266,9 +266,9 @@ class RemoteKV:
         That is said to who is connected. To others it is not worth a connection: their leases run out.
         """
         peer = self._peers.get(source.address)
-        if peer is not None and source.transfer_id not in peer.fetches:
-            if self._seal.has_made(source):
-                self._links.send(source.address, KVDone([source.transfer_id]))
+        is_wanted = peer is None or source.transfer_id in peer.fetches
+        if not is_wanted and self._seal.has_made(source):
+            self._links.send(source.address, KVDone([source.transfer_id]))
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         fetch = self._fetches.get(demand.request_id)

@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 class _Held:
     """One request whose KV is held."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, request_id: str, num_blocks: int) -> None:
+        self.request_id = request_id
         self.num_blocks = num_blocks
         """That its prompt fills."""
         self.keys: list[bytes] = []
@@ -65,6 +66,13 @@ class FirstToken(NamedTuple):
     logprobs: TokenLogprobs | None
     num_cached_tokens: int
     """Of the prompt, that were not computed for it."""
+
+
+class Unwanted(NamedTuple):
+    """A request whose prompt nobody needs any more, though it is not computed yet."""
+
+    request_id: str
+    transfer_id: str
 
 
 class KVHolder:
@@ -91,16 +99,17 @@ class KVHolder:
         self._digest = ""
         self._held: dict[str, _Held] = {}
         """By transfer; the same as are in `leases`."""
+        self._unwanted: list[Unwanted] = []
         self._early: dict[bytes, KVHello] = {}
         """Who said hello while there were no workers, and what."""
 
     # ---- what the scheduler says
 
-    def open(self, num_blocks: int) -> KVSource:
+    def open(self, request_id: str, num_blocks: int) -> KVSource:
         """A request is queued whose prompt fills so many blocks."""
         transfer_id = self._seal.new_id(self._door.address, self._engine_id)
         self.leases.open(transfer_id)
-        self._held[transfer_id] = _Held(num_blocks)
+        self._held[transfer_id] = _Held(request_id, num_blocks)
         return self._source(transfer_id)
 
     def num_held(self, transfer_id: str) -> int:
@@ -142,6 +151,25 @@ class KVHolder:
         self.leases.end(transfer_id)
         if held is not None and held.asker is not None:
             self._door.send(held.asker, KVGone(transfer_id, reason))
+
+    def is_asked_for(self, transfer_id: str) -> bool:
+        held = self._held.get(transfer_id)
+        return held is not None and held.asker is not None
+
+    def take_unwanted(self) -> list[Unwanted]:
+        """Requests that need not be computed on, since the last call."""
+        unwanted, self._unwanted = self._unwanted, []
+        return unwanted
+
+    def make_room(self) -> bool:
+        """Lets go of the oldest prompt that is computed and that nobody has asked for; False if there is none."""
+        for transfer_id, held in self._held.items():
+            if held.asker is None and held.prefilled is not None:
+                _log.info("KV of transfer %s gives its room to others", transfer_id)
+                self.leases.num_expired += 1
+                self.drop(transfer_id, "there was no room for it any more")
+                return True
+        return False
 
     def _source(self, transfer_id: str, blocks: Sequence[Block] = ()) -> KVSource:
         return KVSource(
@@ -207,8 +235,13 @@ class KVHolder:
                 self._door.send(asker, KVVerdict(message.transfer_id, is_valid))
             case KVDone():
                 for transfer_id in message.transfer_ids:
-                    self._held.pop(transfer_id, None)
-                    self.leases.end(transfer_id)
+                    self._finish_with(transfer_id)
+
+    def _finish_with(self, transfer_id: str) -> None:
+        held = self._held.pop(transfer_id, None)
+        self.leases.end(transfer_id)
+        if held is not None and held.prefilled is None:
+            self._unwanted.append(Unwanted(held.request_id, transfer_id))
 
     def _greet(self, asker: bytes, hello: KVHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:

@@ -1,8 +1,8 @@
 """Which `KVSource` an engine of this cluster has made.
 
-A source goes through the hands of clients and proxies. One that they made up would have an engine connect to whatever
-address they name, or end the lease of somebody else: so the id in it is a seal that only holders of the cluster's
-secret can make, over all that is believed.
+A source goes through the hands of clients and proxies. One that they made up would have an engine connect to
+whatever address they name, or end the lease of somebody else: so the id in it is a seal that only holders of the
+cluster's secret can make, over all that is believed.
 """
 
 from __future__ import annotations

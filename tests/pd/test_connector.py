@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 import pytest
 
