@@ -361,6 +361,7 @@ class EngineCore:
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
             num_leases=leases.num_leases if leases else 0,
+            num_wanted_leases=0 if self._holder is None else self._holder.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
         )
