@@ -44,6 +44,7 @@ from pagoda.pd.messages import (
     KVWant,
     KVWelcome,
     PrefillMessage,
+    digest_of,
 )
 from pagoda.pd.peers import PeerLost, Peers
 from pagoda.pd.sources import SourceSeal
@@ -584,7 +585,7 @@ class RemoteKV:
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        self._digest = ready.kv_digest
+        self._digest = digest_of(ready)
         self._vocab_size = ready.vocab_size
         self._has_workers = True
         self._met += [peer.welcome.peer for peer in self._peers.values() if peer.welcome]

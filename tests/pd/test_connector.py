@@ -47,6 +47,7 @@ ADDRESS = "tcp://p:1"
 SEAL = SourceSeal(keys_of(b"the cluster's secret"))
 T, U, V = (SEAL.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
+HELLO = KVHello(digest="digest arithmetic")
 READY = WorkerReady(
     capabilities=Capabilities(
         block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
@@ -57,6 +58,7 @@ READY = WorkerReady(
     vocab_size=100,
     summary="",
     kv_digest="digest",
+    arithmetic="arithmetic",
 )
 
 
@@ -162,7 +164,7 @@ def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
 
 def test_a_whole_fetch(rig: Rig) -> None:
     rig.remote.announce(demand(), 2)
-    assert rig.take_sent() == [KVHello(digest="digest"), KVWant(T, 0, 8)]
+    assert rig.take_sent() == [HELLO, KVWant(T, 0, 8)]
     assert rig.remote.lookup(demand(), 2) is None
     rig.hear(welcome())
     assert rig.remote.take_peers() == ([welcome().peer], [])
@@ -413,7 +415,7 @@ def test_a_refusal_holds_as_long_as_the_connection() -> None:
     assert rig.take_sent() == [KVDone([U])]
     rig.hear(PeerLost("it hung up"))
     rig.remote.announce(demand("later", token="v"), 0)
-    assert rig.take_sent() == [KVHello(digest="digest"), KVWant(V, 0, 8)]
+    assert rig.take_sent() == [HELLO, KVWant(V, 0, 8)]
 
 
 def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
@@ -424,7 +426,7 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
     rig.pass_time(0.6)
     assert rig.take_sent() == [
         KVRenew([T]),
-        KVHello(digest="digest"),
+        HELLO,
         KVWant(T, 0, 8),
     ]
     rig.hear(welcome(), blocks(0, [1, 2]))
