@@ -328,6 +328,7 @@ class Dispatcher:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+                await asyncio.gather(*(m.replica.drain(timeout_s) for m in self._members))
         for request_id in list(self._requests):
             await self.abort(request_id)
 
@@ -789,6 +790,7 @@ _SUMS = (
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
     "num_leases",
+    "num_wanted_leases",
     "num_leased_blocks",
     "num_leases_expired",
 )
