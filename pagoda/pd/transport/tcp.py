@@ -18,8 +18,9 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,6 @@ class TcpLink:
         self._prover = Prover(access.secret, self._door.door_id)
         self._wish = _ENCRYPTED if access.encrypts or self._door.encrypts else _PLAIN
         self._tls = _tls(ssl.PROTOCOL_TLS_CLIENT)
-        self._helpers = ThreadPoolExecutor(MAX_STREAMS - 1, thread_name_prefix="kv-tcp-read")
         self._lock = threading.Lock()
         """Guards all that follows."""
         self._idle: list[_Stream] = []
@@ -179,20 +179,15 @@ class TcpLink:
         total = sum(span.num_bytes for span in spans)
         num_streams = max(1, min(MAX_STREAMS, total // _STREAM_BYTES))
         first, *others = _shares(spans, -(-total // num_streams))
+        readings: list[Future[None]] = []
         try:
-            readings = [self._helpers.submit(self._read, share, deadline) for share in others]
-        except RuntimeError:
-            raise TransportError("the connection was closed") from None
-        problems: list[BaseException | None] = []
-        try:
+            for share in others:
+                readings.append(_beside(partial(self._read, share, deadline)))
             self._read(first, deadline)
-        except Exception as error:
-            problems.append(error)
-        # All of them: none may write to the targets behind our back.
-        problems += [reading.exception() for reading in readings]
-        for problem in problems:
-            if problem is not None:
-                raise problem
+        finally:
+            wait(readings)  # whatever happened: none may write to the targets behind our back
+        for reading in readings:
+            reading.result()
 
     def _read(self, spans: Sequence[Span], deadline: float) -> None:
         stream = self._take(deadline)
@@ -273,7 +268,6 @@ class TcpLink:
                 stream.hang_up()
         for stream in idle:
             stream.close()
-        self._helpers.shutdown(wait=False)
 
 
 class _Stream:
@@ -329,6 +323,26 @@ class _Stream:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _beside(work: Callable[[], None]) -> Future[None]:
+    """`work`, in a thread of its own.
+
+    Raises:
+        RuntimeError: there can be no further thread; nothing was begun.
+    """
+    end: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            end.set_exception(error)
+        else:
+            end.set_result(None)
+
+    threading.Thread(target=run, name="kv-tcp-read", daemon=True).start()
+    return end
 
 
 def _send(stream: socket.socket, pieces: list[memoryview]) -> None:
