@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.readers import Readers
 from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
 
 _BATCH_BYTES = 2**26
@@ -26,8 +27,8 @@ _PAUSE_S = 50e-6
 _IDLE_PAUSE_S = 2e-3
 _AWAKE_S = 1.0
 """How long a door looks often, after somebody has said that he reads."""
-_FAREWELL_S = 10.0
-"""How long a batch that nobody wants any more is waited for."""
+_FAREWELL_S = 3.0
+"""How long a thread waits for what is under way once it is not wanted any more."""
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True):
@@ -95,9 +96,9 @@ class NixlLink:
     ) -> None:
         door = read_descriptor(descriptor, NixlDescriptor)
         self._regions = door.regions
-        self._lock = threading.Lock()
-        """Held by whoever reads."""
-        self._is_closed = False
+        self._turn = threading.Lock()
+        """Of whoever reads."""
+        self._readers = Readers(self._let_go)
         self._agent: Any = _new_agent(nixl, regions)
         try:
             self._peer = self._agent.add_remote_agent(door.metadata)
@@ -111,18 +112,17 @@ class NixlLink:
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         pieces = find_pieces(self._regions, spans)
-        with self._lock:
+        with self._readers.reading(), self._turn:
             for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
-                if self._is_closed:
-                    raise TransportError("the connection was closed")
-                try:
-                    self._read(batch, deadline)
-                except TransportError:
-                    self._agent = None  # whatever it may still have written, it does not any more
-                    self._is_closed = True
-                    raise
+                self._readers.check()
+                problem = self._read(batch, deadline)
+                if problem:
+                    self._readers.close()
+                    self._let_go()  # whatever it may still have written, it does not any more
+                    raise TransportError(problem)
 
-    def _read(self, batch: list[Piece], deadline: float) -> None:
+    def _read(self, batch: list[Piece], deadline: float) -> str:
+        """Why it was not read; empty if it was. Nothing keeps the agent alive behind it, as an error would."""
         agent = self._agent
         try:
             here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
@@ -133,19 +133,21 @@ class NixlLink:
             while state == "PROC" and not self._is_overdue(deadline):
                 time.sleep(_PAUSE_S)
                 state = agent.check_xfer_state(handle)
-            handle.release()
+            if state == "DONE":
+                handle.release()
+                return ""
         except Exception as error:
-            raise TransportError(f"NIXL: {_told(error)}") from error
-        if state != "DONE":
-            raise TransportError("NIXL could not read it")
+            return f"NIXL: {_told(error)}"
+        return "it took too long" if state == "PROC" else "NIXL could not read it"
 
     def _is_overdue(self, deadline: float) -> bool:
-        return time.monotonic() > deadline + (_FAREWELL_S if self._is_closed else 0.0)
+        return time.monotonic() > self._readers.patience(deadline, _FAREWELL_S)
+
+    def _let_go(self) -> None:
+        self._agent = None
 
     def close(self) -> None:
-        self._is_closed = True
-        with self._lock:  # what has begun is read to its end, a batch at the most
-            self._agent = None
+        self._readers.close()
 
 
 def _load() -> Any:

@@ -15,7 +15,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,8 @@ import msgspec
 
 from pagoda.pd.transport.base import Access, MemoryFile, OwnMemory, Region, Span, TransportError
 from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
-from pagoda.pd.transport.remote_memory import read_descriptor
+from pagoda.pd.transport.readers import Readers
+from pagoda.pd.transport.remote_memory import Piece, find_pieces, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 _PIECE = 2**26
@@ -145,10 +145,7 @@ class ShmLink:
         except BaseException:
             self._stream.close()
             raise
-        self._state = threading.Condition()
-        """Guards all that follows."""
-        self._num_reads = 0
-        self._is_closed = False
+        self._readers = Readers(self._unmap)
 
     def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> None:
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
@@ -177,54 +174,34 @@ class ShmLink:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK:
             raise TransportError("its memory could be taken away while it is read")
-        self._regions = [Region(*both) for both in zip(layout.offsets, layout.sizes, strict=True)]
-        if any(region.address + region.num_bytes > self._size for region in self._regions):
+        places = list(zip(layout.offsets, layout.sizes, strict=True))
+        if any(offset + num_bytes > self._size for offset, num_bytes in places):
             raise TransportError("its memory is smaller than it says")
         address = _libc.mmap(None, self._size, _PROT_READ, _MAP_SHARED, descriptor, 0)
         if address in (None, _MAP_FAILED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address: int = address
+        self._regions = [Region(address + offset, num_bytes) for offset, num_bytes in places]
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
-        with self._state:
-            if self._is_closed:
-                raise TransportError("the connection was closed")
-            self._num_reads += 1
-        try:
-            self._copy(spans, deadline)
-        finally:
-            with self._state:
-                self._num_reads -= 1
-                self._state.notify_all()
-                is_last = self._is_closed and self._num_reads == 0
-            if is_last:
-                self._unmap()
+        with self._readers.reading():
+            self._copy(find_pieces(self._regions, spans), deadline)
 
-    def _copy(self, spans: Sequence[Span], deadline: float) -> None:
+    def _copy(self, pieces: Sequence[Piece], deadline: float) -> None:
         copied = 0
-        for span in spans:
-            source = self._source(span)
-            for start in range(0, span.num_bytes, _PIECE):
-                count = min(_PIECE, span.num_bytes - start)
-                ctypes.memmove(span.target + start, source + start, count)
+        for piece in pieces:
+            for start in range(0, piece.num_bytes, _PIECE):
+                count = min(_PIECE, piece.num_bytes - start)
+                ctypes.memmove(piece.target + start, piece.source + start, count)
                 copied += count
                 if copied >= _PIECE:
                     self._check(deadline)
                     copied = 0
         self._check(deadline)
 
-    def _source(self, span: Span) -> int:
-        if not 0 <= span.region < len(self._regions):
-            raise TransportError(f"there is no region {span.region}")
-        region = self._regions[span.region]
-        if span.offset < 0 or span.offset + span.num_bytes > region.num_bytes:
-            raise TransportError(f"region {span.region} ends before what is to be read")
-        return self._address + region.address + span.offset
-
     def _check(self, deadline: float) -> None:
         """Whether what has been copied counts, and more may be."""
-        if self._is_closed:
-            raise TransportError("the connection was closed")
+        self._readers.check()
         poller = select.poll()
         poller.register(self._stream, select.POLLIN)
         if poller.poll(0):  # the door never says anything more
@@ -233,13 +210,7 @@ class ShmLink:
             raise TransportError("it took too long")
 
     def close(self) -> None:
-        with self._state:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            is_idle = self._num_reads == 0
-        if is_idle:
-            self._unmap()
+        self._readers.close()
 
     def _unmap(self) -> None:
         """Once nobody reads any more."""

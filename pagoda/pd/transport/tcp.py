@@ -181,8 +181,8 @@ class TcpLink:
         first, *others = _shares(spans, -(-total // num_streams))
         readings: list[Future[None]] = []
         try:
-            for share in others:
-                readings.append(_beside(partial(self._read, share, deadline)))
+            # Those that have begun are in the list even where one does not begin.
+            readings.extend(_beside(partial(self._read, share, deadline)) for share in others)
             self._read(first, deadline)
         finally:
             wait(readings)  # whatever happened: none may write to the targets behind our back
