@@ -7,6 +7,7 @@ While the door is open the socket stays connected; a read counts only if it stil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import math
@@ -17,12 +18,20 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pagoda.pd.transport.base import Access, MemoryFile, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
+from pagoda.pd.transport.proof import (
+    Prover,
+    keep_trying,
+    new_door_id,
+    receive,
+    send_all,
+    wait_until,
+)
 from pagoda.pd.transport.readers import Readers
 from pagoda.pd.transport.remote_memory import Piece, find_pieces, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
@@ -136,35 +145,38 @@ class ShmLink:
         door = read_descriptor(descriptor, ShmDescriptor)
         if door.boot_id != _boot_id():
             raise TransportError("it is on another host")
-        self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
+        enter = partial(self._enter, door, Prover(secret, door.door_id), deadline)
         try:
-            self._enter(door, Prover(secret, door.door_id), deadline)
+            self._stream = keep_trying(enter, deadline)
         except OSError as error:
-            self._stream.close()
             raise TransportError(f"its process cannot be reached: {error}") from None
-        except BaseException:
-            self._stream.close()
-            raise
         self._readers = Readers(self._unmap)
 
-    def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> None:
-        deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        # Waits for its turn in the queue, which a socket with a time limit of Python's would not.
-        limit = struct.pack("ll", math.ceil(HANDSHAKE_S), 0)
-        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._stream.connect(f"\0{door.name}")
-        _check_user(self._stream)
-        prover.enter(self._stream, b"", 0, deadline)
-        wait_until(self._stream, deadline)
-        length, descriptors, _, _ = socket.recv_fds(self._stream, 4, 1)
+    def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> socket.socket:
+        with contextlib.ExitStack() as opened:
+            stream = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            # Waits for its turn in the queue, which a socket with a time limit of Python's would not.
+            limit = struct.pack("ll", math.ceil(HANDSHAKE_S), 0)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            stream.connect(f"\0{door.name}")
+            _check_user(stream)
+            prover.enter(stream, b"", 0, deadline)
+            self._take_memory(stream, deadline)
+            opened.pop_all()
+        return stream
+
+    def _take_memory(self, stream: socket.socket, deadline: float) -> None:
+        wait_until(stream, deadline)
+        length, descriptors, _, _ = socket.recv_fds(stream, 4, 1)
         if not descriptors:
             raise ConnectionResetError("it hung up")
         (descriptor,) = descriptors
         try:
             if len(length) < 4:
-                length += receive(self._stream, 4 - len(length), deadline)
+                length += receive(stream, 4 - len(length), deadline)
             count = int.from_bytes(length, "little")
-            layout = msgspec.msgpack.decode(receive(self._stream, count, deadline), type=_Layout)
+            layout = msgspec.msgpack.decode(receive(stream, count, deadline), type=_Layout)
             self._map(descriptor, layout)
         finally:
             os.close(descriptor)
