@@ -21,14 +21,12 @@ from pagoda.engine.messages import (
     Transfer,
     TransferEnd,
 )
-from pagoda.pd.transport.base import TRANSFER_LIMIT_S, MemoryLink, TransportError
+from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv_plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
 
 Connect = Callable[[KVRank, float], MemoryLink]
 """A link to one rank of a peer, by the best transport that works, before a deadline. Raises TransportError."""
 
-_BATCH_BYTES = 2**26
-"""Read at once: blocks that came before a failure are good."""
 _PAUSE_S = 1.0
 """After a rank could not be reached, how long nobody tries again."""
 _FAREWELL_S = 5.0
@@ -252,7 +250,7 @@ class _Lane:
         self._name = name
         self._rank = rank
         self._slices = slices
-        self._batch_blocks = max(1, _BATCH_BYTES // sum(piece.num_bytes for piece in slices))
+        self._batch_blocks = max(1, BATCH_BYTES // sum(piece.num_bytes for piece in slices))
         self._connect = connect
         self._steps = steps
         self._refused = ""
@@ -296,9 +294,9 @@ class _Lane:
             num_good, error = 0, ""
             try:
                 self._steps.wait_for(job.transfer.after_step, lambda: self._is_closed)
-                deadline = time.monotonic() + TRANSFER_LIMIT_S
                 for start in range(0, len(job.sources), self._batch_blocks):
                     end = start + self._batch_blocks
+                    deadline = time.monotonic() + BATCH_LIMIT_S
                     self._read(job.sources[start:end], job.targets[start:end], deadline)
                     num_good = min(end, len(job.sources))
             except TransportError as problem:
