@@ -23,6 +23,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv_plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
+from pagoda.worker.steps import Steps
 
 Connect = Callable[[KVRank, float], MemoryLink]
 """A link to one rank of a peer, by the best transport that works, before a deadline. Raises TransportError."""
@@ -49,7 +50,7 @@ class KVExchange:
         self._own_rank = own_rank
         self._connect = connect
         self._on_end = on_end
-        self._steps = _Steps()
+        self._steps = Steps()
         self._lock = threading.Lock()
         self._ends: deque[TransferEnd] = deque()
         """Guarded by the lock."""
@@ -162,41 +163,6 @@ class _Peer:
             lane.join()
 
 
-class _Steps:
-    """Which steps have been executed, for those who wait for one."""
-
-    def __init__(self) -> None:
-        self._state = threading.Condition()
-        self._executed = -1
-        self._is_closing = False
-
-    def done(self, step: int) -> None:
-        with self._state:
-            self._executed = step
-            self._state.notify_all()
-
-    def wake(self) -> None:
-        """Whoever waits looks again whether it is to go on."""
-        with self._state:
-            self._state.notify_all()
-
-    def close(self) -> None:
-        with self._state:
-            self._is_closing = True
-            self._state.notify_all()
-
-    def wait_for(self, step: int, is_over: Callable[[], bool]) -> None:
-        """Until no step that is under way may use the blocks any more.
-
-        Raises:
-            TransportError: it is over before.
-        """
-        with self._state:
-            self._state.wait_for(lambda: self._executed >= step or self._is_closing or is_over())
-            if self._executed < step:
-                raise TransportError("the worker is ending, or the peer has parted")
-
-
 class _Job:
     """A transfer under way."""
 
@@ -245,7 +211,7 @@ class _Lane:
     """What is read of one rank, by a thread that lives from the first transfer until the peer parts."""
 
     def __init__(
-        self, name: str, rank: KVRank, slices: list[Slice], connect: Connect, steps: _Steps
+        self, name: str, rank: KVRank, slices: list[Slice], connect: Connect, steps: Steps
     ) -> None:
         self._name = name
         self._rank = rank
@@ -293,7 +259,8 @@ class _Lane:
         for job in self._take_jobs():
             num_good, error = 0, ""
             try:
-                self._steps.wait_for(job.transfer.after_step, lambda: self._is_closed)
+                if not self._steps.wait_for(job.transfer.after_step, lambda: self._is_closed):
+                    raise TransportError("the worker is ending, or the peer has parted")
                 for start in range(0, len(job.sources), self._batch_blocks):
                     end = start + self._batch_blocks
                     deadline = time.monotonic() + BATCH_LIMIT_S
