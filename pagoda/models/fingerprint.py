@@ -2,8 +2,8 @@
 
 A copy of a model elsewhere has the same fingerprint; times and names do not count. Of the weights, what each
 tensor is counts, and 4 KiB of every 256 KiB of it, its beginning and its end among them: whatever was trained
-differs nearly everywhere, and so do an expert, a layer and most of a vocabulary. Checkpoints that differ in nothing
-but some rows between two samples look the same. The whole of a large file would take longer than loading it did.
+differs nearly everywhere, and so do an expert, a layer and most of a vocabulary. Checkpoints that differ only in
+some rows between two samples look the same. The whole of a large file would take longer than loading it did.
 """
 
 from __future__ import annotations
