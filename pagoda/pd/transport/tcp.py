@@ -437,7 +437,7 @@ def _split(span: Span, count: int) -> tuple[Span, Span]:
 def _listen(host: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, 0, socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
