@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pagoda.engine.messages import (
     DeviceBlocks,
@@ -219,13 +220,15 @@ class _Lane:
         self._batch_blocks = max(1, BATCH_BYTES // sum(piece.num_bytes for piece in slices))
         self._connect = connect
         self._steps = steps
+        self._link: MemoryLink | None = None
+        """Belongs to the thread, but may be closed by others while it reads."""
         self._refused = ""
         self._retry_at = 0.0
         """Until then the rank cannot be reached, for the reason `_refused`."""
         self._state = threading.Condition()
         """Guards all that follows."""
         self._jobs: deque[_Job] = deque()
-        self._link: MemoryLink | None = None
+        self._is_reading = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -243,7 +246,7 @@ class _Lane:
         """What is under way fails, and then the thread ends."""
         with self._state:
             self._is_closed = True
-            link = self._link
+            link = self._link if self._is_reading else None  # an idle one is closed by the thread
             self._state.notify_all()
         self._steps.wake()
         if link is not None:
@@ -288,7 +291,8 @@ class _Lane:
         spans = make_spans(self._slices, find_runs(sources, targets))
         was_connected = self._link is not None
         try:
-            self._linked(deadline).read(spans, deadline)
+            with self._reading(deadline) as link:
+                link.read(spans, deadline)
         except TransportError as error:
             self._disconnect()
             if not was_connected or self._is_closed:
@@ -297,28 +301,35 @@ class _Lane:
             _log.info("connecting to %s again: %s", self._name, error)
             self._read(sources, targets, deadline)
 
+    @contextmanager
+    def _reading(self, deadline: float) -> Iterator[MemoryLink]:
+        """The link, which is closed when the peer parts meanwhile."""
+        link = self._linked(deadline)
+        with self._state:
+            if self._is_closed:
+                raise TransportError("the peer has parted")
+            self._is_reading = True
+        try:
+            yield link
+        finally:
+            with self._state:
+                self._is_reading = False
+
     def _linked(self, deadline: float) -> MemoryLink:
-        if self._is_closed:
-            raise TransportError("the peer has parted")
         if self._link is not None:
             return self._link
+        if self._is_closed:
+            raise TransportError("the peer has parted")
         if time.monotonic() < self._retry_at:
             raise TransportError(self._refused)
         try:
-            link = self._connect(self._rank, deadline)
+            link = self._link = self._connect(self._rank, deadline)
         except TransportError as error:
             self._refused, self._retry_at = str(error), time.monotonic() + _PAUSE_S
             raise
-        with self._state:
-            self._link = link
-            is_closed = self._is_closed
-        if is_closed:
-            self._disconnect()
-            raise TransportError("the peer has parted")
         return link
 
     def _disconnect(self) -> None:
-        with self._state:
-            link, self._link = self._link, None
+        link, self._link = self._link, None
         if link is not None:
             link.close()

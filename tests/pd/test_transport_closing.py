@@ -83,18 +83,19 @@ class Agent:
         return lambda *_args: SimpleNamespace(release=lambda: None)
 
 
-def nixl_link(agent: Agent) -> NixlLink:
+def nixl_link(agent: Agent, abandoned: list[Any]) -> NixlLink:
     library = SimpleNamespace(
         nixl_agent_config=lambda **_fields: None, nixl_agent=lambda _name, _config: agent
     )
     descriptor = msgspec.msgpack.encode(NixlDescriptor(b"", [REGION]))
-    return NixlLink(library, [], descriptor, time.monotonic() + FAR)
+    return NixlLink(library, [], descriptor, time.monotonic() + FAR, abandoned)
 
 
 def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_FAREWELL_S", 0.01)
     agent = Agent()
-    link = nixl_link(agent)
+    abandoned: list[Any] = []
+    link = nixl_link(agent, abandoned)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
         assert agent.begun.wait(20)
@@ -102,11 +103,13 @@ def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.Monke
         with pytest.raises(TransportError):
             reading.result(20)
     assert link._agent is None
+    assert abandoned == [agent]
 
 
 def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
     agent = Agent()
-    link = nixl_link(agent)
+    abandoned: list[Any] = []
+    link = nixl_link(agent, abandoned)
     is_over = threading.Event()
 
     def check(_handle: object) -> str:
@@ -124,6 +127,7 @@ def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
         with pytest.raises(TransportError, match="closed"):
             reading.result(20)
     assert link._agent is None
+    assert not abandoned
 
 
 class Engine:

@@ -354,6 +354,22 @@ def test_a_silent_peer_that_parts_ends_its_transfers(
     engine.check([], [])
 
 
+def test_an_idle_link_is_closed_by_the_thread_that_reads(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some need a while for it, and whoever parts does not wait."""
+    _, engine = both(make, model, transports=("tcp",))
+    engine.read([0], [0])
+    (exchange,) = engine.exchanges
+    (lane,) = exchange._peers["prefill-1"].lanes
+    assert lane._link is not None
+    closers: list[threading.Thread] = []
+    monkeypatch.setattr(lane._link, "close", lambda: closers.append(threading.current_thread()))
+    engine.part("prefill-1")
+    lane.join()
+    assert closers == [lane._thread]
+
+
 def test_a_peer_that_dies_in_the_middle(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

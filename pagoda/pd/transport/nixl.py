@@ -27,6 +27,8 @@ _PAUSE_S = 50e-6
 _IDLE_PAUSE_S = 2e-3
 _AWAKE_S = 1.0
 """How long a door looks often, after somebody has said that he reads."""
+_SETTLE_TURNS = 20
+_SETTLE_PAUSE_S = 1e-3
 _FAREWELL_S = 3.0
 """How long a thread waits for what is under way once it is not wanted any more."""
 
@@ -47,12 +49,15 @@ class NixlTransport:
             raise TransportError("NIXL does not encrypt")
         self._memory = memory
         self._nixl = _load()
+        self._abandoned: list[Any] = []
+        """Agents with reads that have not ended: UCX ends the process when they are taken down."""
 
     def open_door(self) -> NixlDoor:
         return NixlDoor(self._nixl, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
-        return NixlLink(self._nixl, self._memory.regions, descriptor, deadline)
+        regions = self._memory.regions
+        return NixlLink(self._nixl, regions, descriptor, deadline, self._abandoned)
 
 
 class NixlDoor:
@@ -89,13 +94,21 @@ class NixlDoor:
 
 
 class NixlLink:
-    """An agent of its own, whose end is the end of all writes to our memory."""
+    """An agent of its own, without a thread: what comes for it is only written while somebody reads."""
 
     def __init__(
-        self, nixl: Any, regions: Sequence[Region], descriptor: bytes, deadline: float
+        self,
+        nixl: Any,
+        regions: Sequence[Region],
+        descriptor: bytes,
+        deadline: float,
+        abandoned: list[Any],
     ) -> None:
+        """`abandoned` keeps the agent when a read has failed."""
         door = read_descriptor(descriptor, NixlDescriptor)
         self._regions = door.regions
+        self._abandoned = abandoned
+        self._has_failed = False
         self._turn = threading.Lock()
         """Of whoever reads."""
         self._readers = Readers(self._let_go)
@@ -115,14 +128,16 @@ class NixlLink:
         with self._readers.reading(), self._turn:
             for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
                 self._readers.check()
-                problem = self._read(batch, deadline)
-                if problem:
-                    self._readers.close()
-                    self._let_go()  # whatever it may still have written, it does not any more
-                    raise TransportError(problem)
+                if time.monotonic() > deadline:
+                    raise TransportError("it took too long")
+                try:
+                    self._read(batch, deadline)
+                except TransportError:
+                    self._has_failed = True
+                    self.close()
+                    raise
 
-    def _read(self, batch: list[Piece], deadline: float) -> str:
-        """Why it was not read; empty if it was. Nothing keeps the agent alive behind it, as an error would."""
+    def _read(self, batch: list[Piece], deadline: float) -> None:
         agent = self._agent
         try:
             here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
@@ -135,16 +150,20 @@ class NixlLink:
                 state = agent.check_xfer_state(handle)
             if state == "DONE":
                 handle.release()
-                return ""
+                return
         except Exception as error:
-            return f"NIXL: {_told(error)}"
-        return "it took too long" if state == "PROC" else "NIXL could not read it"
+            raise TransportError(f"NIXL: {_told(error)}") from error
+        raise TransportError("it took too long" if state == "PROC" else "NIXL could not read it")
 
     def _is_overdue(self, deadline: float) -> bool:
         return time.monotonic() > self._readers.patience(deadline, _FAREWELL_S)
 
     def _let_go(self) -> None:
-        self._agent = None
+        agent, self._agent = self._agent, None
+        if self._has_failed:
+            self._abandoned.append(agent)
+        elif agent is not None:
+            _settle(agent)
 
     def close(self) -> None:
         self._readers.close()
@@ -168,6 +187,13 @@ def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:
     except Exception as error:
         raise TransportError(f"NIXL does not work here: {_told(error)}") from error
     return agent
+
+
+def _settle(agent: Any) -> None:
+    """Gets rid of what it still wants to say: UCX ends the process when that is taken down with it."""
+    for _ in range(_SETTLE_TURNS):
+        agent.get_new_notifs()
+        time.sleep(_SETTLE_PAUSE_S)
 
 
 def _told(error: Exception) -> str:
