@@ -109,7 +109,7 @@ async def _point(
         for way, session in enumerate((local, remote)):
             running.pauses.clear()
             seconds[way].append(await _second_token(session, chance, length))
-            pauses[way].append(max(running.pauses, default=0.0))
+            pauses[way].append(max((pause.seconds for pause in running.pauses), default=0.0))
     medians = [statistics.median(values) for values in (*seconds, *pauses)]
     return _Point(*medians)
 
