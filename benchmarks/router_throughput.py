@@ -87,8 +87,9 @@ class Host:
             summary="a host of a benchmark",
         )
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002
         """It is always ready."""
+        return lambda: None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         stream = TokenStream()
