@@ -35,6 +35,7 @@ from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.holder import KVHolder
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
+from pagoda.pd.sources import SourceSeal
 
 STABLE_S = 30.0
 """A worker that lived this long starts a new count of losses."""
@@ -158,6 +159,7 @@ class EngineCore:
         if self._holder is not None:
             self._holder.step()
         if self._scheduler is not None:
+            chunks += self._scheduler.end_unwanted()
             chunks += self._take_remote_news(self._scheduler)
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()
@@ -257,6 +259,7 @@ class EngineCore:
             links.peers,
             ledger,
             self._clock,
+            seal=SourceSeal(config.keys),
             engine_id=links.engine_id,
             also_holds=config.role.holds_kv,
             fails=config.fail_on_load_failure,
@@ -269,7 +272,8 @@ class EngineCore:
             return None
         leases = LeaseBook(pool, self._clock, config.lease_s)
         tp_size = self._config.worker.parallel.tensor_parallel_size
-        return KVHolder(links.door, leases, links.engine_id, config.lease_s, tp_size)
+        seal = SourceSeal(config.keys)
+        return KVHolder(links.door, leases, seal, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False

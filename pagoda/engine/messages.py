@@ -592,7 +592,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV goes to workers of other engines, or comes from there; None for not at all."""
 
     @property
-    def has_kv_tiers(self) -> bool:
+    def has_transfer_link(self) -> bool:
         """Whether the worker opens a second connection, for transfers."""
         return (
             self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None

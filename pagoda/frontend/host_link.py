@@ -163,9 +163,9 @@ class HostDoor:
     async def _serve(self) -> None:
         try:
             while True:
-                router, payload = await self._socket.recv_multipart()
+                router, *parts = await self._socket.recv_multipart()
                 try:
-                    self._handle(router, self._decode(payload))
+                    self._handle(router, self._decode(b"".join(parts)))
                 except msgspec.DecodeError as error:
                     _log.warning("a router sent what is not a message: %s", error)
         except Exception:

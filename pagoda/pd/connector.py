@@ -11,7 +11,6 @@ Everything asked is asked again while it is not answered, and any answer may com
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,6 +45,7 @@ from pagoda.pd.messages import (
     PrefillMessage,
 )
 from pagoda.pd.peers import PeerLost, Peers
+from pagoda.pd.sources import SourceSeal
 
 SILENCE_S = 5.0
 """An engine that says nothing for so long, though it is asked, counts as gone."""
@@ -56,8 +56,8 @@ _RENEWALS = 5
 """Per lease, at least."""
 _MAX_RENEWAL_S = 1.0
 _MAX_COMPLAINTS = 256
-_ADDRESS = re.compile(r"tcp://[^\s/@]{1,253}:([0-9]{1,5})", re.ASCII)
-_MAX_ID_CHARS = 128
+_MAX_PEERS = 256
+"""Engines to which there are connections at a time."""
 
 _log = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ class RemoteKV:
         ledger: TransferLedger,
         clock: Clock,
         *,
+        seal: SourceSeal,
         engine_id: str,
         also_holds: bool = False,
         fails: bool = False,
@@ -177,6 +178,7 @@ class RemoteKV:
         self._links = peers
         self._ledger = ledger
         self._clock = clock
+        self._seal = seal
         self._engine_id = engine_id
         self._also_holds = also_holds
         self._fails = fails
@@ -203,8 +205,8 @@ class RemoteKV:
         source = demand.source
         if source is None or demand.request_id in self._fetches:
             return
-        problem = _problem_of(source)
-        if problem is not None:
+        if not self._seal.has_made(source):
+            problem = "no engine with the secret of this one has made it"
             self._give_up(demand.request_id, "the kv_source of a request", problem)
             return
         if start >= len(demand.keys):
@@ -214,10 +216,15 @@ class RemoteKV:
             self.release(source)
             return
         peer = self._peer_at(source.address)
-        problem = self._obstacle(peer, source)
-        if problem is not None:
+        if peer is None:
+            self._give_up(
+                demand.request_id, source.address, f"{_MAX_PEERS} other engines are asked"
+            )
+            return
+        obstacle = self._obstacle(peer, source)
+        if obstacle is not None:
             self.release(source)
-            self._give_up(demand.request_id, source.address, problem)
+            self._give_up(demand.request_id, source.address, obstacle)
             return
         now = self._clock.now()
         if not peer.fetches:
@@ -226,12 +233,25 @@ class RemoteKV:
         self._fetches[demand.request_id] = peer.fetches[source.transfer_id] = fetch
         self._links.send(peer.address, _want(fetch))
 
-    def _peer_at(self, address: str) -> _Peer:
+    def _peer_at(self, address: str) -> _Peer | None:
+        """None where there would be too many, of whom none rests."""
         peer = self._peers.get(address)
-        if peer is None:
+        if peer is None and self._has_room_for_peer():
             peer = self._peers[address] = _Peer(address, self._clock.now())
             self._links.send(address, KVHello(digest=self._digest))
         return peer
+
+    def _has_room_for_peer(self) -> bool:
+        """Whether there may be one more; parts from the one that has rested longest if need be."""
+        if len(self._peers) < _MAX_PEERS:
+            return True
+        resting = [peer for peer in self._peers.values() if not peer.fetches]
+        if not resting:
+            return False
+        oldest = min(resting, key=lambda peer: peer.heard_at)
+        self._links.hang_up(oldest.address)
+        self._lose(oldest, "others are asked")
+        return True
 
     def _obstacle(self, peer: _Peer, source: KVSource) -> str | None:
         if peer.refusal:
@@ -241,10 +261,13 @@ class RemoteKV:
         return _staleness(peer, source)
 
     def release(self, source: KVSource) -> None:
-        """A request here will not fetch it; unless another does, nobody will."""
+        """A request here will not fetch it; unless another does, nobody will.
+
+        That is said to who is connected. To others it is not worth a connection: their leases run out.
+        """
         peer = self._peers.get(source.address)
-        is_wanted = peer is not None and source.transfer_id in peer.fetches
-        if not is_wanted and _problem_of(source) is None:
+        is_wanted = peer is None or source.transfer_id in peer.fetches
+        if not is_wanted and self._seal.has_made(source):
             self._links.send(source.address, KVDone([source.transfer_id]))
 
     def lookup(self, demand: Demand, start: int) -> int | None:
@@ -345,7 +368,7 @@ class RemoteKV:
         peer = self._peers.get(source.address)
         if peer is not None:
             peer.fetches.pop(source.transfer_id, None)
-        self._links.send(source.address, KVDone([source.transfer_id]))
+            self._links.send(source.address, KVDone([source.transfer_id]))
         self._has_news = True
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
@@ -492,6 +515,8 @@ class RemoteKV:
 
     def _renew(self, peer: _Peer, now: float) -> None:
         if now - peer.heard_at > SILENCE_S:
+            for fetch in list(peer.fetches.values()):
+                self._fail(fetch, "it does not answer")
             self._links.hang_up(peer.address)
             self._lose(peer, "it does not answer")
             return
@@ -574,14 +599,3 @@ def _staleness(peer: _Peer, source: KVSource) -> str | None:
     if peer.welcome is None or peer.welcome.engine_id == source.engine_id:
         return None
     return "another engine is there now"
-
-
-def _problem_of(source: KVSource) -> str | None:
-    """What makes a source unusable whoever is there; a clause."""
-    match = _ADDRESS.fullmatch(source.address)
-    if match is None or not 0 < int(match[1]) < 2**16:
-        return f"its address must be tcp://HOST:PORT, got {source.address[:_MAX_ID_CHARS]!r}"
-    for name, value in (("engine_id", source.engine_id), ("transfer_id", source.transfer_id)):
-        if not 1 <= len(value) <= _MAX_ID_CHARS:
-            return f"its {name} must have 1 to {_MAX_ID_CHARS} characters, got {len(value)}"
-    return None

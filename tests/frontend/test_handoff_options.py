@@ -52,7 +52,7 @@ def test_a_role_is_told_to_engine_and_workers(key_file: Path, role: str) -> None
     assert workers.transports == ("tcp", "shm")
     assert workers.secret == SECRET
     assert workers.encrypts
-    assert engine.worker.has_kv_tiers
+    assert engine.worker.has_transfer_link
 
 
 def test_the_doors_of_replicas_have_ports_beside_each_other(key_file: Path) -> None:
