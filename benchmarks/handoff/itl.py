@@ -1,6 +1,7 @@
 """Running streams while long prompts arrive: a prefill and a decode host with a core each, and one with both.
 
-All servers run all the time and take turns; one that has nothing to do uses no core.
+All servers run all the time and take turns; one that has nothing to do uses no core. Pauses count while a prompt
+is under way, however long that is at either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from contextlib import ExitStack
 
 from benchmarks.handoff.pod import (
+    Pause,
     Pod,
     Streams,
     all_times,
@@ -67,8 +69,9 @@ def itl(
                 for name, url in (("apart", apart), ("one host", one)):
                     async with Streams(url, chance, streams, most - 16) as running:
                         arriving = [random_prompt(chance, prompt_len) for _ in range(prompts)]
-                        first_tokens[name] += await _arrive(url, arriving, interval)
-                        pauses[name] += running.pauses
+                        under_way = await _arrive(url, arriving, interval)
+                        first_tokens[name] += [prompt.seconds for prompt in under_way]
+                        pauses[name] += _meanwhile(running.pauses, under_way)
             return interval
 
         interval = asyncio.run(measure())
@@ -83,14 +86,28 @@ async def _prefill_time(url: str, chance: random.Random, prompt_len: int) -> flo
     return seconds * (1 + _ROUND_UP_TO)
 
 
-async def _arrive(url: str, arriving: list[list[int]], interval: float) -> list[float]:
-    """Sends one prompt every `interval` seconds; returns when each had its first token, as long as that took."""
+async def _arrive(url: str, arriving: list[list[int]], interval: float) -> list[Pause]:
+    """Sends one prompt every `interval` seconds; returns from when to when each was without its first token."""
     async with open_session(url) as session:
+
+        async def ask(prompt: list[int]) -> Pause:
+            began = time.perf_counter()
+            times = await all_times(session, prompt, 4)
+            return Pause(began, began + times[0])
+
         began, asking = time.perf_counter(), []
         for index, prompt in enumerate(arriving):
             await asyncio.sleep(max(0.0, began + index * interval - time.perf_counter()))
-            asking.append(asyncio.create_task(all_times(session, prompt, 4)))
-        return [times[0] for times in await asyncio.gather(*asking)]
+            asking.append(asyncio.create_task(ask(prompt)))
+        return await asyncio.gather(*asking)
+
+
+def _meanwhile(pauses: list[Pause], under_way: list[Pause]) -> list[float]:
+    return [
+        pause.seconds
+        for pause in pauses
+        if any(pause.end > prompt.start and pause.start < prompt.end for prompt in under_way)
+    ]
 
 
 def _report(

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import aiohttp
 
@@ -159,6 +160,17 @@ async def all_times(
     return [instant async for instant in token_times(session, prompt, max_tokens)]
 
 
+class Pause(NamedTuple):
+    """Between two tokens of a stream."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 class Streams:
     """Answers that run until they are stopped, and the pauses between their tokens."""
 
@@ -167,7 +179,7 @@ class Streams:
         self._prompts = [random_prompt(chance, 8) for _ in range(count)]
         self._max_tokens = max_tokens
         self._tasks: list[asyncio.Task[None]] = []
-        self.pauses: list[float] = []
+        self.pauses: list[Pause] = []
         """So far, since they were last cleared."""
 
     async def __aenter__(self) -> Streams:
@@ -196,8 +208,9 @@ class Streams:
     async def _run(self, prompt: list[int], begun: asyncio.Event) -> None:
         async with open_session(self._url) as session:
             last: float | None = None
-            async for instant in token_times(session, prompt, self._max_tokens):
+            async for _ in token_times(session, prompt, self._max_tokens):
+                now = time.perf_counter()
                 if last is not None:
-                    self.pauses.append(instant - last)
+                    self.pauses.append(Pause(last, now))
                     begun.set()
-                last = instant
+                last = now

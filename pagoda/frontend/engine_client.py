@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -85,8 +86,9 @@ class EngineClient:
     def state(self) -> ReplicaState:
         return self._state
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     @property
     def engine_pid(self) -> int | None:
@@ -272,7 +274,7 @@ class EngineClient:
     def _enter(self, state: ReplicaState) -> None:
         if state is not self._state:
             self._state = state
-            for listener in self._listeners:
+            for listener in list(self._listeners):
                 listener()
 
     def _lose_requests(self) -> None:

@@ -21,7 +21,7 @@ class Preparation(Protocol):
     ) -> AbstractAsyncContextManager[GenerateRequest]:
         """What the replica is to be given; what was done for it lasts until the context ends.
 
-        `role` is the replica's, and `num_cached_tokens` leading tokens are believed to be in its cache. Never
+        `role` is the replica's, which says that it has `num_cached_tokens` leading tokens in its cache. Never
         raises because something failed: then the request is as it was. Does not wait for long.
         """
         ...

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
-from conftest import Api, ApiFactory
 from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
@@ -19,7 +19,7 @@ from pagoda.frontend.text_generator import TextGenerator
 
 
 @asynccontextmanager
-async def routed(serve_api: ApiFactory, **config: object) -> AsyncIterator[tuple[Api, Host]]:
+async def routed(serve_api: Any, **config: object) -> AsyncIterator[tuple[Any, Host]]:
     """A router with an API, and a host of it that says `hello`."""
     discoveries: list[JoinDiscovery] = []
 
@@ -45,13 +45,13 @@ async def routed(serve_api: ApiFactory, **config: object) -> AsyncIterator[tuple
         await fleet.close()
 
 
-async def hosts_of(api: Api) -> list[dict[str, object]]:
+async def hosts_of(api: Any) -> list[dict[str, object]]:
     answer = (await api.get("/v1/hosts")).json()
     assert answer["object"] == "list"
     return answer["data"]
 
 
-async def test_a_host_is_listed_with_what_is_known_of_it(serve_api: ApiFactory) -> None:
+async def test_a_host_is_listed_with_what_is_known_of_it(serve_api: Any) -> None:
     async with routed(serve_api) as (api, host):
         [listed] = await hosts_of(api)
         load, since = listed.pop("load"), listed.pop("since")
@@ -69,7 +69,7 @@ async def test_a_host_is_listed_with_what_is_known_of_it(serve_api: ApiFactory) 
         assert 0 <= time.time() - since < 60
 
 
-async def test_a_host_that_is_let_go_finishes_what_it_has(serve_api: ApiFactory) -> None:
+async def test_a_host_that_is_let_go_finishes_what_it_has(serve_api: Any) -> None:
     async with routed(serve_api) as (api, host):
         endpoint = host.door._endpoint
         endpoint.pause_after = 2
@@ -87,7 +87,7 @@ async def test_a_host_that_is_let_go_finishes_what_it_has(serve_api: ApiFactory)
         assert (await api.get("/health")).status == 503
 
 
-async def test_an_id_that_is_not_known_is_refused(serve_api: ApiFactory) -> None:
+async def test_an_id_that_is_not_known_is_refused(serve_api: Any) -> None:
     async with routed(serve_api) as (api, host):
         answer = await api.request("DELETE", "/v1/hosts/nobody")
         assert (answer.status, answer.error()["code"]) == (404, "host_not_found")
@@ -96,7 +96,7 @@ async def test_an_id_that_is_not_known_is_refused(serve_api: ApiFactory) -> None
         assert len(await hosts_of(api)) == 1
 
 
-async def test_only_who_has_the_key_sees_hosts_and_lets_them_go(serve_api: ApiFactory) -> None:
+async def test_only_who_has_the_key_sees_hosts_and_lets_them_go(serve_api: Any) -> None:
     async with routed(serve_api, api_key="secret") as (api, host):
         path = f"/v1/hosts/{host.identity.id}"
         for ask in (partial(api.get, "/v1/hosts"), partial(api.request, "DELETE", path)):
@@ -105,7 +105,7 @@ async def test_only_who_has_the_key_sees_hosts_and_lets_them_go(serve_api: ApiFa
 
 
 async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(
-    serve_api: ApiFactory,
+    serve_api: Any,
 ) -> None:
     async with routed(serve_api) as (api, host):
         host.door._endpoint.raises = OverloadedError("Full.", retry_after_s=7)
@@ -114,7 +114,7 @@ async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(
         assert answer.error()["message"] == "The waiting queue is full."
 
 
-async def test_a_server_that_is_no_router_has_no_hosts(api: Api) -> None:
+async def test_a_server_that_is_no_router_has_no_hosts(api: Any) -> None:
     assert (await api.get("/v1/hosts")).status == 503  # it may become one
     api.service.fleet = _NoRouter()  # type: ignore[assignment]
     answer = await api.get("/v1/hosts")

@@ -217,17 +217,38 @@ async def test_an_etcd_that_is_not_there_is_told_of() -> None:
 
 
 async def test_what_is_not_an_etcd_is_told_of() -> None:
+    async with answering("hello") as server:
+        client = EtcdClient([server])
+        with pytest.raises(EtcdError, match="not as etcd"):
+            await client.get("nothing")
+        await client.close()
+
+
+async def test_a_server_that_has_lost_the_others_is_passed_over(shared: EtcdServer) -> None:
+    async with answering('{"message": "etcdserver: no leader"}', status=503) as lonely:
+        client = EtcdClient([lonely, shared.address])
+        assert await client.get("nothing") is None
+        await client.close()
+        client = EtcdClient([lonely])
+        with pytest.raises(EtcdError, match="no leader"):
+            await client.get("nothing")
+        await client.close()
+
+
+@asynccontextmanager
+async def answering(text: str, status: int = 200) -> AsyncIterator[str]:
+    """The address of a server that always says the same."""
+
     async def answer(_: web.BaseRequest) -> web.Response:
-        return web.Response(text="hello")
+        return web.Response(text=text, status=status)
 
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    client = EtcdClient([f"127.0.0.1:{runner.addresses[0][1]}"])
-    with pytest.raises(EtcdError, match="not as etcd"):
-        await client.get("nothing")
-    await client.close()
-    await runner.cleanup()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_router_uses_hosts_of_etcd_also_while_it_is_away(

@@ -65,6 +65,24 @@ async def test_a_host_that_leaves_finishes_what_it_has_and_gets_nothing_new() ->
             assert await asking == ("old", FinishReason.STOP)
 
 
+async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with routed() as router, joined(router, "abc") as host:
+        await router.until_hosts(1)
+        host.endpoint.pause_after = 1
+        asking = asyncio.create_task(router.ask("r1"))
+        await host.endpoint.paused.wait()
+        assert router.registry.dismiss(host.identity.id)
+        await until(host.membership._beating.done)
+        assert "let this host go: It was let go with DELETE /v1/hosts" in caplog.text
+        host.endpoint.go_on.set()
+        assert await asking == ("abc", FinishReason.STOP)
+        await router.until_hosts(0)
+        async with joined(router, "new"):
+            assert await router.ask("r2") == ("new", FinishReason.STOP)
+
+
 async def test_an_answer_that_nobody_wants_ends_at_the_host() -> None:
     async with routed() as router, joined(router, "abcdef") as host:
         await router.until_hosts(1)

@@ -155,15 +155,25 @@ class EtcdClient:
                     timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S),
                 )
             except (aiohttp.ClientError, TimeoutError):
-                problem = f"{' and '.join(self._servers)} cannot be reached"
-                self._servers.append(self._servers.pop(0))
-                continue
-            async with response:
-                if response.status != HTTPStatus.OK:
-                    raise EtcdError(_decode(await response.read(), _Problem).message)
-                yield response
-                return
+                problem = problem or f"{' and '.join(self._servers)} cannot be reached"
+            else:
+                async with response:
+                    if response.status == HTTPStatus.OK:
+                        yield response
+                        return
+                    problem = await _problem_of(response)
+                    if response.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                        raise EtcdError(problem)
+            # It is away, or cut off from the others.
+            self._servers.append(self._servers.pop(0))
         raise EtcdError(problem)
+
+
+async def _problem_of(response: aiohttp.ClientResponse) -> str:
+    try:
+        return _decode(await response.read(), _Problem).message
+    except (aiohttp.ClientError, TimeoutError):
+        return "the connection broke"
 
 
 def _decode(payload: bytes, kind: type[T]) -> T:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.readers import Readers
 from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
 
 _BATCH_BYTES = 2**26
@@ -26,8 +27,10 @@ _PAUSE_S = 50e-6
 _IDLE_PAUSE_S = 2e-3
 _AWAKE_S = 1.0
 """How long a door looks often, after somebody has said that he reads."""
-_FAREWELL_S = 10.0
-"""How long a batch that nobody wants any more is waited for."""
+_SETTLE_TURNS = 20
+_SETTLE_PAUSE_S = 1e-3
+_FAREWELL_S = 3.0
+"""How long a thread waits for what is under way once it is not wanted any more."""
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True):
@@ -46,12 +49,15 @@ class NixlTransport:
             raise TransportError("NIXL does not encrypt")
         self._memory = memory
         self._nixl = _load()
+        self._abandoned: list[Any] = []
+        """Agents with reads that have not ended: UCX ends the process when they are taken down."""
 
     def open_door(self) -> NixlDoor:
         return NixlDoor(self._nixl, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
-        return NixlLink(self._nixl, self._memory.regions, descriptor, deadline)
+        regions = self._memory.regions
+        return NixlLink(self._nixl, regions, descriptor, deadline, self._abandoned)
 
 
 class NixlDoor:
@@ -88,16 +94,24 @@ class NixlDoor:
 
 
 class NixlLink:
-    """An agent of its own, whose end is the end of all writes to our memory."""
+    """An agent of its own, without a thread: what comes for it is only written while somebody reads."""
 
     def __init__(
-        self, nixl: Any, regions: Sequence[Region], descriptor: bytes, deadline: float
+        self,
+        nixl: Any,
+        regions: Sequence[Region],
+        descriptor: bytes,
+        deadline: float,
+        abandoned: list[Any],
     ) -> None:
+        """`abandoned` keeps the agent when a read has failed."""
         door = read_descriptor(descriptor, NixlDescriptor)
         self._regions = door.regions
-        self._lock = threading.Lock()
-        """Held by whoever reads."""
-        self._is_closed = False
+        self._abandoned = abandoned
+        self._has_failed = False
+        self._turn = threading.Lock()
+        """Of whoever reads."""
+        self._readers = Readers(self._let_go)
         self._agent: Any = _new_agent(nixl, regions)
         try:
             self._peer = self._agent.add_remote_agent(door.metadata)
@@ -111,15 +125,16 @@ class NixlLink:
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         pieces = find_pieces(self._regions, spans)
-        with self._lock:
+        with self._readers.reading(), self._turn:
             for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
-                if self._is_closed:
-                    raise TransportError("the connection was closed")
+                self._readers.check()
+                if time.monotonic() > deadline:
+                    raise TransportError("it took too long")
                 try:
                     self._read(batch, deadline)
                 except TransportError:
-                    self._agent = None  # whatever it may still have written, it does not any more
-                    self._is_closed = True
+                    self._has_failed = True
+                    self.close()
                     raise
 
     def _read(self, batch: list[Piece], deadline: float) -> None:
@@ -133,19 +148,25 @@ class NixlLink:
             while state == "PROC" and not self._is_overdue(deadline):
                 time.sleep(_PAUSE_S)
                 state = agent.check_xfer_state(handle)
-            handle.release()
+            if state == "DONE":
+                handle.release()
+                return
         except Exception as error:
             raise TransportError(f"NIXL: {_told(error)}") from error
-        if state != "DONE":
-            raise TransportError("NIXL could not read it")
+        raise TransportError("it took too long" if state == "PROC" else "NIXL could not read it")
 
     def _is_overdue(self, deadline: float) -> bool:
-        return time.monotonic() > deadline + (_FAREWELL_S if self._is_closed else 0.0)
+        return time.monotonic() > self._readers.patience(deadline, _FAREWELL_S)
+
+    def _let_go(self) -> None:
+        agent, self._agent = self._agent, None
+        if self._has_failed:
+            self._abandoned.append(agent)
+        elif agent is not None:
+            _settle(agent)
 
     def close(self) -> None:
-        self._is_closed = True
-        with self._lock:  # what has begun is read to its end, a batch at the most
-            self._agent = None
+        self._readers.close()
 
 
 def _load() -> Any:
@@ -166,6 +187,13 @@ def _new_agent(nixl: Any, regions: Sequence[Region]) -> Any:
     except Exception as error:
         raise TransportError(f"NIXL does not work here: {_told(error)}") from error
     return agent
+
+
+def _settle(agent: Any) -> None:
+    """Gets rid of what it still wants to say: UCX ends the process when that is taken down with it."""
+    for _ in range(_SETTLE_TURNS):
+        agent.get_new_notifs()
+        time.sleep(_SETTLE_PAUSE_S)
 
 
 def _told(error: Exception) -> str:
