@@ -217,7 +217,9 @@ class _Group:
         self.socket.bind(address)
         ranks = range(len(configs))
         self._identities = [_identity(rank) for rank in ranks]
-        self._link_identities = [_link_identity(rank) for rank in ranks if configs[0].has_kv_tiers]
+        self._link_identities = [
+            _link_identity(rank) for rank in ranks if configs[0].has_transfer_link
+        ]
         self._connections = _connections(self._identities, WorkerMessage)
         self._connections |= _connections(self._link_identities, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}

@@ -163,23 +163,27 @@ class HostDoor:
     async def _serve(self) -> None:
         try:
             while True:
-                router, payload = await self._socket.recv_multipart()
-                try:
-                    self._handle(router, self._decode(payload))
-                except msgspec.DecodeError as error:
-                    _log.warning("a router sent what is not a message: %s", error)
+                router, *parts = await self._socket.recv_multipart()
+                self._take(router, b"".join(parts))
         except Exception:
             _log.exception("routers cannot be served any more")
             self._socket.close()  # so that they know
+
+    def _take(self, router: bytes, payload: bytes) -> None:
+        """What a router sent, whatever it is: one of them is not to end the service of all."""
+        try:
+            self._handle(router, self._decode(payload))
+        except msgspec.DecodeError as error:
+            _log.warning("a router sent what is not a message: %s", error)
+        except Exception:
+            _log.exception("what a router asks for cannot be done")
 
     def _handle(self, router: bytes, message: FrontendMessage) -> None:
         match message:
             case Hello():
                 self._answer(self._welcome(router, message))
             case GenerateRequest():
-                key = (router, message.request_id)
-                if key not in self._requests:
-                    self._requests[key] = asyncio.create_task(self._generate(router, message))
+                self._begin(router, message)
             case AbortRequests():
                 for request_id in message.request_ids:
                     task = self._requests.get((router, request_id))
@@ -190,6 +194,14 @@ class HostDoor:
                 self._followed[router] = self._endpoint.follow_cache(partial(self._tell, router))
             case LoadQuery():
                 self._answer(self._report(router, message.query_id))
+
+    def _begin(self, router: bytes, request: GenerateRequest) -> None:
+        before = self._requests.get((router, request.request_id))
+        if before is not None and not before.cancelling():
+            self._fail(router, request, "A request with this id is already running.")
+            return
+        task = asyncio.create_task(self._generate(router, request, before))
+        self._requests[router, request.request_id] = task
 
     def _tell(self, router: bytes, news: CacheNews) -> None:
         self._answer(self._send(router, news))
@@ -202,7 +214,12 @@ class HostDoor:
     def _answer(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
+        task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._answers.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("a router cannot be answered", exc_info=task.exception())
 
     async def _welcome(self, router: bytes, hello: Hello) -> None:
         problem = self._refusal_of(hello)
@@ -239,22 +256,32 @@ class HostDoor:
             )
             await self._send(router, report)
 
-    async def _generate(self, router: bytes, request: GenerateRequest) -> None:
-        chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
+    async def _generate(
+        self, router: bytes, request: GenerateRequest, before: asyncio.Task[None] | None
+    ) -> None:
+        """`before` had the same id, and was aborted: two of them at once would not be known apart."""
         try:
+            if before is not None:
+                await asyncio.wait([before])
+            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     self._put(router, chunk)
         except OverloadedError as error:
             await self._send(router, RequestRefused(request.request_id, error.retry_after_s))
         except InvalidRequestError as error:
-            self._put(
-                router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=str(error))
-            )
+            self._fail(router, request, str(error))
         except EngineDeadError:
             pass  # this host ends; when it has hung up, the request goes on elsewhere
+        except Exception:
+            _log.exception("request failed", extra={"request_id": request.request_id})
+            self._fail(router, request, "The host failed with this request; its log says why.")
         finally:
-            self._requests.pop((router, request.request_id), None)
+            if self._requests.get((router, request.request_id)) is asyncio.current_task():
+                del self._requests[router, request.request_id]
+
+    def _fail(self, router: bytes, request: GenerateRequest, error: str) -> None:
+        self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
 
     def _put(self, router: bytes, chunk: TokenChunk) -> None:
         """What comes in one turn of the loop is one message."""
@@ -322,8 +349,9 @@ class RemoteHost:
     def state(self) -> ReplicaState:
         return self._state
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     async def start(self) -> None:
         """Returns when the host has said what it can do.
@@ -467,7 +495,7 @@ class RemoteHost:
         self._notify()
 
     def _notify(self) -> None:
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()
 
     async def _send(self, message: FrontendMessage) -> None:

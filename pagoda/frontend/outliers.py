@@ -28,7 +28,7 @@ SLOW_STEP_S = 0.05
 """unless it is fast enough for anybody."""
 FRESH_S = 30.0
 """What others took longer ago is not compared with."""
-MAX_FAILURES = 5
+MAX_FAILURES = 2
 """In a row, with no request getting on in between."""
 MAX_LOSSES = 2
 """Of all that a member had, no more than `FORGIVEN_S` apart."""
@@ -72,6 +72,11 @@ class OutlierDetector:
         """Members are compared with those of the same group."""
         self._members[member] = _Member(member, group)
 
+    def regroup(self, member: int, group: Hashable) -> None:
+        """It is to be compared with others; what it did as one of another kind is forgotten."""
+        if self._members[member].group != group:
+            self._members[member] = _Member(member, group)
+
     def remove(self, member: int) -> None:
         del self._members[member]
 
@@ -101,14 +106,14 @@ class OutlierDetector:
         one.probe, one.num_tokens = request_id, 0
 
     def fail(self, member: int) -> Ejection | None:
-        """A request failed there or was refused."""
+        """It left a request unanswered. A refusal is an answer, and so is an error that the request has itself."""
         one = self._members.get(member)
         if one is None:
             return None
         one.num_failures += 1
         if one.num_failures < MAX_FAILURES:
             return None
-        return self._eject(one, f"{one.num_failures} requests in a row failed or were refused")
+        return self._eject(one, f"{one.num_failures} requests in a row were left unanswered")
 
     def lose(self, member: int) -> Ejection | None:
         """All that it had is lost; it may come back."""

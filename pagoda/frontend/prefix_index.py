@@ -44,6 +44,10 @@ class PrefixIndex:
                 return count
         return len(keys)
 
+    def num_told(self, keys: Sequence[int]) -> int:
+        """How many leading ones of `keys` the replica says that it has: more may be on the way there."""
+        return next((count for count, key in enumerate(keys) if key not in self.told), len(keys))
+
     def num_sharing(self, key: int) -> int:
         """How many of the requests that are there now begin with this block."""
         return self._num_running.get(key, 0)

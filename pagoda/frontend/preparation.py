@@ -13,9 +13,9 @@ class Place(NamedTuple):
 
     role: Role
     num_cached_tokens: int
-    """Leading tokens of the request that are believed to be in its cache."""
+    """Leading tokens of the request that it says it has in its cache."""
     pending_tokens: int
-    """Its work, this request's included."""
+    """The work of the other requests that it has."""
     num_streams: int
     """Requests there whose answers have begun: they stand still while it computes a prompt."""
 

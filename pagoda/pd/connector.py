@@ -11,13 +11,13 @@ Everything asked is asked again while it is not answered, and any answer may com
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pagoda.engine.messages import (
     DeviceBlocks,
     KVPeer,
+    KVRank,
     KVSource,
     RemoteBlocks,
     TierLoad,
@@ -44,8 +44,10 @@ from pagoda.pd.messages import (
     KVWant,
     KVWelcome,
     PrefillMessage,
+    digest_of,
 )
 from pagoda.pd.peers import PeerLost, Peers
+from pagoda.pd.sources import SourceSeal
 
 SILENCE_S = 5.0
 """An engine that says nothing for so long, though it is asked, counts as gone."""
@@ -55,9 +57,14 @@ held there for requests which wait here behind this one."""
 _RENEWALS = 5
 """Per lease, at least."""
 _MAX_RENEWAL_S = 1.0
-_MAX_COMPLAINTS = 256
-_ADDRESS = re.compile(r"tcp://[^\s/@]{1,253}:([0-9]{1,5})", re.ASCII)
-_MAX_ID_CHARS = 128
+_COMPLAINT_S = 60.0
+"""So long is what goes wrong with an engine not said again."""
+_PIECE_BYTES = 64 * 2**20
+_PIECE_BLOCKS = 256
+"""The most that one transfer reads, of all ranks together; in blocks where it is not known how large they are. A
+worker gives up a transfer that takes too long."""
+_MAX_PEERS = 256
+"""Engines to which there are connections at a time."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,9 +103,11 @@ class _Load:
 class _Fetch:
     """A request whose KV is asked for."""
 
-    def __init__(self, demand: Demand, source: KVSource, now: float) -> None:
+    def __init__(self, demand: Demand, source: KVSource, start: int, now: float) -> None:
         self.demand = demand
         self.source = source
+        self.is_token_alone = start >= len(demand.keys)
+        """Whether the device had all blocks when it was announced."""
         self.block_ids: list[int] = []
         """Of the leading blocks that are known to be computed."""
         self.num_blocks: int | None = None
@@ -113,8 +122,8 @@ class _Fetch:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether something of it has yet to come, be it news or blocks."""
-        if self.load is not None:
+        """Whether something of it has yet to come, be it news, blocks or the token."""
+        if self.load is not None or not self.has_token:
             return True
         return self.num_blocks is None or len(self.block_ids) < self.num_blocks
 
@@ -146,10 +155,19 @@ class _Peer:
         """Whether these are its workers, as it last said."""
         return self.welcome is not None and self.welcome.peer.peer_id == peer_id
 
+    @property
+    def ranks(self) -> Sequence[KVRank]:
+        return self.welcome.peer.ranks if self.welcome else ()
+
     def num_blocks(self) -> int:
         """That every rank has."""
-        ranks = self.welcome.peer.ranks if self.welcome else ()
-        return min((rank.num_blocks for rank in ranks), default=0)
+        return min((rank.num_blocks for rank in self.ranks), default=0)
+
+    def piece(self) -> int:
+        """How many blocks are read by one transfer."""
+        parts = [part for rank in self.ranks for part in rank.parts]
+        block_bytes = sum(part.num_heads * part.head_bytes for part in parts)
+        return max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
 
 
 class RemoteKV:
@@ -157,6 +175,7 @@ class RemoteKV:
 
     tier = "remote"
     gives_up = True
+    is_cache = False
 
     def __init__(
         self,
@@ -164,6 +183,7 @@ class RemoteKV:
         ledger: TransferLedger,
         clock: Clock,
         *,
+        seal: SourceSeal,
         engine_id: str,
         also_holds: bool = False,
         fails: bool = False,
@@ -177,6 +197,7 @@ class RemoteKV:
         self._links = peers
         self._ledger = ledger
         self._clock = clock
+        self._seal = seal
         self._engine_id = engine_id
         self._also_holds = also_holds
         self._fails = fails
@@ -192,8 +213,10 @@ class RemoteKV:
         self._met: list[KVPeer] = []
         self._parted: list[str] = []
         self._news: list[Arrived | Failed] = []
-        self._has_news = False
-        self._complaints: set[tuple[str, str]] = set()
+        self._told: set[str] = set()
+        """Requests of whom there is news."""
+        self._complaints: dict[tuple[str, str], float] = {}
+        """When what was last said of whom, the latest last."""
         self._num_loaded = 0
         self._num_failed = 0
 
@@ -203,35 +226,50 @@ class RemoteKV:
         source = demand.source
         if source is None or demand.request_id in self._fetches:
             return
-        problem = _problem_of(source)
-        if problem is not None:
+        if not self._seal.has_made(source):
+            problem = "no engine with the secret of this one has made it"
             self._give_up(demand.request_id, "the kv_source of a request", problem)
-            return
-        if start >= len(demand.keys):
-            self.release(source)
             return
         if source.engine_id == self._engine_id:  # what it has is found on the device
             self.release(source)
             return
         peer = self._peer_at(source.address)
-        problem = self._obstacle(peer, source)
-        if problem is not None:
+        if peer is None:
+            self._give_up(
+                demand.request_id, source.address, f"{_MAX_PEERS} other engines are asked"
+            )
+            return
+        obstacle = self._obstacle(peer, source)
+        if obstacle is not None:
             self.release(source)
-            self._give_up(demand.request_id, source.address, problem)
+            self._give_up(demand.request_id, source.address, obstacle)
             return
         now = self._clock.now()
         if not peer.fetches:
             peer.heard_at, peer.renew_at = now, now + peer.renewal_s
-        fetch = _Fetch(demand, source, now)
+        fetch = _Fetch(demand, source, start, now)
         self._fetches[demand.request_id] = peer.fetches[source.transfer_id] = fetch
         self._links.send(peer.address, _want(fetch))
 
-    def _peer_at(self, address: str) -> _Peer:
+    def _peer_at(self, address: str) -> _Peer | None:
+        """None where there would be too many, of whom none rests."""
         peer = self._peers.get(address)
-        if peer is None:
+        if peer is None and self._has_room_for_peer():
             peer = self._peers[address] = _Peer(address, self._clock.now())
             self._links.send(address, KVHello(digest=self._digest))
         return peer
+
+    def _has_room_for_peer(self) -> bool:
+        """Whether there may be one more; parts from the one that has rested longest if need be."""
+        if len(self._peers) < _MAX_PEERS:
+            return True
+        resting = [peer for peer in self._peers.values() if not peer.fetches]
+        if not resting:
+            return False
+        oldest = min(resting, key=lambda peer: peer.heard_at)
+        self._links.hang_up(oldest.address)
+        self._lose(oldest, "others are asked")
+        return True
 
     def _obstacle(self, peer: _Peer, source: KVSource) -> str | None:
         if peer.refusal:
@@ -241,16 +279,21 @@ class RemoteKV:
         return _staleness(peer, source)
 
     def release(self, source: KVSource) -> None:
-        """A request here will not fetch it; unless another does, nobody will."""
+        """A request here will not fetch it; unless another does, nobody will.
+
+        That is said to who is connected. To others it is not worth a connection: their leases run out.
+        """
         peer = self._peers.get(source.address)
-        is_wanted = peer is not None and source.transfer_id in peer.fetches
-        if not is_wanted and _problem_of(source) is None:
+        is_wanted = peer is None or source.transfer_id in peer.fetches
+        if not is_wanted and self._seal.has_made(source):
             self._links.send(source.address, KVDone([source.transfer_id]))
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         fetch = self._fetches.get(demand.request_id)
-        if fetch is None or fetch.is_loaded or start >= len(demand.keys):
+        if fetch is None or fetch.is_loaded:
             return 0
+        if start >= len(demand.keys):  # all that is missing is the token
+            return 0 if fetch.has_token else None
         if fetch.num_blocks is None or (fetch.num_blocks > start and not self._is_open(fetch)):
             return None
         return max(0, fetch.num_blocks - start)
@@ -286,17 +329,19 @@ class RemoteKV:
         if max(block_ids) >= self._peers[fetch.source.address].num_blocks() or min(block_ids) < 0:
             self._fail(fetch, "it named blocks that it does not have")
             return
-        blocks = load.blocks[first - load.start : end - load.start]
-        transfer_id = self._ledger.open(
-            self,
-            RemoteBlocks(fetch.peer_id, block_ids),
-            DeviceBlocks([block.block_id for block in blocks]),
-            blocks,
-            after_step=load.after_step,
-        )
-        self._copies[transfer_id] = fetch, load
-        load.next = end
-        load.num_open += 1
+        piece = self._peers[fetch.source.address].piece()
+        for start in range(first, end, piece):
+            load.next = min(start + piece, end)
+            blocks = load.blocks[start - load.start : load.next - load.start]
+            transfer_id = self._ledger.open(
+                self,
+                RemoteBlocks(fetch.peer_id, fetch.block_ids[start : load.next]),
+                DeviceBlocks([block.block_id for block in blocks]),
+                blocks,
+                after_step=load.after_step,
+            )
+            self._copies[transfer_id] = fetch, load
+            load.num_open += 1
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
         fetch, load = self._copies.pop(transfer.transfer_id)
@@ -345,8 +390,8 @@ class RemoteKV:
         peer = self._peers.get(source.address)
         if peer is not None:
             peer.fetches.pop(source.transfer_id, None)
-        self._links.send(source.address, KVDone([source.transfer_id]))
-        self._has_news = True
+            self._links.send(source.address, KVDone([source.transfer_id]))
+        self._told.add(request_id)
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
         self._complain(whom, reason)
@@ -354,9 +399,15 @@ class RemoteKV:
             self._news.append(Failed(request_id, reason))
 
     def _complain(self, whom: str, reason: str) -> None:
-        """Once: what goes wrong with one request may go wrong with thousands."""
-        if (whom, reason) not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
-            self._complaints.add((whom, reason))
+        """Once a minute: what goes wrong with one request may go wrong with thousands."""
+        now = self._clock.now()
+        while self._complaints:
+            oldest = next(iter(self._complaints))
+            if now - self._complaints[oldest] < _COMPLAINT_S:
+                break
+            del self._complaints[oldest]
+        if (whom, reason) not in self._complaints:
+            self._complaints[whom, reason] = now
             _log.warning("KV cannot be fetched from %s: %s", whom, reason)
 
     # ---- what others say
@@ -402,7 +453,8 @@ class RemoteKV:
                     was_open, num_blocks = self._is_open(wanted), wanted.num_blocks
                     self._take_of(peer, wanted, message)
                     is_open = message.transfer_id in peer.fetches and self._is_open(wanted)
-                    self._has_news |= is_open > was_open or wanted.num_blocks != num_blocks
+                    if is_open > was_open or wanted.num_blocks != num_blocks:
+                        self._told.add(wanted.demand.request_id)
 
     def _take_of(
         self, peer: _Peer, fetch: _Fetch, message: KVBlocks | KVPrefilled | KVVerdict | KVGone
@@ -424,8 +476,8 @@ class RemoteKV:
         peer.welcome = welcome
         if self._has_workers:
             self._met.append(welcome.peer)
-        self._has_news = True
         for fetch in list(peer.fetches.values()):
+            self._told.add(fetch.demand.request_id)
             reason = _staleness(peer, fetch.source)
             if reason is not None:
                 self._fail(fetch, reason)
@@ -466,12 +518,13 @@ class RemoteKV:
             return
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
+        self._told.add(fetch.demand.request_id)
         if message.token_id < self._vocab_size:
             token = FirstToken(
                 message.key, message.token_id, message.logprobs, message.num_cached_tokens
             )
             self._news.append(Arrived(fetch.demand.request_id, token))
-        if fetch.is_loaded:
+        if fetch.is_loaded or fetch.is_token_alone:
             self._close(fetch, "all has come")
 
     def _take_verdict(self, fetch: _Fetch, *, is_valid: bool) -> None:
@@ -492,6 +545,8 @@ class RemoteKV:
 
     def _renew(self, peer: _Peer, now: float) -> None:
         if now - peer.heard_at > SILENCE_S:
+            for fetch in list(peer.fetches.values()):
+                self._fail(fetch, "it does not answer")
             self._links.hang_up(peer.address)
             self._lose(peer, "it does not answer")
             return
@@ -513,7 +568,7 @@ class RemoteKV:
         """Of what there is nothing new, a question or its answer may be lost."""
         if fetch.load is not None and fetch.load.is_checking:
             self._links.send(peer.address, KVCheck(fetch.source.transfer_id))
-        elif fetch.is_incomplete or not fetch.has_token:
+        elif fetch.is_incomplete:
             self._links.send(peer.address, _want(fetch))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
@@ -530,7 +585,7 @@ class RemoteKV:
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        self._digest = ready.kv_digest
+        self._digest = digest_of(ready)
         self._vocab_size = ready.vocab_size
         self._has_workers = True
         self._met += [peer.welcome.peer for peer in self._peers.values() if peer.welcome]
@@ -545,9 +600,9 @@ class RemoteKV:
                 fetch.load = None
                 self._close(fetch, "the workers were lost")
 
-    def poll(self) -> bool:
-        has_news, self._has_news = self._has_news, False
-        return has_news
+    def poll(self) -> Collection[str]:
+        told, self._told = self._told, set()
+        return told
 
     def pollables(self) -> list[object]:
         return self._links.pollables()
@@ -574,14 +629,3 @@ def _staleness(peer: _Peer, source: KVSource) -> str | None:
     if peer.welcome is None or peer.welcome.engine_id == source.engine_id:
         return None
     return "another engine is there now"
-
-
-def _problem_of(source: KVSource) -> str | None:
-    """What makes a source unusable whoever is there; a clause."""
-    match = _ADDRESS.fullmatch(source.address)
-    if match is None or not 0 < int(match[1]) < 2**16:
-        return f"its address must be tcp://HOST:PORT, got {source.address[:_MAX_ID_CHARS]!r}"
-    for name, value in (("engine_id", source.engine_id), ("transfer_id", source.transfer_id)):
-        if not 1 <= len(value) <= _MAX_ID_CHARS:
-            return f"its {name} must have 1 to {_MAX_ID_CHARS} characters, got {len(value)}"
-    return None

@@ -154,7 +154,7 @@ def test_failures_in_a_row_with_nothing_in_between() -> None:
     ejection = group.detector.fail(0)
     assert ejection is not None
     assert (ejection.member, ejection.duration_s) == (0, EJECTION_S)
-    assert "5 requests in a row" in ejection.reason
+    assert "2 requests in a row" in ejection.reason
 
 
 def test_one_that_is_lost_again_and_again() -> None:

@@ -31,10 +31,8 @@ NO_KEYS = CurveKeys("", "", "", "")
 Message = DecodeMessage | PrefillMessage
 
 
-def handoff(role: Role, *, fails: bool = False, lease_s: float = LEASE_S) -> HandoffConfig:
-    return HandoffConfig(
-        role=role, host="p", keys=NO_KEYS, lease_s=lease_s, fail_on_load_failure=fails
-    )
+def handoff(role: Role, *, lease_s: float = LEASE_S) -> HandoffConfig:
+    return HandoffConfig(role=role, host="p", keys=NO_KEYS, lease_s=lease_s)
 
 
 class Engine:
@@ -50,7 +48,8 @@ class Engine:
         self.links = pair.network.links(f"engine{next(self._starts)}", role, address)
         self.harness = Harness(
             clock=pair.clock,
-            handoff=handoff(role, fails=fails),
+            handoff=handoff(role),
+            fails=fails,
             links=self.links,
             neighbours=pair.network.neighbours,
             **options,

@@ -115,7 +115,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
         )
         sources = [taken.kv_source and taken.kv_source.address for taken in d.taken]
         assert sources == ["tcp://host0:1", None]
-        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
+        assert await d.num_fetched() == len(LONG) // 4 * 4
         assert not any(taken.holds_kv for taken in d.taken)
         await end(pod, [p, d])
 
@@ -158,17 +158,19 @@ def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_ou
     run(main())
 
 
-def test_siblings_get_the_kv_of_the_first_of_them() -> None:
+def test_what_is_only_on_its_way_is_not_counted_on() -> None:
+    """Neither waited for: who has it computed may leave, and its host may be lost."""
+
     async def main() -> None:
-        pod, [p, d] = await start([P, D])
-        asking = [ask(pod.dispatcher, request(f"r{i}", LONG)) for i in range(5)]
-        assert all(answer.complete for answer in await asyncio.gather(*asking))
-        assert [r.request_id for r in p.taken] == ["r0/prefill0"]
-        assert [r.request_id for r in d.taken] == [f"r{i}" for i in range(5)]
-        load = await d.load()
-        assert load.num_prefix_hit_tokens == 5 * await d.num_fetched()
-        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
-        assert not pod.dispatcher._preparation._computing  # type: ignore[union-attr]
+        pod, [p, d] = await start([P, D], base_s=0.5)
+        first = asyncio.create_task(ask(pod.dispatcher, request("first", LONG)))
+        await asyncio.sleep(0.01)
+        sibling = asyncio.create_task(ask(pod.dispatcher, request("sibling", LONG)))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        assert (await sibling).complete
+        assert [r.request_id for r in p.taken] == ["first/prefill0", "sibling/prefill1"]
+        assert d.taken[-1].kv_source is not None
         await end(pod, [p, d])
 
     run(main())
@@ -190,18 +192,19 @@ def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
 @pytest.mark.parametrize(
     ("waiting", "decoding", "num_streams", "is_here"),
     [
-        (0, 100, 0, False),
-        (100, 100, 0, False),
-        (101, 100, 0, True),
-        (301, 300, 0, True),
-        (101, 100, 1, False),
-        (501, 100, 4, True),
+        (0, 0, 0, False),
+        (100, 0, 0, False),
+        (101, 0, 0, True),
+        (300, 200, 0, False),
+        (301, 200, 0, True),
+        (101, 0, 1, False),
+        (501, 0, 4, True),
     ],
 )
 def test_a_queue_of_prefill_hosts_is_weighed_against_what_the_prompt_would_hold_up(
     waiting: int, decoding: int, num_streams: int, is_here: bool
 ) -> None:
-    """By a prompt of 100 tokens, which `decoding` counts as well."""
+    """By a prompt of 100 tokens."""
     assert is_better_here(100, Place(D, 0, decoding, num_streams), waiting) == is_here
 
 
@@ -230,6 +233,52 @@ def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
         assert await ask_one_by_one("busy", 200) == 10
         assert all(answer.complete for answer in await asyncio.gather(*streams))
         await end(pod, [p, d])
+
+    run(main())
+
+
+def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, P, D])
+        hosts[0].hang(20)
+        for index in range(8):
+            assert (await ask(pod.dispatcher, request(f"r{index}", [index, *LONG]))).complete
+        assert len(hosts[0].taken) <= 2
+        assert [r.state for r in (await pod._prefill.load()).replicas] == ["ejected", "ready"]
+        assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 6
+        await asyncio.sleep(20)
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_what_decode_hosts_have_no_room_for_does_not_go_to_prefill_hosts() -> None:
+    async def main() -> None:
+        pod, [p, d] = await start([P, D], max_num_seqs=1, max_num_waiting=1)
+        asked = [request(f"r{index}", [index, *SHORT]) for index in range(6)]
+        answers = await asyncio.gather(*(ask(pod.dispatcher, one) for one in asked))
+        assert [answer.complete for answer in answers] == [True] * 2 + [False] * 4
+        assert all(isinstance(answer.refusal, OverloadedError) for answer in answers[2:])
+        d.is_full = True
+        assert isinstance((await ask(pod.dispatcher, asked[0])).refusal, OverloadedError)
+        assert not p.taken
+        await end(pod, [p, d])
+
+    run(main())
+
+
+def test_to_be_full_and_to_answer_bad_requests_is_no_illness() -> None:
+    async def main() -> None:
+        pod, hosts = await start([NONE, NONE])
+        hosts[0].is_full = True
+        for index in range(8):
+            assert (await ask(pod.dispatcher, request(f"r{index}"))).complete
+            bad = await ask(pod.dispatcher, request(f"bad{index}", [1] * 500))
+            assert bad.finish is FinishReason.ERROR
+        assert len(hosts[0].taken) >= 5
+        states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
+        assert states == ["ready", "ready"]
+        await end(pod, hosts)
 
     run(main())
 
