@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 from pagoda.engine.cache_news import CacheReporter
 from pagoda.engine.config import EngineConfig, KVTiersConfig
@@ -35,6 +35,7 @@ from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.holder import KVHolder
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
+from pagoda.pd.sources import SourceSeal
 
 STABLE_S = 30.0
 """A worker that lived this long starts a new count of losses."""
@@ -43,10 +44,22 @@ MAX_IDLE_LOSSES = 8
 steps need no such limit: the scheduler gives up the request that causes them."""
 _STEP_TIME_WEIGHT = 0.1
 
-TiersBuilder = Callable[
-    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None, RemoteOpener | None],
-    ConnectorStack | None,
-]
+
+class TiersBuilder(Protocol):
+    """`build_tiers`, or one that tests have."""
+
+    def __call__(
+        self,
+        config: KVTiersConfig | None,
+        ready: WorkerReady,
+        pool: BlockPool,
+        clock: Clock,
+        events: KVEventRecorder | None,
+        remote: RemoteOpener | None,
+        *,
+        fail_on_load_failure: bool,
+    ) -> ConnectorStack | None: ...
+
 
 _log = logging.getLogger(__name__)
 
@@ -158,6 +171,7 @@ class EngineCore:
         if self._holder is not None:
             self._holder.step()
         if self._scheduler is not None:
+            chunks += self._scheduler.end_unwanted()
             chunks += self._take_remote_news(self._scheduler)
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()
@@ -239,10 +253,14 @@ class EngineCore:
         )
         remote = self._open_remote if self._handoff and self._handoff.peers else None
         if config.kv_tiers is not None or remote is not None:
-            fails = config.handoff is not None and config.handoff.fail_on_load_failure
-            tiers = config.kv_tiers or KVTiersConfig(fail_on_load_failure=fails)
             self._tiers = self._build_tiers(
-                tiers, worker, kv.pool, self._clock, self._kv_events, remote
+                config.kv_tiers,
+                worker,
+                kv.pool,
+                self._clock,
+                self._kv_events,
+                remote,
+                fail_on_load_failure=config.fail_on_load_failure,
             )
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
@@ -257,9 +275,10 @@ class EngineCore:
             links.peers,
             ledger,
             self._clock,
+            seal=SourceSeal(config.keys),
             engine_id=links.engine_id,
             also_holds=config.role.holds_kv,
-            fails=config.fail_on_load_failure,
+            fails=self._config.fail_on_load_failure,
         )
         return self._remote
 
@@ -269,7 +288,8 @@ class EngineCore:
             return None
         leases = LeaseBook(pool, self._clock, config.lease_s)
         tp_size = self._config.worker.parallel.tensor_parallel_size
-        return KVHolder(links.door, leases, links.engine_id, config.lease_s, tp_size)
+        seal = SourceSeal(config.keys)
+        return KVHolder(links.door, leases, seal, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -357,6 +377,7 @@ class EngineCore:
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
             num_leases=leases.num_leases if leases else 0,
+            num_wanted_leases=0 if self._holder is None else self._holder.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
         )

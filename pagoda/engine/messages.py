@@ -343,6 +343,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Below the device, nearest first; other engines, from which KV is fetched, are the last."""
     num_leases: int = 0
     """Requests whose KV is held for other engines."""
+    num_wanted_leases: int = 0
+    """Of these, those that another engine has asked for and is not done with."""
     num_leased_blocks: int = 0
     """Blocks of them; one of two requests counts twice."""
     num_leases_expired: int = 0
@@ -594,7 +596,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV goes to workers of other engines, or comes from there; None for not at all."""
 
     @property
-    def has_kv_tiers(self) -> bool:
+    def has_transfer_link(self) -> bool:
         """Whether the worker opens a second connection, for transfers."""
         return (
             self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None

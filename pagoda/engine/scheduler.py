@@ -22,6 +22,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -106,6 +107,17 @@ class _Blocked(NamedTuple):
     num_running: int
 
 
+class _Kept(NamedTuple):
+    """What sequences keep: those that run or are being loaded, and some that wait."""
+
+    num_seqs: int
+    num_blocks: int
+    """That they still need for their tokens, and one more each: a newcomer must not be preempted right away."""
+
+
+_NOTHING = _Kept(0, 0)
+
+
 class _Flight(NamedTuple):
     """A step under way."""
 
@@ -149,6 +161,8 @@ class Scheduler:
         """With `mixed_steps` off: the kind of the last step."""
         self._in_flight: deque[_Flight] = deque()
         self._free_slots = list(range(limits.max_num_seqs))
+        self._orphans: list[Request] = []
+        """Whose KV was lost here, after an engine that computes it now had asked for it."""
         self._freed_slots: list[int] = []
         """Slots that the worker has not yet been told about."""
         self._num_arrivals = 0
@@ -210,7 +224,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         news = []
         if message.holds_kv and self._holder is not None:
-            source = self._holder.open(request.num_tokens // self.kv.block_size)
+            source = self._holder.open(request.request_id, request.num_tokens // self.kv.block_size)
             request.transfer_id = source.transfer_id
             news = [TokenChunk(request.request_id, [], kv_source=source)]
         if self._kv_waiting is None:
@@ -218,17 +232,27 @@ class Scheduler:
         else:
             hits = self.kv.find_prefix(request.table, request.token_ids)
             self._kv_waiting.announce(request, len(hits))
-            self._queue(request, hits, self._kv_waiting)
+            self._queue([request], self._kv_waiting)
         return news
 
-    def _queue(self, request: Request, hits: list[Block], kv_waiting: KVWaiting) -> None:
-        """Lets the request wait for KV at once if there is room besides those in line before it, else in line."""
-        num_ahead = bisect_left(self._waiting, request.rank, key=_by_rank)
-        has_room = not self._suspects and self._has_room(request, hits, num_ahead)
-        if not has_room or kv_waiting.begin(request, hits) is not Begin.WAITS:
-            kv_waiting.leave(request)
-            self._waiting.insert(num_ahead, request)
-            kv_waiting.prefetch(request, len(hits))
+    def _queue(self, requests: Iterable[Request], kv_waiting: KVWaiting) -> None:
+        """Lets each wait for KV at once if there is room besides those in line before it, else in line.
+
+        `requests` are in order of rank.
+        """
+        kept, num_counted = self._kept_by(self._holders()), 0
+        for request in requests:
+            hits = self.kv.find_prefix(request.table, request.token_ids)
+            num_ahead = bisect_left(self._waiting, request.rank, key=_by_rank)
+            kept = self._kept_by(self._waiting[num_counted:num_ahead], kept)
+            num_counted = num_ahead
+            has_room = not self._suspects and self._has_room(request, hits, kept)
+            if not has_room or kv_waiting.begin(request, hits) is not Begin.WAITS:
+                kv_waiting.leave(request)
+                self._waiting.insert(num_ahead, request)
+                kv_waiting.prefetch(request, len(hits))
+            elif request.table.blocks:
+                kept = self._kept_by([request], kept)
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._requests:
@@ -269,6 +293,29 @@ class Scheduler:
         if request.transfer_id is not None and self._holder is not None:
             self._holder.drop(request.transfer_id, reason)
             request.transfer_id = None
+
+    def _note_orphan(self, request: Request) -> None:
+        """What is held of it will be lost; an engine that has asked for it is told, and computes it."""
+        if (
+            request.transfer_id is not None
+            and self._holder is not None
+            and self._holder.is_asked_for(request.transfer_id)
+        ):
+            self._orphans.append(request)
+
+    def end_unwanted(self) -> list[TokenChunk]:
+        """Ends requests that were to be computed for other engines which do not need that any more."""
+        if self._holder is None:
+            return []
+        orphans, self._orphans = self._orphans, []
+        unwanted = [request for request in orphans if not request.finished]
+        for request_id, transfer_id in self._holder.take_unwanted():
+            request = self._requests.get(request_id)
+            if request is not None and request.transfer_id == transfer_id:
+                unwanted.append(request)
+        for request in unwanted:
+            self._end(request)
+        return [TokenChunk(request.request_id, [], FinishReason.ABORT) for request in unwanted]
 
     def _free_blocks(self, request: Request) -> None:
         """Steps under way may still use the blocks: what a preempted request samples in them counts."""
@@ -342,8 +389,8 @@ class Scheduler:
 
     def _yield_to_higher_priority(self) -> None:
         """Makes room for the first waiting request, as far as those that run have a lower priority."""
-        while self._waiting and self._running:
-            first, last = self._waiting[0], self._running[-1]
+        while self._running and (index := self._next_in_line(0)) is not None:
+            first, last = self._waiting[index], self._running[-1]
             outranked = first.rank[0] < last.rank[0] and not first.num_pending_samples
             if not outranked or self._fitting_prefix(first) is not None:
                 return
@@ -352,19 +399,23 @@ class Scheduler:
     def _fill(self, draft: _Draft) -> None:
         """Gives tokens in order of priority; among equals to those that run before those that wait.
 
-        Nobody is admitted once somebody was preempted, or behind a request that does not fit or may not ask yet.
+        Nobody is admitted once somebody was preempted, or behind a request that does not fit. Those that may not
+        ask yet whether there is KV for them are passed over.
         """
         preemptions = self.num_preemptions
         admitting = True
         index = 0
+        in_line: int | None = 0
         while draft.budget > 0:
             request = self._running[index] if index < len(self._running) else None
-            first = self._waiting[0] if self._waiting and admitting else None
+            if in_line is not None and admitting:
+                in_line = self._next_in_line(in_line)
+            first = self._waiting[in_line] if in_line is not None and admitting else None
             if first is not None and (request is None or first.rank[0] < request.rank[0]):
                 hits = self._fitting_prefix(first)
                 begin = Begin.STAYS if hits is None else self._begin(first, hits)
                 if begin is Begin.WAITS:
-                    del self._waiting[0]
+                    _remove(self._waiting, first)
                     continue
                 admitting = (
                     hits is not None and begin is Begin.COMPUTES and self._admit(first, hits, draft)
@@ -377,6 +428,16 @@ class Scheduler:
                 index += 1
             else:
                 return
+
+    def _next_in_line(self, start: int) -> int | None:
+        """Index of the first waiting request from `start` on that may go on, if there is room for it."""
+        kv_waiting, num_waiting = self._kv_waiting, len(self._waiting)
+        if kv_waiting is None:
+            return start if start < num_waiting else None
+        if kv_waiting.num_staying == num_waiting:
+            start = num_waiting
+        line = range(start, num_waiting)
+        return next((it for it in line if not kv_waiting.must_stay(self._waiting[it])), None)
 
     def _begin(self, request: Request, hits: list[Block]) -> Begin:
         if self._kv_waiting is None:
@@ -408,10 +469,11 @@ class Scheduler:
         draft.decodes |= decodes
         new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
         while new_blocks is None:
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return
+            if not self._make_room():
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return
             new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
         if new_blocks:
             draft.new_blocks.append((slot, new_blocks))
@@ -426,6 +488,7 @@ class Scheduler:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
         num_published = request.table.num_published
         # Two requests that hold each other's room for others would wait for ever.
+        self._note_orphan(request)
         self._let_go(request, "its request was preempted")
         self._leave_slot(request)
         self._free_blocks(request)
@@ -443,30 +506,42 @@ class Scheduler:
         if not self._free_slots or request.num_pending_samples or self._is_still_blocked(request):
             return None
         hits = self.kv.find_prefix(request.table, request.token_ids)
-        if self._has_room(request, hits):
+        kept = self._kept_by(self._holders())
+        while not self._has_room(request, hits, kept):
+            if kept.num_seqs >= self.limits.max_num_seqs or not self._make_room():
+                break
+        else:
             return hits
         self._blocked = _Blocked(
             request, self._step, self.kv.pool.num_available, len(self._running)
         )
         return None
 
-    def _has_room(self, request: Request, hits: list[Block], num_ahead: int = 0) -> bool:
-        """Whether there is room for all known tokens of the request, besides what others keep.
-
-        Those are the sequences that run or whose KV is being loaded, and the first `num_ahead` that wait. Each
-        keeps what it still needs for its tokens and one more block: a newcomer must not be preempted right away.
-        """
-        holders = self._running
-        if self._kv_waiting is not None:
-            holders = [*holders, *self._kv_waiting.loading, *self._waiting[:num_ahead]]
-        if len(holders) >= self.limits.max_num_seqs:
+    def _has_room(self, request: Request, hits: list[Block], kept: _Kept) -> bool:
+        """Whether there is room for all known tokens of the request, besides what others keep."""
+        if kept.num_seqs >= self.limits.max_num_seqs:
             return False
         taken_hits = sum(block.ref_count > 0 for block in hits)
         wanted = self.kv.num_blocks_for(request.num_tokens) - taken_hits
-        reserved = sum(
-            max(0, self.kv.num_blocks_for(r.num_tokens) - len(r.table.blocks)) + 1 for r in holders
+        return wanted + kept.num_blocks <= self.kv.pool.num_available
+
+    def _holders(self) -> list[Request]:
+        """Those that have blocks."""
+        loading = () if self._kv_waiting is None else self._kv_waiting.loading
+        return [*self._running, *loading]
+
+    def _kept_by(self, requests: Sequence[Request], kept: _Kept = _NOTHING) -> _Kept:
+        """By these, and `kept` by others."""
+        missing = (
+            self.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
+            for request in requests
         )
-        return wanted + reserved <= self.kv.pool.num_available
+        num_blocks = sum(max(0, count) + 1 for count in missing)
+        return _Kept(kept.num_seqs + len(requests), kept.num_blocks + num_blocks)
+
+    def _make_room(self) -> bool:
+        """Takes blocks from what is held for others that have not asked for it; False if there is nothing."""
+        return self._holder is not None and self._holder.make_room()
 
     def _is_still_blocked(self, request: Request) -> bool:
         """Whether nothing became free since the request last did not fit: looking at a long prompt costs time."""
@@ -497,7 +572,9 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         request.num_told_tokens = request.num_tokens
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            num_fetched = max(0, min(len(hits), request.fetched.stop) - request.fetched.start)
+            num_cached_tokens = num_hit_tokens - num_fetched * self.kv.block_size
+            request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
             self.num_prefix_hit_tokens += request.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
         draft.starts.append(
@@ -643,10 +720,9 @@ class Scheduler:
             self._blocked = None
             if failure is not None:
                 chunks.append(self._fail(request, failure))
-        if kv_waiting.has_news():
-            for request in kv_waiting.unanswered:
-                hits = self.kv.find_prefix(request.table, request.token_ids)
-                self._queue(request, hits, kv_waiting)
+        news = kv_waiting.take_news()
+        if news is not None:
+            self._queue(news, kv_waiting)
             kv_waiting.prefetch_more()
         return chunks
 
@@ -693,6 +769,8 @@ class Scheduler:
         struck = {share.request for flight in self._in_flight for share in flight.shares}
         self._in_flight.clear()
         if self._holder is not None:
+            for request in self._requests.values():
+                self._note_orphan(request)
             self._holder.workers_lost()
         for request in struck:
             request.strike_point = max(request.strike_point, request.num_scheduled_tokens)

@@ -217,7 +217,9 @@ class _Group:
         self.socket.bind(address)
         ranks = range(len(configs))
         self._identities = [_identity(rank) for rank in ranks]
-        self._link_identities = [_link_identity(rank) for rank in ranks if configs[0].has_kv_tiers]
+        self._link_identities = [
+            _link_identity(rank) for rank in ranks if configs[0].has_transfer_link
+        ]
         self._connections = _connections(self._identities, WorkerMessage)
         self._connections |= _connections(self._link_identities, TransferMessage)
         self._hellos: dict[int, WorkerHello] = {}
@@ -296,12 +298,14 @@ class _Group:
         ready = self._readies[self._sampling_rank]
         ranks = _describe_ranks(self._configs[0].parallel)
         readies = [self._readies[rank] for rank in range(len(self._configs))]
+        kv_ranks = tuple(chain.from_iterable(ready.kv_ranks for ready in readies))
+        self.transfers.learn(kv_ranks)
         return msgspec.structs.replace(
             ready,
             summary=f"{ranks}{ready.summary}",
             kv_host_slots=min(ready.kv_host_slots for ready in readies),
             kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
-            kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),
+            kv_ranks=kv_ranks,
         )
 
     def _disagreement(self) -> str | None:

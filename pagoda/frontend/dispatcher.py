@@ -48,7 +48,7 @@ from pagoda.frontend.outliers import (
 )
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.preparation import Preparation
+from pagoda.frontend.preparation import Place, Preparation
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
 
@@ -136,6 +136,18 @@ class Dispatcher:
         return any(
             member.takes_requests and member.replica.state is ReplicaState.READY
             for member in self._members
+        )
+
+    @property
+    def least_pending_tokens(self) -> int:
+        """Of the replicas that take requests and compute; 0 where there is none."""
+        return min(
+            (
+                self._ledger.pending_tokens[member.index]
+                for member in self._members
+                if member.takes_requests and member.replica.state is ReplicaState.READY
+            ),
+            default=0,
         )
 
     async def start(self) -> None:
@@ -361,6 +373,7 @@ class Dispatcher:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+                await asyncio.gather(*(m.replica.drain(timeout_s) for m in self._members))
         for request_id in list(self._requests):
             await self.abort(request_id)
 
@@ -506,8 +519,13 @@ class Dispatcher:
         if self._preparation is None or held.is_suspect:
             yield request
             return
-        role, num_cached_tokens = member.replica.limits.role, held.num_cached_tokens_there
-        async with self._preparation.prepare(request, role, num_cached_tokens) as prepared:
+        place = Place(
+            member.replica.limits.role,
+            held.num_cached_tokens_there,
+            self._ledger.pending_tokens[member.index] - held.account.pending_tokens,
+            sum(bool(h.token_ids) for h in self._requests.values() if h.member is member),
+        )
+        async with self._preparation.prepare(request, place) as prepared:
             if held.aborted or held.leaves or not member.has_engine:
                 raise _LetGoError("The request was taken away before its replica had it.")
             held.fetches_kv = prepared.kv_source is not None
@@ -867,6 +885,7 @@ _SUMS = (
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
     "num_leases",
+    "num_wanted_leases",
     "num_leased_blocks",
     "num_leases_expired",
 )

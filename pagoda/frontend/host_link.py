@@ -50,14 +50,14 @@ from pagoda.errors import (
 )
 from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
-from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.merge import cancel_all, keep_going
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.ipc.heartbeat import notice_silence
 
 _HELLO_TIMEOUT_S = 10.0
-_HEARTBEAT_S = 1.25
-_SILENCE_S = 5.0
-"""A host whose end of the connection says nothing for so long is lost; the system alone would wait for minutes."""
+_PARTING_S = 0.1
+"""From when a router has hung up until messages to it come back; far more than that takes."""
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
 _AWAY = "it is not there, or has another --cluster-key-file, or a firewall is in between"
@@ -104,11 +104,13 @@ class HostDoor:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         # A router that is gone is known when something is sent to it, instead of served in silence.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        notice_silence(self._socket)
         encrypt_server(self._socket, keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._hang_up()
             raise ConfigError(
                 f"--advertise: routers cannot be listened to on {address.removeprefix('tcp://')} "
                 f"({error.strerror}); name an address of this host, with a port that is free or without one."
@@ -127,6 +129,9 @@ class HostDoor:
         self._followed: dict[bytes, Callable[[], None]] = {}
         """What ends the news for each router that asked for them."""
         self._serving = asyncio.create_task(self._serve())
+        self._watching = asyncio.create_task(
+            keep_going(self._watch_connections, "the watch for routers that hang up")
+        )
 
     async def leave(self) -> None:
         """Routers give this host nothing new from now on."""
@@ -136,8 +141,15 @@ class HostDoor:
     async def close(self) -> None:
         for router in list(self._followed):
             self._unfollow(router)
-        await cancel_all([self._serving, *self._requests.values(), *self._answers])
+        tasks = [self._serving, self._watching, *self._requests.values(), *self._answers]
+        await cancel_all(tasks)
         self._routers.clear()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
 
     @property
@@ -163,23 +175,39 @@ class HostDoor:
     async def _serve(self) -> None:
         try:
             while True:
-                router, payload = await self._socket.recv_multipart()
-                try:
-                    self._handle(router, self._decode(payload))
-                except msgspec.DecodeError as error:
-                    _log.warning("a router sent what is not a message: %s", error)
+                router, *parts = await self._socket.recv_multipart()
+                self._take(router, b"".join(parts))
         except Exception:
             _log.exception("routers cannot be served any more")
             self._socket.close()  # so that they know
+
+    async def _watch_connections(self) -> None:
+        """A router that hangs up, or whose line is cut, does not want anything any more.
+
+        That somebody is gone is told without a name: it is known when something is sent to all.
+        """
+        while True:
+            await recv_monitor_message(self._monitor)
+            await asyncio.sleep(_PARTING_S)
+            askers = {router for router, _ in self._requests}
+            for router in self._routers | self._followed.keys() | askers:
+                self._answer(self._send(router, self._limits))
+
+    def _take(self, router: bytes, payload: bytes) -> None:
+        """What a router sent, whatever it is: one of them is not to end the service of all."""
+        try:
+            self._handle(router, self._decode(payload))
+        except msgspec.DecodeError as error:
+            _log.warning("a router sent what is not a message: %s", error)
+        except Exception:
+            _log.exception("what a router asks for cannot be done")
 
     def _handle(self, router: bytes, message: FrontendMessage) -> None:
         match message:
             case Hello():
                 self._answer(self._welcome(router, message))
             case GenerateRequest():
-                key = (router, message.request_id)
-                if key not in self._requests:
-                    self._requests[key] = asyncio.create_task(self._generate(router, message))
+                self._begin(router, message)
             case AbortRequests():
                 for request_id in message.request_ids:
                     task = self._requests.get((router, request_id))
@@ -190,6 +218,14 @@ class HostDoor:
                 self._followed[router] = self._endpoint.follow_cache(partial(self._tell, router))
             case LoadQuery():
                 self._answer(self._report(router, message.query_id))
+
+    def _begin(self, router: bytes, request: GenerateRequest) -> None:
+        before = self._requests.get((router, request.request_id))
+        if before is not None and not before.cancelling():
+            self._fail(router, request, "A request with this id is already running.")
+            return
+        task = asyncio.create_task(self._generate(router, request, before))
+        self._requests[router, request.request_id] = task
 
     def _tell(self, router: bytes, news: CacheNews) -> None:
         self._answer(self._send(router, news))
@@ -202,7 +238,12 @@ class HostDoor:
     def _answer(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
+        task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._answers.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("a router cannot be answered", exc_info=task.exception())
 
     async def _welcome(self, router: bytes, hello: Hello) -> None:
         problem = self._refusal_of(hello)
@@ -239,22 +280,32 @@ class HostDoor:
             )
             await self._send(router, report)
 
-    async def _generate(self, router: bytes, request: GenerateRequest) -> None:
-        chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
+    async def _generate(
+        self, router: bytes, request: GenerateRequest, before: asyncio.Task[None] | None
+    ) -> None:
+        """`before` had the same id, and was aborted: two of them at once would not be known apart."""
         try:
+            if before is not None:
+                await asyncio.wait([before])
+            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     self._put(router, chunk)
         except OverloadedError as error:
             await self._send(router, RequestRefused(request.request_id, error.retry_after_s))
         except InvalidRequestError as error:
-            self._put(
-                router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=str(error))
-            )
+            self._fail(router, request, str(error))
         except EngineDeadError:
             pass  # this host ends; when it has hung up, the request goes on elsewhere
+        except Exception:
+            _log.exception("request failed", extra={"request_id": request.request_id})
+            self._fail(router, request, "The host failed with this request; its log says why.")
         finally:
-            self._requests.pop((router, request.request_id), None)
+            if self._requests.get((router, request.request_id)) is asyncio.current_task():
+                del self._requests[router, request.request_id]
+
+    def _fail(self, router: bytes, request: GenerateRequest, error: str) -> None:
+        self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
 
     def _put(self, router: bytes, chunk: TokenChunk) -> None:
         """What comes in one turn of the loop is one message."""
@@ -294,8 +345,7 @@ class RemoteHost:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(_HEARTBEAT_S * 1000))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(_SILENCE_S * 1000))
+        notice_silence(self._socket)
         encrypt_client(self._socket, keys)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encode = Codec[FrontendMessage](FrontendMessage).encode

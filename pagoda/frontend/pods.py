@@ -1,9 +1,9 @@
 """A pod: hosts that compute prompts, and hosts that take over their KV and go on.
 
-The decode hosts have all requests. For one whose prompt is long enough a prefill host gets the same request
-beside it, and the decode host is told where the KV will be, as soon as the prefill host has said so. All that
-a client sees comes from the decode host, which computes what it does not get; so nothing that happens to
-prefill hosts is an error.
+The decode hosts have all requests. For one whose prompt is long enough, and would not wait too long there, a
+prefill host gets the same request beside it, and the decode host is told where the KV will be, as soon as the
+prefill host has said so. All that a client sees comes from the decode host, which computes what it does not get;
+so nothing that happens to prefill hosts is an error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import POLICIES, Policy
+from pagoda.frontend.preparation import Place
 
-DEFAULT_MIN_TOKENS = 256
+DEFAULT_MIN_TOKENS = 128
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
 PATIENCE_S = 1.0
 """How long a request waits to hear where its KV will be: a prefill host says so at once."""
@@ -117,6 +118,16 @@ class Pod:
         await self._prefill.close()
 
 
+def is_better_here(num_tokens: int, place: Place, pending_tokens: int) -> bool:
+    """Whether a prompt with `num_tokens` to compute is better computed where it is answered than behind
+    `pending_tokens` of others at the prefill host that has the fewest. Both are taken to be as fast.
+
+    Here it waits for what this host has to do, and every stream that runs here waits for it. What its own
+    computing takes is the same at both, and counted only here: it goes elsewhere unless that is clearly worse.
+    """
+    return pending_tokens > place.pending_tokens + (1 + place.num_streams) * num_tokens
+
+
 class RemotePrefill:
     """A `Preparation` that has prompts computed on prefill hosts."""
 
@@ -134,9 +145,9 @@ class RemotePrefill:
 
     @asynccontextmanager
     async def prepare(
-        self, request: GenerateRequest, role: Role, num_cached_tokens: int
+        self, request: GenerateRequest, place: Place
     ) -> AsyncIterator[GenerateRequest]:
-        if not self._is_worth_it(request, role, num_cached_tokens):
+        if not self._is_worth_it(request, place):
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
@@ -159,12 +170,14 @@ class RemotePrefill:
         finally:
             await cancel_all([computing])
 
-    def _is_worth_it(self, request: GenerateRequest, role: Role, num_cached_tokens: int) -> bool:
+    def _is_worth_it(self, request: GenerateRequest, place: Place) -> bool:
         if request.holds_kv or request.kv_source is not None:
             return False  # somebody else has arranged it
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        is_long = num_tokens - num_cached_tokens >= self._min_tokens
-        return is_long and role.fetches_kv and self._prefill.is_ready
+        num_left = num_tokens - place.num_cached_tokens
+        if num_left < self._min_tokens or not place.role.fetches_kv or not self._prefill.is_ready:
+            return False
+        return not is_better_here(num_left, place, self._prefill.least_pending_tokens)
 
     async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
         """Has a prefill host compute `copy`, and says where as soon as that is known."""

@@ -18,4 +18,11 @@ class Codec(Generic[T]):
 
     def __init__(self, message_type: object) -> None:
         self.encode = msgspec.msgpack.Encoder().encode
-        self.decode = msgspec.msgpack.Decoder[T](message_type).decode
+        self._decode = msgspec.msgpack.Decoder[T](message_type).decode
+
+    def decode(self, payload: bytes) -> T:
+        try:
+            message: T = self._decode(payload)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(f"it cannot be read: {error}") from None
+        return message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from contextlib import suppress
 from typing import Protocol
 
@@ -51,9 +52,12 @@ class SocketDoor:
     ) -> None:
         """Binds `port` of this host's address `host`; 0 takes a free one. `context` must have a doorkeeper.
 
+        A name is looked up once, here: whoever connects would do it in the one thread that serves all peers.
+
         Raises:
             ConfigError: that is not possible.
         """
+        host = _literal(host)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
@@ -95,3 +99,18 @@ class SocketDoor:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _literal(host: str) -> str:
+    """The address of `host` in figures.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if host.startswith("["):
+        return host
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--advertise: {host} has no address ({error.strerror}).") from None
+    return str(found[0][4][0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import count
 from typing import NamedTuple
 
 from pagoda.engine.messages import (
@@ -34,7 +33,11 @@ from pagoda.pd.messages import (
     KVVerdict,
     KVWant,
     KVWelcome,
+    digest_of,
 )
+from pagoda.pd.sources import SourceSeal
+
+_MAX_EARLY = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +45,8 @@ _log = logging.getLogger(__name__)
 class _Held:
     """One request whose KV is held."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, request_id: str, num_blocks: int) -> None:
+        self.request_id = request_id
         self.num_blocks = num_blocks
         """That its prompt fills."""
         self.keys: list[bytes] = []
@@ -65,34 +69,48 @@ class FirstToken(NamedTuple):
     """Of the prompt, that were not computed for it."""
 
 
+class Unwanted(NamedTuple):
+    """A request whose prompt nobody needs any more, though it is not computed yet."""
+
+    request_id: str
+    transfer_id: str
+
+
 class KVHolder:
     """The scheduler tells it what becomes of requests with `holds_kv`; the engine's loop calls `step`."""
 
     def __init__(
-        self, door: Door, leases: LeaseBook, engine_id: str, lease_s: float, tp_size: int = 1
+        self,
+        door: Door,
+        leases: LeaseBook,
+        seal: SourceSeal,
+        engine_id: str,
+        lease_s: float,
+        tp_size: int = 1,
     ) -> None:
         self.leases = leases
+        self._seal = seal
         self._door = door
         self._engine_id = engine_id
         self._lease_s = lease_s
         self._tp_size = tp_size
-        self._numbers = count()
         self._num_starts = 0
         self._peer: KVPeer | None = None
         """This engine's workers, as others reach them; None while there are none."""
         self._digest = ""
         self._held: dict[str, _Held] = {}
         """By transfer; the same as are in `leases`."""
-        self._early: list[bytes] = []
-        """Who said hello while there were no workers."""
+        self._unwanted: list[Unwanted] = []
+        self._early: dict[bytes, KVHello] = {}
+        """Who said hello while there were no workers, and what."""
 
     # ---- what the scheduler says
 
-    def open(self, num_blocks: int) -> KVSource:
+    def open(self, request_id: str, num_blocks: int) -> KVSource:
         """A request is queued whose prompt fills so many blocks."""
-        transfer_id = f"{self._engine_id}-{next(self._numbers)}"
+        transfer_id = self._seal.new_id(self._door.address, self._engine_id)
         self.leases.open(transfer_id)
-        self._held[transfer_id] = _Held(num_blocks)
+        self._held[transfer_id] = _Held(request_id, num_blocks)
         return self._source(transfer_id)
 
     def num_held(self, transfer_id: str) -> int:
@@ -135,6 +153,30 @@ class KVHolder:
         if held is not None and held.asker is not None:
             self._door.send(held.asker, KVGone(transfer_id, reason))
 
+    @property
+    def num_wanted(self) -> int:
+        """Transfers that somebody has asked for."""
+        return sum(held.asker is not None for held in self._held.values())
+
+    def is_asked_for(self, transfer_id: str) -> bool:
+        held = self._held.get(transfer_id)
+        return held is not None and held.asker is not None
+
+    def take_unwanted(self) -> list[Unwanted]:
+        """Requests that need not be computed on, since the last call."""
+        unwanted, self._unwanted = self._unwanted, []
+        return unwanted
+
+    def make_room(self) -> bool:
+        """Lets go of the oldest prompt that is computed and that nobody has asked for; False if there is none."""
+        for transfer_id, held in self._held.items():
+            if held.asker is None and held.prefilled is not None:
+                _log.info("KV of transfer %s gives its room to others", transfer_id)
+                self.leases.num_expired += 1
+                self.drop(transfer_id, "there was no room for it any more")
+                return True
+        return False
+
     def _source(self, transfer_id: str, blocks: Sequence[Block] = ()) -> KVSource:
         return KVSource(
             address=self._door.address,
@@ -148,13 +190,13 @@ class KVHolder:
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._num_starts += 1
-        self._digest = ready.kv_digest
+        self._digest = digest_of(ready)
         self._peer = KVPeer(
             peer_id=f"{self._engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
         )
-        early, self._early = self._early, []
-        for asker in early:
-            self._door.send(asker, self._welcome(self._peer))
+        early, self._early = self._early, {}
+        for asker, hello in early.items():
+            self._greet(asker, hello)
 
     def workers_lost(self) -> None:
         """All KV is lost with them."""
@@ -199,18 +241,25 @@ class KVHolder:
                 self._door.send(asker, KVVerdict(message.transfer_id, is_valid))
             case KVDone():
                 for transfer_id in message.transfer_ids:
-                    self._held.pop(transfer_id, None)
-                    self.leases.end(transfer_id)
+                    self._finish_with(transfer_id)
+
+    def _finish_with(self, transfer_id: str) -> None:
+        held = self._held.pop(transfer_id, None)
+        self.leases.end(transfer_id)
+        if held is not None and held.prefilled is None:
+            self._unwanted.append(Unwanted(held.request_id, transfer_id))
 
     def _greet(self, asker: bytes, hello: KVHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = f"it speaks protocol {PROTOCOL_VERSION}, this engine {hello.protocol_version}"
             self._door.send(asker, KVRefused(reason))
         elif self._peer is None:
-            if asker not in self._early:
-                self._early.append(asker)
+            if len(self._early) < _MAX_EARLY:  # others say it again
+                self._early[asker] = hello
         elif hello.digest != self._digest:
-            reason = "its KV is of another model, or laid out in another way"
+            reason = (
+                "its KV is of another model, laid out in another way, or computed in another way"
+            )
             self._door.send(asker, KVRefused(reason))
         else:
             self._door.send(asker, self._welcome(self._peer))

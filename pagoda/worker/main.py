@@ -102,7 +102,7 @@ def _start(
             worker, plan, loaded = _start_alone(config)
         else:
             worker, plan, loaded = _start_with_peers(config, engine, context, address)
-        if config.has_kv_tiers:
+        if config.has_transfer_link:
             with free_threads(cores):
                 worker = _with_transfers(worker, plan, loaded, context, address)
         return worker

@@ -68,7 +68,7 @@ def main() -> None:
     ready = _ready(sim)
     if behaviour == "rounds":
         ready = msgspec.structs.replace(ready, arithmetic="other bits")
-    if config.has_kv_tiers:
+    if config.has_transfer_link:
         ready = _with_tiers(ready, config, rank, behaviour)
         threading.Thread(target=_copy, args=(context, config, rank, behaviour), daemon=True).start()
     engine.send(ready)

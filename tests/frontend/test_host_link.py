@@ -1,18 +1,35 @@
-"""What a host says to a router, besides tokens. Over real sockets."""
+"""What a host says to a router, besides tokens, and what it does with what it hears. Over real sockets."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+import pytest
 import zmq.asyncio
+from linked_hosts import until
+from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, WorkerConfig
+from pagoda.engine.messages import (
+    AbortRequests,
+    FinishReason,
+    FollowCache,
+    FrontendMessage,
+    GenerateRequest,
+    HostMessage,
+    SamplingParams,
+    SimConfig,
+    TokenChunk,
+    TokenChunks,
+    WorkerConfig,
+)
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.host_link import HostDoor, Identity, RemoteHost
 from pagoda.frontend.policies import POLICIES
-from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
 from pagoda.sim.endpoint import SimEndpoint
 
 KEYS = keys_of(b"a secret of all hosts and routers")
@@ -60,3 +77,109 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
         ]
         assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
         assert router.ledger.pending_tokens == [0]
+
+
+class Door:
+    """A host's door, and a router's socket at it that says whatever a test wants."""
+
+    def __init__(self, endpoint: ScriptedEndpoint) -> None:
+        self.context = zmq.asyncio.Context()
+        keep_door(self.context, KEYS)
+        self.door = HostDoor(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        encrypt_client(self.socket, KEYS)
+        self.socket.connect(f"tcp://127.0.0.1:{self.door.port}")
+
+    async def say(self, message: FrontendMessage) -> None:
+        await self.socket.send(msgspec.msgpack.encode(message))
+
+    async def last_chunk(self) -> TokenChunk:
+        """Of the request that ends next."""
+        async with asyncio.timeout(20):
+            while True:
+                said = msgspec.msgpack.decode(await self.socket.recv(), type=HostMessage)
+                for chunk in said.chunks if isinstance(said, TokenChunks) else ():
+                    if chunk.finish_reason is not None:
+                        return chunk
+
+    async def close(self) -> None:
+        self.socket.close()
+        await self.door.close()
+        self.context.term()
+
+
+@asynccontextmanager
+async def doored(endpoint: ScriptedEndpoint) -> AsyncIterator[Door]:
+    door = Door(endpoint)
+    try:
+        yield door
+    finally:
+        await door.close()
+
+
+def request(request_id: str) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=[65], sampling=SamplingParams(max_tokens=9)
+    )
+
+
+async def test_a_request_with_which_the_host_fails_is_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endpoint = ScriptedEndpoint("ok")
+    async with doored(endpoint) as door:
+        endpoint.raises = RuntimeError("nobody has thought of this")
+        await door.say(request("r"))
+        chunk = await door.last_chunk()
+        assert chunk.finish_reason is FinishReason.ERROR
+        assert chunk.error == "The host failed with this request; its log says why."
+        assert "nobody has thought of this" in caplog.text
+
+
+async def test_a_message_of_more_frames_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with doored(ScriptedEndpoint("ok")) as door:
+        await door.socket.send_multipart([b"one", b"two"])
+        await door.say(request("r"))
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+        assert "a router sent what is not a message" in caplog.text
+
+
+async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(request("r"))
+        await endpoint.paused.wait()
+        endpoint.pause_after = None
+        # As if they came in one batch: the first has not ended when the second one begins.
+        door.door._handle(key := next(iter(door.door._requests))[0], AbortRequests(["r"]))
+        door.door._handle(key, request("r"))
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+        assert endpoint.aborted == ["r"]
+        assert not door.door._requests
+
+
+async def test_an_id_that_is_taken_is_refused() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(request("r"))
+        await door.say(request("r"))
+        chunk = await door.last_chunk()
+        assert chunk.error == "A request with this id is already running."
+        endpoint.go_on.set()
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+
+
+async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(FollowCache())
+        await door.say(request("r"))
+        await endpoint.paused.wait()
+        assert door.door._followed
+        door.socket.close()
+        await until(lambda: endpoint.aborted == ["r"])
+        assert not door.door._followed

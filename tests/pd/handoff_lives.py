@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from harness import VOCAB_SIZE, expected_tokens
 from mortal_executor import POISON, MortalExecutor, random_request
-from pair import LEASE_S, Engine, Message, Pair
+from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.messages import (
@@ -24,8 +24,9 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
-from pagoda.pd.connector import SILENCE_S
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import KVCheck, KVDone, KVVerdict
+from pagoda.pd.sources import SourceSeal
 
 SEEDS_PER_TEST = 25
 _MERCY_S = 2.0
@@ -122,7 +123,7 @@ class Life:
             options["transfer_fate"] = self._fate_of_transfer
         if rng.random() < 0.3:
             options["kv_host_slots"] = rng.choice([2, needed])
-            options["kv_tiers"] = KVTiersConfig(host_bytes=1, fail_on_load_failure=self._fails)
+            options["kv_tiers"] = KVTiersConfig(host_bytes=1)
         return options
 
     def _fate_of_transfer(self, transfer: Transfer) -> TransferFate:
@@ -155,7 +156,9 @@ class Life:
             pair.hold(request)
             del pair.requests[request.request_id]
         elif chance < 0.1:
-            source = rng.choice([*self._sources_of_others(request)[-3:], _NOBODY, _NONSENSE])
+            made_up = msgspec.structs.replace(_NOBODY, address=self._pair.prefill.address)
+            useless = [_NOBODY, _NONSENSE, made_up]
+            source = rng.choice([*self._sources_of_others(request)[-3:], *useless])
             self.met["with a source that is of no use"] += 1
             pair.fetch(request, source)
         else:
@@ -355,7 +358,11 @@ class Life:
                 assert "worker died" in (last.error or "")
 
 
-_NOBODY = KVSource(address="tcp://nobody:1", engine_id="e", transfer_id="e-1")
+_NOBODY = KVSource(
+    address="tcp://nobody:1",
+    engine_id="e",
+    transfer_id=SourceSeal(NO_KEYS).new_id("tcp://nobody:1", "e"),
+)
 _NONSENSE = KVSource(address="http://p/../..", engine_id="", transfer_id="x" * 10_000)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
+import msgspec
 import pytest
 
 from pagoda.engine.messages import (
     Capabilities,
     DeviceBlocks,
+    KVPart,
     KVPeer,
     KVRank,
     KVSource,
@@ -18,10 +18,12 @@ from pagoda.engine.messages import (
     WorkerReady,
 )
 from pagoda.ipc.clock import VirtualClock
+from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand
 from pagoda.kv.transfers import TransferLedger
-from pagoda.pd.connector import SILENCE_S, Arrived, Failed, RemoteKV
+from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -39,9 +41,14 @@ from pagoda.pd.messages import (
     PrefillMessage,
 )
 from pagoda.pd.peers import PeerLost
+from pagoda.pd.sources import SourceSeal
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 ADDRESS = "tcp://p:1"
+SEAL = SourceSeal(keys_of(b"the cluster's secret"))
+T, U, V = (SEAL.id_of(ADDRESS, "e", token) for token in "tuv")
+"""Transfers."""
+HELLO = KVHello(digest="digest arithmetic")
 READY = WorkerReady(
     capabilities=Capabilities(
         block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
@@ -52,12 +59,13 @@ READY = WorkerReady(
     vocab_size=100,
     summary="",
     kv_digest="digest",
+    arithmetic="arithmetic",
 )
 
 
-def source(transfer_id: str = "t", **fields: str) -> KVSource:
-    given = {"address": ADDRESS, "engine_id": "e"} | fields
-    return KVSource(transfer_id=transfer_id, **given)
+def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KVSource:
+    transfer_id = SEAL.id_of(address, engine_id, token)
+    return KVSource(address=address, engine_id=engine_id, transfer_id=transfer_id)
 
 
 def demand(request_id: str = "r", **fields: str) -> Demand:
@@ -72,11 +80,11 @@ def welcome(number: int = 1, engine_id: str = "e", num_blocks: int = 64) -> KVWe
 
 def blocks(first: int, block_ids: list[int], num_blocks: int = 8, peer_id: str = "e-1") -> KVBlocks:
     key = KEYS[min(first + len(block_ids), len(KEYS)) - 1]
-    return KVBlocks("t", peer_id, first, block_ids, key, num_blocks)
+    return KVBlocks(T, peer_id, first, block_ids, key, num_blocks)
 
 
 def prefilled(token_id: int = 7, num_blocks: int = 8) -> KVPrefilled:
-    return KVPrefilled("t", b"key", num_blocks, token_id)
+    return KVPrefilled(T, b"key", num_blocks, token_id)
 
 
 class Rig:
@@ -89,7 +97,9 @@ class Rig:
         self.sent: list[DecodeMessage] = []
         self.inbox: list[tuple[str, PrefillMessage | PeerLost]] = []
         self.hung_up: list[str] = []
-        self.remote = RemoteKV(self, self.ledger, self.clock, engine_id="own", fails=fails)
+        self.remote = RemoteKV(
+            self, self.ledger, self.clock, seal=SEAL, engine_id="own", fails=fails
+        )
         self.remote.workers_ready(READY)
 
     # the connector's `Peers`
@@ -155,7 +165,7 @@ def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
 
 def test_a_whole_fetch(rig: Rig) -> None:
     rig.remote.announce(demand(), 2)
-    assert rig.take_sent() == [KVHello(digest="digest"), KVWant("t", 0, 8)]
+    assert rig.take_sent() == [HELLO, KVWant(T, 0, 8)]
     assert rig.remote.lookup(demand(), 2) is None
     rig.hear(welcome())
     assert rig.remote.take_peers() == ([welcome().peer], [])
@@ -178,11 +188,11 @@ def test_a_whole_fetch(rig: Rig) -> None:
     rig.end(second)
     assert rig.take_sent() == []
     rig.end(first)
-    assert rig.take_sent() == [KVCheck("t")]
+    assert rig.take_sent() == [KVCheck(T)]
     assert rig.settled() is None
-    rig.hear(KVVerdict("t", is_valid=True))
+    rig.hear(KVVerdict(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == [KVDone([T])]
     rig.remote.forget("r")
     assert rig.take_sent() == []
     rig.pool.release(rig.blocks)
@@ -202,17 +212,19 @@ def test_the_lease_is_kept_until_the_token_comes() -> None:
     [transfer] = rig.load()
     rig.end(transfer)
     rig.take_sent()
-    rig.hear(KVVerdict("t", is_valid=True))
+    rig.hear(KVVerdict(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
     assert rig.take_sent() == []
     rig.hear(prefilled())
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == [KVDone([T])]
 
 
 def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
     rig = open_rig(blocks(0, [1, 2, 3], num_blocks=3))
     assert rig.remote.lookup(demand(), 2) == 1
     assert rig.remote.lookup(demand(), 3) == 0
+    assert rig.remote.lookup(demand(), 8) is None, "the token is to come"
+    rig.hear(prefilled(num_blocks=3))
     assert rig.remote.lookup(demand(), 8) == 0
 
 
@@ -224,10 +236,10 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
         blocks(4, [5, 6]),
         blocks(-1, [1, 2, 3, 4]),
         blocks(2, []),
-        KVBlocks("t", "e-1", 0, list(range(9)), KEYS[7], 9),
+        KVBlocks(T, "e-1", 0, list(range(9)), KEYS[7], 9),
         KVBlocks("unknown", "e-1", 2, [7], KEYS[2], 8),
-        KVVerdict("t", is_valid=True),
-        KVVerdict("t", is_valid=False),
+        KVVerdict(T, is_valid=True),
+        KVVerdict(T, is_valid=False),
         KVVerdict("unknown", is_valid=False),
         KVGone("unknown", "why"),
         KVPrefilled("unknown", b"", 0, 1),
@@ -248,7 +260,7 @@ def test_what_is_repeated_late_or_unknown_changes_nothing(message: PrefillMessag
     [rest] = rig.ledger.take()
     rig.end(transfer)
     rig.end(rest)
-    assert rig.take_sent() == [KVCheck("t")]
+    assert rig.take_sent() == [KVCheck(T)]
 
 
 def test_a_token_is_taken_once() -> None:
@@ -264,13 +276,13 @@ def test_a_token_outside_the_vocabulary_is_none() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (KVGone("t", "its lease has run out"), "its lease has run out"),
+        (KVGone(T, "its lease has run out"), "its lease has run out"),
         (KVRefused("another model"), "another model"),
         (PeerLost("it hung up"), "it hung up"),
         (welcome(2), "its workers were replaced"),
         (welcome(1, "other"), "another engine is there now"),
         (blocks(2, [1], peer_id="e-2"), "its workers were replaced"),
-        (KVBlocks("t", "e-1", 2, [1], KEYS[5], 8), "it is of other tokens than the request's"),
+        (KVBlocks(T, "e-1", 2, [1], KEYS[5], 8), "it is of other tokens than the request's"),
         (blocks(2, [64]), "it named blocks that it does not have"),
         (blocks(2, [2**40]), "it named blocks that it does not have"),
         (blocks(2, [-1]), "it named blocks that it does not have"),
@@ -284,7 +296,7 @@ def test_whatever_ends_it_ends_the_load_with_nothing(
     rig.take_sent()
     rig.hear(message)
     assert rig.settled() == TransferEnd(rig.held_id, 0, list(range(8)), reason)
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVDone([T])])
     assert [record.message for record in caplog.records] == [
         f"KV cannot be fetched from {ADDRESS}: {reason}"
     ]
@@ -299,7 +311,7 @@ def test_whatever_ends_it_ends_the_load_with_nothing(
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (KVGone("t", "it is not held, or not any more"), "it is not held, or not any more"),
+        (KVGone(T, "it is not held, or not any more"), "it is not held, or not any more"),
         (KVRefused("another model"), "another model"),
         (PeerLost("nobody is there"), "nobody is there"),
         (welcome(1, "other"), "another engine is there now"),
@@ -314,46 +326,76 @@ def test_what_ends_it_before_anything_is_loaded(
     rig.hear(message)
     assert rig.remote.poll()
     assert rig.remote.lookup(demand(), 0) == 0
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVDone([T])])
     assert rig.remote.take_news() == ([Failed("r", reason)] if fails else [])
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "changed",
     [
+        {"address": "tcp://127.0.0.1:2"},
         {"address": "ipc:///tmp/socket"},
-        {"address": "tcp://p:0"},
-        {"address": "tcp://p:65536"},
-        {"address": "tcp://p:-1"},
-        {"address": "tcp://p:1/path"},
-        {"address": "tcp://a@p:1"},
-        {"address": "tcp://:1"},
-        {"address": "tcp://p:1\n"},
         {"address": "tcp://" + "p" * 10_000 + ":1"},
-        {"address": ""},
-        {"engine_id": ""},
-        {"engine_id": "e" * 1000},
+        {"address": "\ud800"},
+        {"engine_id": "another"},
+        {"engine_id": "\ud800"},
         {"transfer_id": ""},
+        {"transfer_id": "t"},
+        {"transfer_id": f"t-{'0' * 32}"},
+        {"transfer_id": T.replace("t", "u", 1)},
+        {"transfer_id": T + "0"},
         {"transfer_id": "t" * 10**6},
+        {"transfer_id": SourceSeal(keys_of(b"another secret")).id_of(ADDRESS, "e", "t")},
     ],
+    ids=range(13),
 )
-def test_a_source_that_cannot_be_is_not_asked(
-    rig: Rig, wrong: dict[str, str], caplog: pytest.LogCaptureFixture
+def test_a_source_that_somebody_made_up_is_neither_asked_nor_ended(
+    changed: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
+    rig = open_rig()
+    rig.remote.forget("r")
+    rig.take_sent()
+    made_up = msgspec.structs.replace(source(), **changed)
     for request_id in ("a", "b"):
-        rig.remote.announce(demand(request_id, **wrong), 0)
-        assert rig.remote.lookup(demand(request_id, **wrong), 0) == 0
+        wanted = Demand(request_id, KEYS, list(range(32)), made_up)
+        rig.remote.announce(wanted, 0)
+        assert rig.remote.lookup(wanted, 0) == 0
         rig.remote.forget(request_id)
-    rig.remote.release(source(**wrong))
+        rig.remote.release(made_up)
     assert rig.sent == []
-    assert len(caplog.records) == 1
-    assert len(caplog.records[0].message) < 300
+    assert [record.message for record in caplog.records] == [
+        "KV cannot be fetched from the kv_source of a request: "
+        "no engine with the secret of this one has made it"
+    ]
+
+
+def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
+    rig.remote.release(source())
+    assert rig.sent == []
+    rig.remote.announce(demand(), 2)
+    rig.take_sent()
+    rig.remote.release(source("u"))
+    assert rig.take_sent() == [KVDone([U])]
+
+
+def test_connections_that_rest_make_room_for_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.pd.holders.MAX_HOLDERS", 2)
+    for number in (1, 2, 3):
+        rig.remote.announce(demand(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
+    assert rig.remote.lookup(demand("2"), 0) is None
+    assert rig.remote.lookup(demand("3"), 0) == 0, "there is no room for a third"
+    assert rig.hung_up == []
+    rig.remote.forget("1")
+    rig.remote.announce(demand("4", address="tcp://127.0.0.1:4"), 0)
+    assert rig.hung_up == ["tcp://127.0.0.1:1"]
+    assert rig.remote.lookup(demand("4"), 0) is None
 
 
 def test_its_own_kv_is_found_on_the_device(rig: Rig) -> None:
     rig.remote.announce(demand(engine_id="own"), 0)
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == []
     assert rig.remote.lookup(demand(), 0) == 0
 
 
@@ -370,11 +412,11 @@ def test_a_second_request_of_the_same_source_leaves_it_to_the_first() -> None:
 def test_a_refusal_holds_as_long_as_the_connection() -> None:
     rig = open_rig(KVRefused("another model"))
     rig.take_sent()
-    rig.remote.announce(demand("next", transfer_id="u"), 0)
-    assert rig.take_sent() == [KVDone(["u"])]
+    rig.remote.announce(demand("next", token="u"), 0)
+    assert rig.take_sent() == [KVDone([U])]
     rig.hear(PeerLost("it hung up"))
-    rig.remote.announce(demand("later", transfer_id="v"), 0)
-    assert rig.take_sent() == [KVHello(digest="digest"), KVWant("v", 0, 8)]
+    rig.remote.announce(demand("later", token="v"), 0)
+    assert rig.take_sent() == [HELLO, KVWant(V, 0, 8)]
 
 
 def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
@@ -384,21 +426,21 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
     assert rig.take_sent() == []
     rig.pass_time(0.6)
     assert rig.take_sent() == [
-        KVRenew(["t"]),
-        KVHello(digest="digest"),
-        KVWant("t", 0, 8),
+        KVRenew([T]),
+        HELLO,
+        KVWant(T, 0, 8),
     ]
     rig.hear(welcome(), blocks(0, [1, 2]))
     [first] = rig.load()
     rig.pass_time(1.1)
-    assert rig.take_sent() == [KVRenew(["t"]), KVWant("t", 2, 8)]
+    assert rig.take_sent() == [KVRenew([T]), KVWant(T, 2, 8)]
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]), prefilled())
     [second] = rig.ledger.take()
     rig.end(first)
     rig.end(second)
-    assert rig.take_sent() == [KVCheck("t")]
+    assert rig.take_sent() == [KVCheck(T)]
     rig.pass_time(1.1)
-    assert rig.take_sent() == [KVRenew(["t"]), KVCheck("t")]
+    assert rig.take_sent() == [KVRenew([T]), KVCheck(T)]
 
 
 def test_patience_is_with_who_answers(rig: Rig) -> None:
@@ -410,7 +452,7 @@ def test_patience_is_with_who_answers(rig: Rig) -> None:
     rig.take_sent()
     rig.pass_time(SILENCE_S + 0.1)
     assert rig.hung_up == [ADDRESS]
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == [KVDone([T])]
     assert rig.remote.lookup(demand(), 0) == 0
 
 
@@ -418,7 +460,7 @@ def test_a_request_that_comes_after_a_long_rest_finds_patience() -> None:
     rig = open_rig()
     rig.remote.forget("r")
     rig.pass_time(1000.0)
-    rig.remote.announce(demand("next", transfer_id="u"), 0)
+    rig.remote.announce(demand("next", token="u"), 0)
     rig.pass_time(1.1)
     assert rig.hung_up == []
     assert rig.remote.lookup(demand("next"), 0) is None
@@ -446,7 +488,7 @@ def test_an_abort_ends_the_load_and_the_lease() -> None:
     [transfer] = rig.load()
     rig.take_sent()
     rig.remote.forget("r")
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == [KVDone([T])]
     assert rig.settled() is not None
     rig.end(transfer)
     rig.pool.release(rig.blocks)
@@ -459,7 +501,7 @@ def test_an_engine_that_ends_lets_go_of_all() -> None:
     rig = open_rig()
     rig.take_sent()
     rig.remote.close()
-    assert rig.take_sent() == [KVDone(["t"])]
+    assert rig.take_sent() == [KVDone([T])]
 
 
 def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
@@ -469,3 +511,65 @@ def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
     [_] = rig.load()
     counts: list[Block] = rig.blocks
     assert [block.ref_count for block in counts] == [3, 3, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "sizes"), [(2**24, [2, 2, 2, 1]), (2**25, [1] * 7), (2**40, [1] * 7), (1, [7])]
+)
+def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) -> None:
+    """So that a worker which gives up what takes too long does not give up what comes."""
+    part = KVPart(0, "keys", 0, 2, block_bytes // 2 or 1)
+    rank = KVRank(parts=(part,), num_blocks=64, doors={})
+    hello = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank, rank)), lease_s=30.0)
+    rig.remote.announce(demand(), 1)
+    rig.hear(hello, blocks(0, list(range(10, 18))), prefilled())
+    transfers = rig.load(1, 7)
+    assert [len(it.source.block_ids) for it in transfers] == sizes
+    read = [block_id for it in transfers for block_id in it.source.block_ids]
+    assert read == list(range(11, 18))
+    written = [block_id for it in transfers for block_id in it.target.block_ids]
+    assert written == [block.block_id for block in rig.blocks]
+    rig.take_sent()
+    for _ in range(40):
+        rig.pass_time(1.0)
+        rig.hear(KVRenewed())
+    for transfer in transfers[1:]:
+        rig.end(transfer)
+    assert KVCheck(T) not in rig.take_sent()
+    rig.end(transfers[0])
+    assert rig.take_sent() == [KVCheck(T)]
+
+
+def test_only_those_of_whom_there_is_news_are_named(rig: Rig) -> None:
+    for token in "tuv":
+        rig.remote.announce(demand(token, token=token), 0)
+    rig.remote.poll()
+    rig.hear(welcome())
+    assert rig.remote.poll() == {"t", "u", "v"}
+    rig.hear(blocks(0, [1, 2]))
+    assert rig.remote.poll() == {"t"}
+    rig.hear(KVGone(U, "why"))
+    assert rig.remote.poll() == {"u"}
+    rig.hear(KVRenewed())
+    assert not rig.remote.poll()
+
+
+def test_what_goes_wrong_is_said_again_after_a_while(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(300):
+        address = f"tcp://127.0.0.1:{number + 1}"
+        rig.remote.announce(demand(f"{number}", address=address), 0)
+        rig.inbox = [(address, PeerLost("it hung up"))]
+        rig.remote.step()
+    assert len(caplog.records) == 300, "of each address"
+    rig.remote.announce(demand("again"), 0)
+    rig.hear(PeerLost("it hung up"))
+    rig.remote.announce(demand("and again"), 0)
+    rig.hear(PeerLost("it hung up"))
+    assert len(caplog.records) == 301
+    rig.pass_time(61.0)
+    rig.remote.announce(demand("later"), 0)
+    rig.hear(PeerLost("it hung up"))
+    assert len(caplog.records) == 302
+    assert len(rig.remote._complaints) == 1

@@ -28,6 +28,8 @@ KEYS = keys_of(b"a secret of all hosts")
 OTHER_KEYS = keys_of(b"another secret, of others")
 WELCOME = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=()), lease_s=30.0)
 TIMEOUT_MS = 10_000
+NO_TEXT = b"\x82\xa4type\xa7kv_gone\xabtransfer_id\xa2\xff\xfe"
+DEEP = b"\x82\xa4type\xa7kv_gone\xa4more" + b"\x91" * 100_000
 
 
 def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> SocketLinks:
@@ -160,11 +162,12 @@ def test_garbage_at_the_door_is_passed_over(
     with context.socket(zmq.DEALER) as socket:
         encrypt_client(socket, KEYS)
         socket.connect(holder.address)
-        for payload in (b"", b"\xff" * 100, b"\x81\xa4type\xa7kv_want"):
+        garbage = (b"", b"\xff" * 100, b"\x81\xa4type\xa7kv_want", NO_TEXT, DEEP)
+        for payload in garbage:
             socket.send(payload)
         socket.send_multipart([b"in", b"parts"])
         seen = 0
-        while seen < 4:
+        while seen <= len(garbage):
             assert holder.receive() == []
             seen = sum("not a message" in record.message for record in caplog.records)
         socket.close(linger=0)
@@ -173,7 +176,8 @@ def test_garbage_at_the_door_is_passed_over(
     assert [message for _, message in holder.receive()] == [KVRenew([])]
 
 
-def test_who_sends_garbage_is_let_go(asker: Asker) -> None:
+@pytest.mark.parametrize("garbage", [b"garbage", NO_TEXT, DEEP])
+def test_who_sends_garbage_is_let_go(asker: Asker, garbage: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     keep_door(context, KEYS)
     with context.socket(zmq.ROUTER) as socket:
@@ -182,7 +186,7 @@ def test_who_sends_garbage_is_let_go(asker: Asker) -> None:
         address = f"tcp://127.0.0.1:{port}"
         asker.peers.send(address, KVHello(digest="d"))
         who, _ = socket.recv_multipart()
-        socket.send_multipart([who, b"garbage"])
+        socket.send_multipart([who, garbage])
         ((whom, loss),) = asker.receive()
         assert whom == address
         assert isinstance(loss, PeerLost)
@@ -250,6 +254,17 @@ def test_a_word_to_who_is_gone_is_lost(holder: Holder, asker: Asker) -> None:
 def test_a_port_that_is_taken_is_refused_in_a_sentence(holder: Holder) -> None:
     with pytest.raises(ConfigError, match=r"fetch KV on 127\.0\.0\.1"):
         links_of(Role.BOTH, port=holder.port)
+
+
+def test_a_name_is_looked_up_by_who_has_it() -> None:
+    links = SocketLinks(HandoffConfig(role=Role.PREFILL, host="localhost", keys=KEYS), replica=0)
+    try:
+        assert links.links.door is not None
+        assert links.links.door.address.startswith("tcp://127.0.0.1:")
+    finally:
+        links.close()
+    with pytest.raises(ConfigError, match=r"host\.invalid has no address"):
+        SocketLinks(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
 
 
 def test_replicas_have_ports_of_their_own(holder: Holder) -> None:

@@ -31,7 +31,7 @@ FAULTS = (
     "complaint: it hung up",
     "complaint: it is not held, or not any more",
     "complaint: it is of other tokens than the request's",
-    "complaint: its address must be tcp://HOST:PORT, got 'http://p/../..'",
+    "complaint: no engine with the secret of this one has made it",
     "complaint: its lease has run out",
     "complaint: its request failed or was aborted",
     "complaint: its request was preempted",

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, make_request
-from pair import LEASE_S, Engine, Message, Pair
+from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.messages import (
     FinishReason,
+    KVSource,
     RemoteBlocks,
     Role,
     Transfer,
@@ -25,7 +26,7 @@ from pagoda.engine.messages import (
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
-from pagoda.pd.connector import SILENCE_S, STALL_S
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -34,11 +35,13 @@ from pagoda.pd.messages import (
     KVGone,
     KVHello,
     KVPrefilled,
+    KVRefused,
     KVRenewed,
     KVVerdict,
     KVWant,
     KVWelcome,
 )
+from pagoda.pd.sources import SourceSeal
 
 PROMPT = [token % 50 for token in range(3, 45)]
 CHUNKS = {"max_num_batched_tokens": 12}
@@ -82,6 +85,8 @@ def test_decode_aborts_and_prefill_lets_go_at_once(state) -> None:  # type: igno
 @pytest.mark.parametrize("why", ["too long", "already complete", "no room", "twice"])
 def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
     pair = Pair()
+    pair.submit(make_request("before", documents(1)[0]))
+    pair.run()
     request = make_request("r", PROMPT)
     source = pair.hold(request)
     pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
@@ -107,14 +112,14 @@ def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
 
 def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
     pair = Pair()
-    pair.decode.add(make_request("before", PROMPT))
+    pair.submit(make_request("before", PROMPT))
     pair.run()
     pair.submit(make_request("again", PROMPT))
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() < 5
     pair.run()
-    assert pair.told(KVWant) == []
-    assert len(pair.told(KVDone)) == 1
+    assert len(pair.told(KVWant)) == len(pair.told(KVDone)) == 2
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10, "those of the first"
     assert pair.decode.harness.tokens["again"] == expected_tokens(make_request("again", PROMPT))
 
 
@@ -240,8 +245,9 @@ def test_what_is_not_read_whole_is_not_used(fails: bool) -> None:
 def test_what_cannot_be_asked_for_fails_the_request_where_it_is_to() -> None:
     pair = Pair(fails=True)
     request = make_request("r", PROMPT)
-    source = msgspec.structs.replace(pair.hold(request), address="tcp://nobody:1")
-    pair.fetch(request, source)
+    address = "tcp://nobody:1"
+    transfer_id = SourceSeal(NO_KEYS).new_id(address, "e")
+    pair.fetch(request, KVSource(address=address, engine_id="e", transfer_id=transfer_id))
     pair.run()
     error = pair.decode.harness.finished["r"].error
     assert error == "KV of this request could not be fetched: nobody is there."
@@ -441,6 +447,24 @@ def test_one_handshake_is_enough_and_nobody_is_asked_twice() -> None:
     assert len(pair.told(KVWant)) == len(pair.told(KVCheck)) == len(pair.told(KVDone)) == 6
 
 
+def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() -> None:
+    pair = Pair()
+    holder = pair.prefill.holder
+    for _ in range(2):  # after the second, the next one waits
+        pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
+    peers = pair.network.peers()
+    peers.send(pair.prefill.address, KVHello(digest="of another model"))
+    pair.run_until(lambda: bool(holder._early))
+    assert peers.next_event_at() is None
+    pair.run()
+    answers = []
+    while (at := peers.next_event_at()) is not None:
+        pair.clock.advance_to(at)
+        answers += [message for _, message in peers.receive()]
+    assert [type(answer) for answer in answers] == [KVRefused]
+    assert not holder._early
+
+
 def test_waiting_for_the_handshake_costs_nothing() -> None:
     pair = Pair(fate=lambda it: (0.9,) if isinstance(it, KVWelcome) else (0.001,))
     pair.submit(make_request("r", PROMPT))
@@ -496,12 +520,12 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote._peers == {}
+    assert pair.decode.remote._holders._holders == {}
     is_silent = False
     pair.submit(second)
     pair.run()
     assert_complete(pair.decode.harness, [first, second])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 9
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
     pair.check_nothing_left()
 
 
@@ -552,7 +576,7 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
 
 def test_engines_that_wait_for_each_others_room_get_on() -> None:
     """Of those that are first in line at the decode engine, one waits for the prefill engine, which has no room
-    for it: all of that is held for those in line behind the second, which may not ask yet."""
+    for it: all of that is held for those in line behind the second, which may not ask yet. So it gives way."""
     pair = Pair(prefill={"num_blocks": 22}, decode={"max_num_seqs": 1})
     *first, third, fourth = (
         make_request(f"r{n}", document, max_tokens=4, priority=n > 1)
@@ -566,6 +590,105 @@ def test_engines_that_wait_for_each_others_room_get_on() -> None:
     for request, source in zip(behind, sources, strict=True):
         pair.fetch(request, source)
     pair.run()
-    assert pair.clock.now() > STALL_S
+    assert pair.told(KVRefused) == []
+    assert pair.clock.now() < 5
     assert_complete(pair.decode.harness, [*first, *behind])
     pair.check_nothing_left()
+
+
+# ---- what nobody asks for takes the room of what somebody waits for, and is computed for nobody
+
+
+def test_a_prompt_that_nobody_needs_any_more_is_not_computed_on() -> None:
+    pair = Pair(prefill={"max_num_batched_tokens": 4})
+    pair.submit(make_request("r", PROMPT))
+    pair.run_until(lambda: bool(pair.told(KVBlocks)))
+    pair.decode.harness.core.abort("r")
+    pair.run()
+    assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
+    assert pair.prefill.harness.scheduler.num_steps < len(PROMPT) // 4 // 2
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("loses_workers", [False, True])
+def test_a_prompt_whose_kv_is_lost_is_computed_once_more_only(loses_workers: bool) -> None:
+    pair = Pair(prefill=CHUNKS)
+    requests = [make_request("r", PROMPT), make_request("held", documents(1)[0])]
+    pair.submit(requests[0])
+    pair.hold(requests[1])
+    core, scheduler = pair.prefill.harness.core, pair.prefill.harness.scheduler
+    pair.run_until(lambda: bool(pair.told(KVBlocks)))
+    if loses_workers:
+        core._lose_worker(WorkerLost("it was killed"))
+    else:
+        scheduler._preempt(scheduler._requests["r"])
+    pair.run()
+    assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
+    assert pair.prefill.harness.finished["held"].finish_reason is FinishReason.LENGTH
+    assert_complete(pair.decode.harness, requests[:1])
+    pair.check_nothing_left()
+
+
+def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
+    pair = Pair(
+        prefill={"num_blocks": 34},
+        decode={"transfer_fate": lambda _: TransferFate(delay_s=10.0)},
+    )
+    held = [make_request(f"r{n}", document) for n, document in enumerate(documents(3))]
+    wanted, oldest, newest = (pair.hold(request) for request in held)
+    pair.fetch(held[0], wanted)
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    asked_at = pair.clock.now()
+    pair.prefill.add(make_request("next", PROMPT, max_tokens=2))
+    pair.run_until(lambda: "next" in pair.prefill.harness.finished)
+    assert pair.clock.now() - asked_at < 1
+    leases = pair.prefill.holder.leases
+    assert [source.transfer_id in leases for source in (wanted, oldest, newest)] == [
+        True,
+        False,
+        True,
+    ]
+    assert pair.prefill.harness.core.load().num_leases_expired == 1
+    pair.fetch(held[1], oldest)
+    pair.fetch(held[2], newest)
+    pair.run()
+    assert_complete(pair.decode.harness, held)
+    pair.check_nothing_left()
+
+
+def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
+    pair = Pair(prefill={"max_num_seqs": 1})
+    source = pair.hold(make_request("held", PROMPT))
+    pair.run_until(lambda: "held" in pair.prefill.harness.finished)
+    for number, document in enumerate(documents(3)):
+        pair.prefill.add(make_request(f"r{number}", document))
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    assert source.transfer_id in pair.prefill.holder.leases
+
+
+def test_who_may_not_ask_yet_stops_nobody_who_need_not_ask() -> None:
+    pair = Pair(prefill={"max_num_seqs": 1}, decode={"max_num_seqs": 2})
+    fetched = [make_request(f"r{n}", document) for n, document in enumerate(documents(6))]
+    for request in fetched:
+        pair.submit(request)
+    plain = make_request("plain", PROMPT[:9], max_tokens=2)
+    pair.decode.add(plain)
+    pair.run_until(lambda: bool(pair.decode.harness.finished))
+    assert list(pair.decode.harness.finished) == ["plain"]
+    pair.run()
+    assert_complete(pair.decode.harness, [*fetched, plain])
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 60
+    pair.check_nothing_left()
+
+
+def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
+    pair = Pair(prefill={"max_num_seqs": 1}, decode={"max_num_seqs": 1})
+    low = make_request("low", PROMPT[:9], max_tokens=40, priority=1)
+    pair.decode.add(low)
+    pair.run_until(lambda: len(pair.decode.harness.tokens["low"]) > 2)
+    fetched = [make_request(f"r{n}", document) for n, document in enumerate(documents(3))]
+    for request in fetched:
+        pair.submit(request)
+    pair.run()
+    assert_complete(pair.decode.harness, [*fetched, low])
+    assert pair.decode.harness.scheduler.num_preemptions <= 3

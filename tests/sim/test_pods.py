@@ -23,8 +23,9 @@ from pagoda.engine.messages import (
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.outliers import SILENCE_S
-from pagoda.frontend.pods import PATIENCE_S, Pod
+from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.frontend.preparation import Place
 from pagoda.ipc.clock import LoopClock
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
@@ -118,7 +119,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
         )
         sources = [taken.kv_source and taken.kv_source.address for taken in d.taken]
         assert sources == ["tcp://host0:1", None]
-        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
+        assert await d.num_fetched() == len(LONG) // 4 * 4
         assert not any(taken.holds_kv for taken in d.taken)
         await end(pod, [p, d])
 
@@ -188,6 +189,54 @@ def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
         assert pod._prefill.ledger.pending_tokens == [len(LONG) + 3]
         assert (await asking).complete
         await end(pod, hosts)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("waiting", "decoding", "num_streams", "is_here"),
+    [
+        (0, 0, 0, False),
+        (100, 0, 0, False),
+        (101, 0, 0, True),
+        (300, 200, 0, False),
+        (301, 200, 0, True),
+        (101, 0, 1, False),
+        (501, 0, 4, True),
+    ],
+)
+def test_a_queue_of_prefill_hosts_is_weighed_against_what_the_prompt_would_hold_up(
+    waiting: int, decoding: int, num_streams: int, is_here: bool
+) -> None:
+    """By a prompt of 100 tokens."""
+    assert is_better_here(100, Place(D, 0, decoding, num_streams), waiting) == is_here
+
+
+def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
+    """Prompts come twice as fast as a prefill host computes them. But no streams stand still for one."""
+    fields = {"per_token_s": 0.05, "max_num_batched_tokens": 16, "max_num_seqs": 32}
+
+    async def main() -> None:
+        pod, [p, d] = await start([P, D], num_blocks=512, **fields)
+
+        async def ask_one_by_one(name: str, first_token: int) -> int:
+            """How many of them are computed by the prefill host."""
+            before = p.num_prefills
+            asking = []
+            for number in range(10):
+                asked = request(f"{name}{number}", [first_token + number, *LONG], max_tokens=2)
+                asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
+                await asyncio.sleep(1.0)
+            assert all(answer.complete for answer in await asyncio.gather(*asking))
+            return p.num_prefills - before
+
+        assert 4 <= await ask_one_by_one("idle", 100) <= 7
+        asked = [request(f"stream{i}", [50 + i, *SHORT], max_tokens=100) for i in range(8)]
+        streams = [asyncio.create_task(ask(pod.dispatcher, each)) for each in asked]
+        await asyncio.sleep(5.0)
+        assert await ask_one_by_one("busy", 200) == 10
+        assert all(answer.complete for answer in await asyncio.gather(*streams))
+        await end(pod, [p, d])
 
     run(main())
 
