@@ -29,10 +29,14 @@ def root_key(block_size: int, cache_salt: str | None = None) -> bytes:
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a block that holds `token_ids` behind the block of `parent`; 32 bytes."""
+    return hashlib.sha256(parent + _bytes_of(token_ids)).digest()
+
+
+def _bytes_of(token_ids: Sequence[int]) -> bytes:
     tokens = array("I", token_ids)
     if sys.byteorder == "big":
         tokens.byteswap()
-    return hashlib.sha256(parent + tokens.tobytes()).digest()
+    return tokens.tobytes()
 
 
 def prefix_keys(
@@ -44,7 +48,9 @@ def prefix_keys(
     """
     keys: list[bytes] = []
     parent = root_key(block_size, cache_salt)
-    for index in range(min((len(token_ids) - 1) // block_size, max_blocks)):
-        parent = block_key(parent, token_ids[index * block_size : (index + 1) * block_size])
+    num_blocks = min((len(token_ids) - 1) // block_size, max_blocks)
+    tokens, size = _bytes_of(token_ids[: max(0, num_blocks) * block_size]), 4 * block_size
+    for start in range(0, len(tokens), size):
+        parent = hashlib.sha256(parent + tokens[start : start + size]).digest()
         keys.append(parent)
     return keys
