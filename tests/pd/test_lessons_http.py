@@ -207,14 +207,19 @@ async def test_ids_of_requests_are_the_clients_own_matter(
     assert await asyncio.gather(ask(), ask(), ask()) == [await alone(session, servers)] * 3
 
 
-async def test_a_router_can_stand_before_either_side(
-    session: aiohttp.ClientSession, servers: Servers
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+async def test_a_router_does_what_a_proxy_would_and_takes_nothing_of_one(
+    session: aiohttp.ClientSession, servers: Servers, flag: str
 ) -> None:
-    """A proxy that knows one address for both, as a router over both gives it."""
+    """Clients of a router must not name addresses that its hosts then connect to."""
     body = salted()
     before = (await load_of(servers.decode))["tiers"][-1]["num_loaded"]
-    answer = await ask_prefill(session, servers.router, PATH, body)
-    full = {**body, "kv_transfer_params": answer["kv_transfer_params"]}
-    whole = await ask_decode(session, servers.router, PATH, full)
-    assert tokens_of(whole) == await alone(session, servers)
+    source = {"remote_host": "10.0.0.1", "remote_port": 1, "remote_engine_id": "e"}
+    params = {flag: True, "transfer_id": "t", **source}
+    asked = {**body, "kv_transfer_params": params}
+    async with session.post(servers.router + PATH, json=asked) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == f"kv_transfer_params.{flag}"
+    async with session.post(servers.router + PATH, json=body) as response:
+        assert tokens_of(await response.json()) == await alone(session, servers)
     assert (await load_of(servers.decode))["tiers"][-1]["num_loaded"] > before
