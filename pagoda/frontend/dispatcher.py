@@ -39,7 +39,13 @@ from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
-from pagoda.frontend.outliers import Ejection, OutlierDetector
+from pagoda.frontend.outliers import (
+    REMOTE_KV_S,
+    TIER_KV_S,
+    Ejection,
+    OutlierDetector,
+    Waiting,
+)
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.preparation import Place, Preparation
@@ -200,11 +206,10 @@ class Dispatcher:
         for member in [member for member in self._members if member.replica is replica]:
             self._members.remove(member)
             member.unwatch()
-            if member.unfollow is not None:
-                member.unfollow()
-            self._cache.remove(member.prefixes)
+            self._unfollow_cache(member)
             self._outliers.remove(member.index)
         self._add_limits()
+        self._follow_caches()
         self._notify()
 
     def _member(self, replica: Replica) -> _Member:
@@ -330,7 +335,16 @@ class Dispatcher:
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         unfollow = self._cache.follow(listener)
         self._follow_caches()
-        return unfollow
+
+        def end() -> None:
+            unfollow()
+            self._follow_caches()
+
+        return end
+
+    def reconsider(self) -> None:
+        """The preparation may need other things than before."""
+        self._follow_caches()
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -457,6 +471,8 @@ class Dispatcher:
         held.member = member
         held.num_cached_tokens_there = member.prefixes.num_told(keys) * block_size
         held.leaves = False
+        held.num_tokens_there = 0
+        held.fetches_kv = held.request.kv_source is not None
         held.account = self._ledger.open(
             member.index,
             num_tokens=num_tokens,
@@ -507,7 +523,8 @@ class Dispatcher:
         async with self._preparation.prepare(request, place) as prepared:
             if held.aborted or held.leaves or not member.has_engine:
                 raise _LetGoError("The request was taken away before its replica had it.")
-            if prepared.kv_source is not None:
+            held.fetches_kv = prepared.kv_source is not None
+            if held.fetches_kv:
                 self._ledger.reach(held.account, held.account.num_tokens)
             yield prepared
 
@@ -529,6 +546,7 @@ class Dispatcher:
         """Every token passes here, so it does little."""
         count = len(chunk.token_ids)
         held.token_ids += chunk.token_ids
+        held.num_tokens_there += count
         num_computed = self._ledger.advance(held.account, count)
         if chunk.finish_reason is not FinishReason.ERROR:
             self._progress(held, member, num_computed)
@@ -592,16 +610,22 @@ class Dispatcher:
             listener()
 
     def _follow_caches(self) -> None:
-        """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
-        is_prepared = self._preparation is not None
-        if not (self._uses_prefixes or is_prepared or self._cache.is_followed):
-            return
+        """As long as what replicas have cached matters: to a choice, to who prepares requests, or to followers."""
+        matters = self._uses_prefixes or self._cache.is_followed
         for member in self._members:
-            if member.unfollow is None:
+            if matters and member.unfollow is None:
                 self._cache.add(member.prefixes)
                 member.unfollow = member.replica.follow_cache(
                     partial(self._cache.take, member.prefixes)
                 )
+            elif not matters:
+                self._unfollow_cache(member)
+
+    def _unfollow_cache(self, member: _Member) -> None:
+        if member.unfollow is not None:
+            member.unfollow()
+            member.unfollow = None
+        self._cache.remove(member.prefixes)
 
     def _judge_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -613,18 +637,25 @@ class Dispatcher:
         if not self._requests:
             return
         self._judge_later()
-        waiting_since: dict[int, float] = {}
+        waiting: dict[int, Waiting] = {}
         for held in self._requests.values():
             member, since = held.member, held.waits_since
             if member is None or since is None or member.replica.state is not ReplicaState.READY:
                 continue
-            waiting_since[member.index] = min(since, waiting_since.get(member.index, since))
-        verdicts = self._outliers.check(waiting_since)
+            num_prompt_tokens = 0 if held.has_begun else held.account.num_tokens
+            one = Waiting(since, num_prompt_tokens, self._kv_s(held))
+            waiting[member.index] = one.beside(waiting.get(member.index))
+        verdicts = self._outliers.check(waiting)
         for ejection in verdicts.ejected:
             self._tell(ejection)
         for member in self._members:
             if member.index in verdicts.stuck:
                 self._move_requests_of(member)
+
+    def _kv_s(self, held: _Held) -> float:
+        if held.has_begun or held.account.num_tokens <= self.limits.block_size:
+            return 0.0
+        return REMOTE_KV_S if held.fetches_kv else TIER_KV_S
 
     def _tell(self, ejection: Ejection | None) -> None:
         if ejection is None:
@@ -747,6 +778,10 @@ class _Held:
         self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
         self.num_cached_tokens_there = 0
         """What its member says to have in its cache."""
+        self.num_tokens_there = 0
+        """Of the answer, from its member."""
+        self.fetches_kv = False
+        """It was told that another engine has the KV of its prompt."""
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
         self.keys: list[int] | None = None
@@ -766,6 +801,11 @@ class _Held:
     @property
     def num_tokens_left(self) -> int:
         return (self.request.sampling.max_tokens or 1) - len(self.token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its member goes on with it: the first token may be of whoever computed its prompt."""
+        return self.num_tokens_there > 1
 
     @property
     def is_suspect(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import zmq
 import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
@@ -177,6 +178,8 @@ class RoutedFleet:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = zmq.asyncio.Context()
+        # There is no host too many but for the system, which has limits of its own.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self.registry: Registry | None = None
         self.router_id = new_id()
         self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens)

@@ -50,14 +50,14 @@ from pagoda.errors import (
 )
 from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
-from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.merge import cancel_all, keep_going
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.ipc.heartbeat import notice_silence
 
 _HELLO_TIMEOUT_S = 10.0
-_HEARTBEAT_S = 1.25
-_SILENCE_S = 5.0
-"""A host whose end of the connection says nothing for so long is lost; the system alone would wait for minutes."""
+_PARTING_S = 0.1
+"""From when a router has hung up until messages to it come back; far more than that takes."""
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
 _AWAY = "it is not there, or has another --cluster-key-file, or a firewall is in between"
@@ -104,11 +104,13 @@ class HostDoor:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         # A router that is gone is known when something is sent to it, instead of served in silence.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        notice_silence(self._socket)
         encrypt_server(self._socket, keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._hang_up()
             raise ConfigError(
                 f"--advertise: routers cannot be listened to on {address.removeprefix('tcp://')} "
                 f"({error.strerror}); name an address of this host, with a port that is free or without one."
@@ -127,6 +129,9 @@ class HostDoor:
         self._followed: dict[bytes, Callable[[], None]] = {}
         """What ends the news for each router that asked for them."""
         self._serving = asyncio.create_task(self._serve())
+        self._watching = asyncio.create_task(
+            keep_going(self._watch_connections, "the watch for routers that hang up")
+        )
 
     async def leave(self) -> None:
         """Routers give this host nothing new from now on."""
@@ -136,8 +141,15 @@ class HostDoor:
     async def close(self) -> None:
         for router in list(self._followed):
             self._unfollow(router)
-        await cancel_all([self._serving, *self._requests.values(), *self._answers])
+        tasks = [self._serving, self._watching, *self._requests.values(), *self._answers]
+        await cancel_all(tasks)
         self._routers.clear()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
 
     @property
@@ -168,6 +180,18 @@ class HostDoor:
         except Exception:
             _log.exception("routers cannot be served any more")
             self._socket.close()  # so that they know
+
+    async def _watch_connections(self) -> None:
+        """A router that hangs up, or whose line is cut, does not want anything any more.
+
+        That somebody is gone is told without a name: it is known when something is sent to all.
+        """
+        while True:
+            await recv_monitor_message(self._monitor)
+            await asyncio.sleep(_PARTING_S)
+            askers = {router for router, _ in self._requests}
+            for router in self._routers | self._followed.keys() | askers:
+                self._answer(self._send(router, self._limits))
 
     def _take(self, router: bytes, payload: bytes) -> None:
         """What a router sent, whatever it is: one of them is not to end the service of all."""
@@ -321,8 +345,7 @@ class RemoteHost:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(_HEARTBEAT_S * 1000))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(_SILENCE_S * 1000))
+        notice_silence(self._socket)
         encrypt_client(self._socket, keys)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encode = Codec[FrontendMessage](FrontendMessage).encode

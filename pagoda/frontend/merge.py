@@ -1,9 +1,10 @@
-"""Several streams as one."""
+"""Several streams as one, and several works at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,6 +12,9 @@ T = TypeVar("T")
 
 _MAX_WAITING = 64
 """Items that may wait for a slow reader before the streams behind them wait too."""
+_RESTART_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -46,8 +50,19 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Returns when the first of `works` has, or raises what it did; the others are cancelled."""
+async def keep_going(work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Does `work` until it returns; when it fails, that is logged, and it is started again."""
+    while True:
+        try:
+            await work()
+            return
+        except Exception:
+            _log.exception("%s failed, and goes on in %g s", name, _RESTART_S)
+        await asyncio.sleep(_RESTART_S)
+
+
+async def first_of(*works: Coroutine[Any, Any, object]) -> int:
+    """Returns which of `works` has ended first, or raises what it did; the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -55,6 +70,7 @@ async def first_of(*works: Coroutine[Any, Any, object]) -> None:
         await cancel_all(tasks)
     for task in done:
         task.result()
+    return min(tasks.index(task) for task in done)
 
 
 class _Ended:

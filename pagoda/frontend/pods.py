@@ -69,6 +69,7 @@ class Pod:
         """
         self._prefill = Dispatcher([], POLICIES["least-pending-tokens"])
         self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
+        self._prefill.watch(self.dispatcher.reconsider)
         self._homes: dict[Replica, list[Dispatcher]] = {}
         self._unwatch: dict[Replica, Callable[[], None]] = {}
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
+import zmq
 import zmq.asyncio
 
 from pagoda.engine.messages import CurveKeys, HostRecord, LoadReport, Role
@@ -17,7 +18,7 @@ from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_link import Identity, RemoteHost
-from pagoda.frontend.merge import cancel_all, first_of
+from pagoda.frontend.merge import cancel_all, first_of, keep_going
 from pagoda.frontend.pods import Members
 
 _RETRY_S = 1.0
@@ -88,14 +89,17 @@ class Registry:
         self._entries: dict[HostRecord, _Entry] = {}
         self._dismissed: set[str] = set()
         self._first = asyncio.Event()
-        self._following = asyncio.create_task(discovery.follow(self._take))
-        self._following.add_done_callback(_log_failure)
+        self._is_closed = False
+        self._following = asyncio.create_task(
+            keep_going(lambda: discovery.follow(self._take), "the search for hosts")
+        )
 
     async def first_host(self) -> None:
         """Returns when a host is used."""
         await self._first.wait()
 
     async def close(self) -> None:
+        self._is_closed = True  # a timer of the discovery may still tell something
         tasks = [entry.task for entry in self._entries.values() if entry.task is not None]
         await cancel_all([self._following, *tasks])
         await self._discovery.close()
@@ -143,6 +147,8 @@ class Registry:
 
     def _take(self, records: Collection[HostRecord]) -> None:
         """These hosts there are now."""
+        if self._is_closed:
+            return
         for record in self._entries.keys() - set(records):
             self._entries[record].unnamed.set()
             self._entries[record].changed.set()
@@ -151,7 +157,6 @@ class Registry:
             if entry is None:
                 entry = self._entries[record] = _Entry(record)
                 entry.task = asyncio.create_task(self._keep(entry))
-                entry.task.add_done_callback(_log_failure)
             elif entry.unnamed.is_set():
                 entry.unnamed.clear()
                 entry.changed.set()
@@ -160,22 +165,36 @@ class Registry:
         """Uses the host whenever it can be, from when it is named until it is not any more."""
         try:
             while not entry.unnamed.is_set():
-                host = RemoteHost(self._context, entry.record.address, self._keys, self._router)
-                host.watch(entry.changed.set)
-                try:
-                    retry_s = await self._try(entry, host)
-                finally:
-                    await host.close()
+                retry_s = await self._connect(entry)
                 await first_of(asyncio.sleep(retry_s), entry.unnamed.wait())
         finally:
             del self._entries[entry.record]
 
+    async def _connect(self, entry: _Entry) -> float:
+        """Returns after how many seconds to try again."""
+        try:
+            host = RemoteHost(self._context, entry.record.address, self._keys, self._router)
+        except zmq.ZMQError as error:
+            self._set_problem(
+                entry,
+                f"The router has no socket for it ({error.strerror}); let it open more files.",
+            )
+            return _REFUSED_RETRY_S
+        host.watch(entry.changed.set)
+        try:
+            return await self._try(entry, host)
+        except Exception:
+            _log.exception("the host at %s is lost to a failure of the router", host.address)
+            self._set_problem(entry, "The router failed with it; the router's log says why.")
+            return _REFUSED_RETRY_S
+        finally:
+            await host.close()
+
     async def _try(self, entry: _Entry, host: RemoteHost) -> float:
         """Uses the host as long as it can be; returns after how many seconds to try again."""
         try:
-            await first_of(host.start(), entry.unnamed.wait())
-            if entry.unnamed.is_set():
-                return 0
+            if await first_of(host.start(), entry.unnamed.wait()) != 0:
+                return 0  # it may be named again by now
             self._check(entry, host)
             self._set_problem(entry, "")
             await self._use(entry, host)
@@ -254,8 +273,3 @@ class Registry:
 
 def _identified(record: HostRecord, host_id: str) -> HostRecord:
     return msgspec.structs.replace(record, host_id=host_id)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _log.error("hosts cannot be looked after any more", exc_info=task.exception())

@@ -190,8 +190,8 @@ class _Relay:
 async def test_a_host_whose_line_is_cut_is_lost_and_found_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.host_link._HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("pagoda.frontend.host_link._SILENCE_S", 0.3)
+    monkeypatch.setattr("pagoda.ipc.heartbeat.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("pagoda.ipc.heartbeat.SILENCE_S", 0.3)
     cut, whole = Host(scripted := _resuming("abcdef")), Host(_resuming("abcdef"))
     relay = _Relay()
     await relay.start(cut.address)
@@ -206,6 +206,7 @@ async def test_a_host_whose_line_is_cut_is_lost_and_found_again(
         relay.flows.clear()
         assert await asking == ("abcdef", FinishReason.STOP)
         await router.until_hosts(1)
+        await until(lambda: scripted.aborted == ["r1"])  # the host has noticed, too
         relay.flows.set()
         await router.until_hosts(2)
     relay.close()

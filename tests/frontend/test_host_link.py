@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import zmq.asyncio
+from linked_hosts import until
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
     AbortRequests,
     FinishReason,
+    FollowCache,
     FrontendMessage,
     GenerateRequest,
     HostMessage,
@@ -168,3 +170,16 @@ async def test_an_id_that_is_taken_is_refused() -> None:
         assert chunk.error == "A request with this id is already running."
         endpoint.go_on.set()
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+
+
+async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(FollowCache())
+        await door.say(request("r"))
+        await endpoint.paused.wait()
+        assert door.door._followed
+        door.socket.close()
+        await until(lambda: endpoint.aborted == ["r"])
+        assert not door.door._followed

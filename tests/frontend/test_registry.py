@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS, ScriptedHost, joined, routed, until
+from linked_hosts import KEYS, Host, ScriptedHost, joined, routed, until
+from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.engine.messages import FinishReason
+from pagoda.engine.messages import FinishReason, HostRecord, JoinAnswer
 from pagoda.errors import ConfigError, OverloadedError
+from pagoda.frontend.discovery.base import Tell
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
-from pagoda.ipc.curve import encrypt_client, keys_of
+from pagoda.ipc.curve import encrypt_client, encrypt_server, keep_door, keys_of
 
 
 async def test_a_host_answers_for_the_router() -> None:
@@ -164,7 +169,7 @@ async def test_nonsense_is_ignored() -> None:
             stranger = router.context.socket(zmq.DEALER)
             encrypt_client(stranger, KEYS)
             stranger.connect(f"tcp://{address}")
-            await stranger.send(b"nonsense")
+            await stranger.send_multipart([b"non", b"sense"])
             stranger.close(linger=1000)
         assert await router.ask("r1") == ("hello", FinishReason.STOP)
 
@@ -197,3 +202,164 @@ async def test_an_address_that_is_taken_is_refused() -> None:
     async with routed() as router:
         with pytest.raises(ConfigError, match=r"--join-listen .* cannot be listened on"):
             JoinDiscovery(router.context, router.address, KEYS)
+
+
+class _Told:
+    """A discovery that knows what a test tells it."""
+
+    def __init__(self) -> None:
+        self.tell: Tell = lambda _: None
+        self.failures = 0
+
+    async def follow(self, tell: Tell) -> None:
+        self.tell = tell
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("nobody has thought of this")
+        await asyncio.Event().wait()
+
+    def warn(self, host: HostRecord, problem: str) -> None: ...
+
+    def dismiss(self, host: HostRecord, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_a_host_that_is_named_again_while_it_is_connected_to_is_kept() -> None:
+    host = Host(ScriptedEndpoint("ok"))
+    told = _Told()
+    async with routed(lambda _: told) as router:
+        await asyncio.sleep(0)
+        told.tell([host.record])
+        await until(lambda: bool(router.registry._entries))
+        await asyncio.sleep(0)
+        told.tell([])
+        told.tell([host.record])
+        await router.until_hosts(1)
+    await host.close()
+
+
+async def test_a_registry_that_was_closed_connects_to_nobody() -> None:
+    """Its discovery may have a timer that runs out meanwhile."""
+    host = Host(ScriptedEndpoint("ok"))
+    told = _Told()
+    async with routed(lambda _: told) as router:
+        await asyncio.sleep(0)
+        told.tell([host.record])
+        await router.until_hosts(1)
+        closing = asyncio.create_task(router.registry.close())
+        await until(lambda: not router.registry._entries)
+        told.tell([host.record])
+        assert not router.registry._entries
+        await closing
+    await host.close()
+
+
+async def test_a_search_that_fails_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.merge._RESTART_S", 0.01)
+    host = Host(ScriptedEndpoint("ok"))
+    told = _Told()
+    told.failures = 2
+    async with routed(lambda _: told) as router:
+        await until(lambda: caplog.text.count("the search for hosts failed") == 2)
+        await asyncio.sleep(0.05)
+        told.tell([host.record])
+        await router.until_hosts(1)
+    await host.close()
+
+
+def _no_socket(*_: object) -> None:
+    raise zmq.ZMQError(errno.EMFILE)
+
+
+async def test_a_host_for_which_there_is_no_socket_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.registry._REFUSED_RETRY_S", 0.05)
+    host = Host(ScriptedEndpoint("ok"))
+    told = _Told()
+    async with routed(lambda _: told) as router:
+        await asyncio.sleep(0)
+        monkeypatch.setattr("pagoda.frontend.host_link.RemoteHost.__init__", _no_socket)
+        told.tell([host.record])
+        await until(lambda: any(entry.problem for entry in router.registry._entries.values()))
+        [report] = await router.registry.hosts()
+        assert report.reason == (
+            "The router has no socket for it (Too many open files); let it open more files."
+        )
+        monkeypatch.undo()
+        await router.until_hosts(1)
+    await host.close()
+
+
+@asynccontextmanager
+async def answering_joins() -> AsyncIterator[zmq.asyncio.Socket]:
+    """Where hosts join, and a test answers."""
+    context = zmq.asyncio.Context()
+    keep_door(context, KEYS)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    encrypt_server(socket, KEYS)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+def membership(socket: zmq.asyncio.Socket, port: int) -> Membership:
+    record = HostRecord(host_id="h", address="tcp://127.0.0.1:9")
+    return Membership(socket.context, f"127.0.0.1:{port}", KEYS, record)
+
+
+async def test_an_answer_that_is_no_message_does_not_end_a_membership(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 0.2)
+    caplog.set_level(logging.INFO)
+    async with answering_joins() as socket:
+        member = membership(socket, socket.bind_to_random_port("tcp://127.0.0.1"))
+        sender, _ = await socket.recv_multipart()
+        await socket.send_multipart([sender, b"nonsense"])
+        await until(lambda: "answers with what is not a message" in caplog.text)
+        await socket.send_multipart([sender, msgspec.msgpack.encode(JoinAnswer(ttl_s=0.2))])
+        await until(lambda: "joined the router" in caplog.text)
+        await member.close()
+
+
+async def test_of_many_answers_that_were_late_the_last_one_counts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 0.2)
+    caplog.set_level(logging.INFO)
+    async with answering_joins() as socket:
+        member = membership(socket, socket.bind_to_random_port("tcp://127.0.0.1"))
+        sender, _ = await socket.recv_multipart()
+        for number in range(100):
+            answer = JoinAnswer(ttl_s=0.2, refusal=f"It was refused {number}.")
+            await socket.send_multipart([sender, msgspec.msgpack.encode(answer)])
+        await socket.send_multipart([sender, msgspec.msgpack.encode(JoinAnswer(ttl_s=0.2))])
+        await until(lambda: "joined the router" in caplog.text)
+        assert caplog.text.count("It was refused") < 10
+        await member.close()
+
+
+async def test_joins_do_not_heap_up_while_the_router_is_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.frontend.discovery.joins.TTL_S", 1.2)
+    async with answering_joins() as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        socket.unbind(f"tcp://127.0.0.1:{port}")
+        member = membership(socket, port)
+        await until(lambda: "does not answer" in caplog.text)
+        socket.bind(f"tcp://127.0.0.1:{port}")
+        await socket.recv_multipart()
+        num_more = 0
+        while await socket.poll(100):
+            await socket.recv_multipart()
+            num_more += 1
+        assert num_more <= 1
+        await member.close()

@@ -24,7 +24,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
-from pagoda.pd.connector import SILENCE_S
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import KVCheck, KVDone, KVVerdict
 from pagoda.pd.sources import SourceSeal
 

@@ -111,7 +111,7 @@ class Engine:
         if self.harness.core._remote is not None:
             assert not self.remote._fetches
             assert not self.remote._copies
-            assert not any(peer.fetches for peer in self.remote._peers.values())
+            assert not any(peer.fetches for peer in self.remote._holders._holders.values())
 
 
 class Pair:
@@ -205,7 +205,9 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 def assert_consistent(remote: RemoteKV) -> None:
     """Whoever is asked for is in both lists, once."""
-    of_peers = [fetch for peer in remote._peers.values() for fetch in peer.fetches.values()]
+    of_peers = [
+        fetch for peer in remote._holders._holders.values() for fetch in peer.fetches.values()
+    ]
     assert len(of_peers) == len(remote._fetches)
     for fetch in of_peers:
         assert remote._fetches[fetch.demand.request_id] is fetch

@@ -22,7 +22,8 @@ from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand
 from pagoda.kv.transfers import TransferLedger
-from pagoda.pd.connector import SILENCE_S, Arrived, Failed, RemoteKV
+from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -380,7 +381,7 @@ def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
 def test_connections_that_rest_make_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.pd.connector._MAX_PEERS", 2)
+    monkeypatch.setattr("pagoda.pd.holders.MAX_HOLDERS", 2)
     for number in (1, 2, 3):
         rig.remote.announce(demand(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
     assert rig.remote.lookup(demand("2"), 0) is None

@@ -11,7 +11,7 @@ from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.messages import FinishReason, Role, TokenChunk
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
-from pagoda.pd.connector import STALL_S
+from pagoda.pd.holders import STALL_S
 from pagoda.pd.messages import KVBlocks, KVDone, KVPrefilled
 
 PROMPT = [token % 50 for token in range(3, 45)]

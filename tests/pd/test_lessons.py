@@ -26,7 +26,7 @@ from pagoda.engine.messages import (
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
-from pagoda.pd.connector import SILENCE_S
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -520,7 +520,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote._peers == {}
+    assert pair.decode.remote._holders._holders == {}
     is_silent = False
     pair.submit(second)
     pair.run()

@@ -22,6 +22,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.outliers import SILENCE_S
 from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.preparation import Place
@@ -57,11 +58,14 @@ class Host(SimEndpoint):
         self.says_nothing = False
         """Of where KV will be."""
         self.is_full = False
+        self.is_deaf = False
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self.taken.append(request)
         if self.is_full:
             raise OverloadedError("The waiting queue is full.")
+        if self.is_deaf:
+            await asyncio.Event().wait()
         async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if self.says_nothing and chunk.kv_source is not None:
@@ -240,13 +244,32 @@ def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
 def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
     async def main() -> None:
         pod, hosts = await start([P, P, D])
-        hosts[0].hang(20)
-        for index in range(8):
-            assert (await ask(pod.dispatcher, request(f"r{index}", [index, *LONG]))).complete
-        assert len(hosts[0].taken) <= 2
+        hosts[0].is_deaf = True
+        asking = []
+        for index in range(20):
+            asked = request(f"r{index}", [index, *LONG])
+            asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
+            await asyncio.sleep(0.2)
+        assert all(answer.complete for answer in await asyncio.gather(*asking))
+        assert len(hosts[0].taken) <= 5
         assert [r.state for r in (await pod._prefill.load()).replicas] == ["ejected", "ready"]
-        assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 6
-        await asyncio.sleep(20)
+        assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 15
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_a_decode_host_that_waits_for_kv_is_not_judged_by_its_silence() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D, D], per_transferred_block_s=1.0)
+        began = asyncio.get_running_loop().time()
+        long = asyncio.create_task(ask(pod.dispatcher, request("long", LONG)))
+        while not long.done():
+            assert (await ask(pod.dispatcher, request(f"r{len(hosts[2].taken)}", [1]))).complete
+            states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
+            assert states == ["ready"] * 3
+        assert (await long).complete
+        assert asyncio.get_running_loop().time() - began > 2 * SILENCE_S
         await end(pod, hosts)
 
     run(main())
@@ -396,6 +419,28 @@ def test_a_pod_can_do_what_any_of_its_hosts_can(roles: list[Role], role: Role) -
         pod, hosts = await start(roles)
         assert pod.dispatcher.limits.role is role
         await end(pod, hosts)
+
+    run(main())
+
+
+def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
+    async def main() -> None:
+        pod, hosts = await start([D, D], "round-robin")
+
+        def are_followed() -> set[bool]:
+            return {bool(host._session._cache_listeners) for host in hosts}
+
+        assert are_followed() == {False}
+        p = Host(P, hosts[0]._network, 2)
+        await p.start()
+        pod.add(p)
+        assert are_followed() == {True}
+        pod.remove(p)
+        assert are_followed() == {False}
+        pod.add(p)
+        assert (await ask(pod.dispatcher, request("r", LONG))).complete
+        assert p.num_prefills == 1
+        await end(pod, [*hosts, p])
 
     run(main())
 

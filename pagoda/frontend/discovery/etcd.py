@@ -16,7 +16,7 @@ from pagoda.engine.messages import HostRecord
 from pagoda.frontend.discovery.addresses import EtcdPlace
 from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
-from pagoda.frontend.merge import cancel_all, first_of
+from pagoda.frontend.merge import cancel_all, first_of, keep_going
 
 _RETRY_S = 0.5
 _LOOK_S = 2.0
@@ -158,7 +158,7 @@ class EtcdRegistration:
         self._name = f"etcd at {','.join(place.servers)}"
         self._notices = Notices(_log)
         self._lease: str | None = None
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(keep_going(self._beat, f"registering in {self._name}"))
 
     async def close(self) -> None:
         await cancel_all([self._beating])

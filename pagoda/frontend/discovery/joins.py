@@ -13,9 +13,10 @@ import zmq.asyncio
 from pagoda.engine.messages import CurveKeys, HostJoin, HostRecord, JoinAnswer
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
-from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.merge import cancel_all, keep_going
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.ipc.heartbeat import notice_silence
 
 _MAX_MESSAGE_BYTES = 2**16
 _MAX_DISMISSED = 1024
@@ -50,6 +51,7 @@ class JoinDiscovery:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        notice_silence(self._socket)
         encrypt_server(self._socket, keys)
         try:
             self._socket.bind(f"tcp://{listen}")
@@ -69,9 +71,9 @@ class JoinDiscovery:
     async def follow(self, tell: Tell) -> None:
         self._tell = tell
         while True:
-            sender, payload = await self._socket.recv_multipart()
+            sender, *parts = await self._socket.recv_multipart()
             try:
-                join = self._decode(payload)
+                join = self._decode(b"".join(parts))
             except msgspec.DecodeError as error:
                 _log.warning("a host sent what is not a message: %s", error)
                 continue
@@ -136,10 +138,16 @@ class Membership:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        # While the router is away no more than one join waits for it, and of its answers the last one counts.
+        self._socket.setsockopt(zmq.CONFLATE, 1)
+        notice_silence(self._socket)
         encrypt_client(self._socket, keys)
         self._socket.connect(f"tcp://{router}")
+        self._decode = Codec[JoinAnswer](JoinAnswer).decode
         self._notices = Notices(_log)
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(
+            keep_going(self._beat, f"joining the router at {router}")
+        )
 
     async def close(self) -> None:
         await cancel_all([self._beating])
@@ -152,7 +160,7 @@ class Membership:
             await self._socket.send(msgspec.msgpack.encode(HostJoin(self._host)))
             try:
                 async with asyncio.timeout(interval_s):
-                    answer = msgspec.msgpack.decode(await self._socket.recv(), type=JoinAnswer)
+                    answer = self._decode(await self._socket.recv())
             except TimeoutError:
                 num_unanswered += 1
                 if num_unanswered == BEATS_PER_TTL:
@@ -160,6 +168,13 @@ class Membership:
                         f"the router at {self._router} does not answer; it is not there, or has another "
                         "--cluster-key-file"
                     )
+                continue
+            except msgspec.DecodeError as error:
+                self._notices.warn(
+                    f"the router at {self._router} answers with what is not a message ({error}); "
+                    "install the same version of Pagoda on both"
+                )
+                await asyncio.sleep(interval_s)
                 continue
             num_unanswered = 0
             if answer.is_final:
