@@ -80,6 +80,7 @@ def figures(report: LoadReport) -> dict[str, Any]:
 
 def _replica(replica: ReplicaLoad) -> dict[str, Any]:
     return {
+        "name": replica.name,
         "state": replica.state,
         "num_requests": replica.num_requests,
         "weighed_tokens": replica.weighed_tokens,

@@ -80,36 +80,34 @@ async def metrics(call: Call) -> web.StreamResponse:
 def _lines(report: LoadReport) -> Iterator[str]:
     """A series for each replica: where one is started again, its counters alone begin anew."""
     yield from _head("replica_ready", "gauge", "Whether a replica computes.")
-    for index, replica in enumerate(report.replicas):
-        yield f'pagoda_replica_ready{{replica="{index}"}} {int(replica.state == "ready")}'
+    for replica in report.replicas:
+        yield f'pagoda_replica_ready{{replica="{replica.name}"}} {int(replica.state == "ready")}'
     reports = {
-        index: replica.report
-        for index, replica in enumerate(report.replicas)
-        if replica.report is not None
+        replica.name: replica.report for replica in report.replicas if replica.report is not None
     }
     for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
         for name, (field, help_text) in table.items():
             yield from _head(name, kind, help_text)
-            for index, own in reports.items():
-                yield f'pagoda_{name}{{replica="{index}"}} {getattr(own, field)}'
+            for owner, own in reports.items():
+                yield f'pagoda_{name}{{replica="{owner}"}} {getattr(own, field)}'
     if report.tiers:
         yield from _tier_lines(reports)
     for name, (field, label, help_text) in _BY_INDEX.items():
         if not getattr(report, field):
             continue
         yield from _head(name, "counter", help_text)
-        for index, own in reports.items():
+        for owner, own in reports.items():
             for number, value in enumerate(getattr(own, field)):
-                yield f'pagoda_{name}{{replica="{index}",{label}="{number}"}} {value}'
+                yield f'pagoda_{name}{{replica="{owner}",{label}="{number}"}} {value}'
 
 
-def _tier_lines(reports: Mapping[int, LoadReport]) -> Iterator[str]:
+def _tier_lines(reports: Mapping[str, LoadReport]) -> Iterator[str]:
     for kind, table in (("gauge", _TIER_GAUGES), ("counter", _TIER_COUNTERS)):
         for name, (field, help_text) in table.items():
             yield from _head(name, kind, help_text)
-            for index, own in reports.items():
+            for owner, own in reports.items():
                 for tier in own.tiers:
-                    labels = f'replica="{index}",tier="{tier.name}"'
+                    labels = f'replica="{owner}",tier="{tier.name}"'
                     yield f"pagoda_{name}{{{labels}}} {int(getattr(tier, field))}"
 
 

@@ -389,6 +389,8 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One replica, as the dispatcher in front of it sees it."""
 
+    name: str
+    """The address of a host, or the number of an engine, from 0."""
     state: str
     """`starting`, `ready`, `degraded` (its worker is being replaced), `ejected` (it does worse than others,
     and gets nothing new for a while) or `failed` (given up)."""

@@ -106,7 +106,11 @@ class Dispatcher:
             self._new_member(replica)
 
     def _new_member(self, replica: Replica) -> _Member:
-        member = _Member(self._ledger.add_replica(), replica)
+        index = self._ledger.add_replica()
+        name = replica.name or str(index)
+        if any(member.name == name for member in self._members):
+            name = f"{name}#{index}"
+        member = _Member(index, name, replica)
         self._members.append(member)
         member.unwatch = replica.watch(partial(self._on_change, member))
         return member
@@ -318,6 +322,7 @@ class Dispatcher:
         held = sum(held.member is None for held in self._requests.values())
         replicas = tuple(
             ReplicaLoad(
+                name=member.name,
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
@@ -460,7 +465,7 @@ class Dispatcher:
             num_cached = member.prefixes.num_cached(keys)
             num_sharing = member.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
             choices.append(
-                Candidate(member.index, pending_tokens, num_cached * block_size, num_sharing)
+                Candidate(member.name, pending_tokens, num_cached * block_size, num_sharing)
             )
         num_tokens = len(held.request.prompt_token_ids) + len(held.token_ids)
         arrival = Arrival(held.request_id, self._num_placed, num_tokens, held.request.session)
@@ -716,6 +721,8 @@ class Dispatcher:
                 change.set_result(None)
 
     def _prefix(self, member: _Member) -> str:
+        if member.replica.name:
+            return f"host {member.name}: "
         if len(self._members) == 1:
             return ""
         return f"replica {member.index + 1} of {len(self._members)}: "
@@ -724,8 +731,9 @@ class Dispatcher:
 class _Member:
     """A replica and what is known about it."""
 
-    def __init__(self, index: int, replica: Replica) -> None:
+    def __init__(self, index: int, name: str, replica: Replica) -> None:
         self.index = index
+        self.name = name
         self.replica = replica
         self.prefixes = PrefixIndex(0)
         self.limits: EngineReady | None = None

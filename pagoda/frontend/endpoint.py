@@ -101,6 +101,11 @@ class Endpoint(Protocol):
 class Replica(Endpoint, Protocol):
     """An endpoint over one engine, which is started, may be lost and comes back with an empty KV cache."""
 
+    @property
+    def name(self) -> str:
+        """What an operator knows it by, the same in all routers; empty if that is its number."""
+        ...
+
     async def start(self) -> None:
         """Returns when it is ready for the first time; what cannot start leaves nothing behind.
 

@@ -77,6 +77,10 @@ class EngineClient:
         self._name = _name(config)
 
     @property
+    def name(self) -> str:
+        return ""
+
+    @property
     def limits(self) -> EngineReady:
         if self._limits is None:
             raise RuntimeError("The engine has not started.")

@@ -363,6 +363,10 @@ class RemoteHost:
         """The host has said that it takes no new requests."""
 
     @property
+    def name(self) -> str:
+        return self.address.removeprefix("tcp://")
+
+    @property
     def limits(self) -> EngineReady:
         if self._limits is None:
             raise RuntimeError("The host has not answered.")

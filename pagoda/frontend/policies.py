@@ -28,8 +28,8 @@ class Arrival(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """A replica that takes requests."""
 
-    replica: int
-    """Its number, which stays its own however many others are there."""
+    replica: str
+    """Its name, which stays its own however many others are there, in all routers and when it comes back."""
     pending_tokens: int
     """The work of the requests that it has."""
     num_cached_tokens: int = 0

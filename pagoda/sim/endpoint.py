@@ -58,6 +58,7 @@ class SimEndpoint:
         self._check_kv = check_kv
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
+        self.name = ""
         self._session = EngineSession(self._send, self._check_open)
         self._limits: EngineReady | None = None
         self._core: EngineCore | None = None

@@ -53,8 +53,8 @@ async def test_metrics(api, monkeypatch) -> None:
     async def load() -> LoadReport:
         own = msgspec.structs.replace(zeros, num_prompt_tokens=7, **blocks, **experts)
         replicas = (
-            ReplicaLoad(state="ready", num_requests=0, weighed_tokens=0, report=own),
-            ReplicaLoad(state="starting", num_requests=0, weighed_tokens=0),
+            ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=own),
+            ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0),
         )
         return msgspec.structs.replace(own, replicas=replicas)
 
@@ -99,7 +99,7 @@ async def test_metrics_of_tiers(api, monkeypatch) -> None:
 
     async def load() -> LoadReport:
         own = msgspec.structs.replace(zeros, num_awaiting_kv=4, tiers=tiers)
-        replica = ReplicaLoad(state="ready", num_requests=0, weighed_tokens=0, report=own)
+        replica = ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=own)
         return msgspec.structs.replace(own, replicas=(replica,))
 
     assert b"kv_tier" not in (await api.get("/metrics")).body

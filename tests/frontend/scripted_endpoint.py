@@ -36,6 +36,7 @@ class ScriptedEndpoint:
         role: Role = Role.NONE,
     ) -> None:
         self.answer = answer
+        self.name = ""
         self.limits = EngineReady(
             max_model_len=max_model_len,
             vocab_size=512,

@@ -27,7 +27,7 @@ def arrival(number: int = 0, *, num_tokens: int = 100, session: str | None = Non
 
 def candidates(*pending: int, cached: tuple[int, ...] = ()) -> list[Candidate]:
     cached = cached or (0,) * len(pending)
-    return [Candidate(i, p, c) for i, (p, c) in enumerate(zip(pending, cached, strict=True))]
+    return [Candidate(str(i), p, c) for i, (p, c) in enumerate(zip(pending, cached, strict=True))]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -82,8 +82,8 @@ def test_a_cached_prefix_draws_a_request_until_its_replica_is_far_behind() -> No
 
 def test_a_prefix_that_many_have_in_common_draws_less() -> None:
     def chosen(pending: int, num_sharing: int) -> int:
-        there = Candidate(0, pending, 400, num_sharing)
-        return prefix_affinity(arrival(num_tokens=500), [there, Candidate(1, 0)])
+        there = Candidate("0", pending, 400, num_sharing)
+        return prefix_affinity(arrival(num_tokens=500), [there, Candidate("1", 0)])
 
     assert chosen(1500, 0) == 0
     assert chosen(1500, 1) == 1
@@ -101,8 +101,8 @@ def test_a_session_stays_where_it_is() -> None:
     for session in map(str, range(100)):
         home = session_affinity(arrival(session=session), everyone)
         assert session_affinity(arrival(9, session=session), candidates(0, 9, 9, 9)) == home
-        others = [one for one in everyone if one.replica != (home + 1) % 4]
-        assert others[session_affinity(arrival(session=session), others)].replica == home
+        others = [one for one in everyone if one.replica != str((home + 1) % 4)]
+        assert others[session_affinity(arrival(session=session), others)].replica == str(home)
 
 
 def test_sessions_are_spread_and_requests_without_one_go_to_the_least_busy() -> None:
