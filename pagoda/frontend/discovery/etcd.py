@@ -1,8 +1,8 @@
 """Hosts write themselves into an etcd, and routers read it: all of these have one view.
 
 A key is `PREFIX/HOST_ID`, and hangs on a lease that the host renews; what is further below belongs to others.
-While etcd is away, hosts stay as they were known last; afterwards they have the time of a lease to say that they are
-there.
+While etcd is away, hosts stay as they were known last; afterwards they have the time of a lease to say that they
+are there.
 """
 
 from __future__ import annotations
