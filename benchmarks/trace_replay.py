@@ -14,6 +14,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -39,11 +40,11 @@ class TracedRequest(msgspec.Struct, frozen=True):
     hash_ids: list[int]
 
 
-def read_trace(path: Path, count: int) -> list[TracedRequest]:
-    """The first `count` requests."""
+def read_trace(path: Path, count: int, skip: int = 0) -> list[TracedRequest]:
+    """`count` requests behind the first `skip`."""
     decode = msgspec.json.Decoder(TracedRequest).decode
     with path.open("rb") as lines:
-        return [decode(line) for line, _ in zip(lines, range(count), strict=False)]
+        return [decode(line) for line in islice(lines, skip, skip + count)]
 
 
 def as_traffic(trace: Sequence[TracedRequest], speed: float) -> Iterator[Timed]:
@@ -83,11 +84,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path, help="a file of JSON lines")
     parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=3000, help="how many of the first ones")
+    parser.add_argument("--requests", type=int, default=3000, help="how many of them")
+    parser.add_argument("--skip", type=int, default=0, help="how many come before these")
     parser.add_argument("--speed", type=float, default=2.0, help="how much faster they come")
     parser.add_argument("--blocks", type=int, default=1000, help="of 512 tokens, on each host")
     arguments = parser.parse_args()
-    trace = read_trace(arguments.trace, arguments.requests)
+    trace = read_trace(arguments.trace, arguments.requests, arguments.skip)
     count: int = arguments.hosts
 
     def outcome(policy: PolicyName, hosts: int, engine: EngineConfig) -> Outcome:

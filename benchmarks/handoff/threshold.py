@@ -26,8 +26,9 @@ from benchmarks.handoff.pod import (
 from benchmarks.kv_tiers.client import open_session
 from pagoda.cli import output
 
-_TOLERANCE = 1.02
-"""What is called no slower."""
+_TOLERANCE = 1.05
+"""What is called no slower. Two hosts are never faster than one that has nothing else to do: the handoff adds
+something, and the tokens behind the last full block are computed at both."""
 
 
 class _Point(NamedTuple):
@@ -43,7 +44,7 @@ def threshold(
     *,
     model: str = "qwen3-0.6b",
     dtype: str = "bfloat16",
-    lengths: str = "16,32,64,128,256,512,1024",
+    lengths: str = "24,40,72,136,264,520,1032",
     repeats: int = 7,
     streams: int = 4,
     seed: int = 0,
@@ -53,7 +54,7 @@ def threshold(
     Args:
         model: A shape preset, with random weights, or pagoda-tiny.
         dtype: Of weights, activations and KV.
-        lengths: Tokens of prompts.
+        lengths: Tokens of prompts; by default with half a block behind the full ones.
         repeats: For each length and way, in turn.
         streams: Answers under way at the decode host in the second half.
         seed: Of the prompts.
@@ -129,7 +130,9 @@ def _report(idle: dict[int, _Point], busy: dict[int, _Point], streams: int) -> N
     for name, points in (("idle", idle), (f"{streams} answers under way", busy)):
         found = _crossover(points)
         what = "at no length measured" if found is None else f"from {found:,} tokens on"
-        output.stdout().print(f"{name}: the second token comes no later from elsewhere {what}")
+        output.stdout().print(
+            f"{name}: the second token comes at most 5 % later from elsewhere {what}"
+        )
 
 
 def _crossover(points: dict[int, _Point]) -> int | None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from pagoda.api.answer import AnswerDelta, AnswerParser, ToolCallDelta
 from pagoda.api.call import Call
 from pagoda.api.choices import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
-from pagoda.api.kv_transfer import handoff_of, transfer_fields, with_one_token
+from pagoda.api.kv_transfer import Handoff, handoff_of, transfer_fields, with_one_token
 from pagoda.api.logprobs import chat_logprobs
 from pagoda.api.protocol import (
     ChatRequest,
@@ -41,14 +41,20 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     body = await call.parse(ChatRequest)
     generator = call.service.admit(body.model)
     session = session_of(body, call.session_header)
-    job = await _prepare(body, generator, call.service.config.served_model_name, session)
+    role, is_router = generator.endpoint.limits.role, call.service.is_router
+    handoff = handoff_of(body, role, is_router=is_router)
+    job = await _prepare(body, generator, call.service.config.served_model_name, session, handoff)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
 
 
 async def _prepare(
-    body: ChatRequest, generator: TextGenerator, model: str, session: str | None
+    body: ChatRequest,
+    generator: TextGenerator,
+    model: str,
+    session: str | None,
+    handoff: Handoff,
 ) -> _Job:
     template = generator.text.require_template()
     tools = body.tools if body.tool_choice != "none" else None
@@ -65,7 +71,6 @@ async def _prepare(
         continue_final_message=body.continue_final_message,
         switches=body.chat_template_kwargs,
     )
-    handoff = handoff_of(body, generator.endpoint.limits.role)
     max_tokens = chat_max_tokens(body)
     with _spelled(body):
         sampling = sampling_params(

@@ -35,18 +35,23 @@ async def completions(call: Call) -> web.StreamResponse:
     body = await call.parse(CompletionRequest)
     generator = call.service.admit(body.model)
     session = session_of(body, call.session_header)
-    job = await _prepare(body, generator, call.service.config.served_model_name, session)
+    role, is_router = generator.endpoint.limits.role, call.service.is_router
+    handoff = handoff_of(body, role, is_router=is_router)
+    job = await _prepare(body, generator, call.service.config.served_model_name, session, handoff)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
 
 
 async def _prepare(
-    body: CompletionRequest, generator: TextGenerator, model: str, session: str | None
+    body: CompletionRequest,
+    generator: TextGenerator,
+    model: str,
+    session: str | None,
+    handoff: Handoff,
 ) -> _Job:
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
-    handoff = handoff_of(body, generator.endpoint.limits.role)
     prompts = prompts_of(body)
     if handoff != Handoff() and len(prompts) != 1:
         raise InvalidRequestError(

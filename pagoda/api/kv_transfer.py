@@ -7,7 +7,6 @@ the token. Every field is checked, also those that have no effect here.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -33,8 +32,9 @@ class Handoff(NamedTuple):
     kv_source: KVSource | None = None
 
 
-def handoff_of(body: GenerationFields, role: Role) -> Handoff:
-    """What a body's `kv_transfer_params` ask a server of this role for.
+def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -> Handoff:
+    """What a body's `kv_transfer_params` ask a server of this role for. A router's hosts do as it says, so it
+    says nothing for others.
 
     Raises:
         InvalidRequestError: a field is not what it must be, or the server is not for that; names the field.
@@ -47,6 +47,12 @@ def handoff_of(body: GenerationFields, role: Role) -> Handoff:
     holds, fetches = params.get("do_remote_decode"), params.get("do_remote_prefill")
     if not (holds or fetches):
         return Handoff()
+    if is_router:
+        raise _refusal(
+            "do_remote_decode" if holds else "do_remote_prefill",
+            "must be false: a router (pagoda route) arranges handoffs itself; "
+            "send it the request without kv_transfer_params",
+        )
     if holds and fetches:
         raise _refusal("do_remote_prefill", "must be false where do_remote_decode is true")
     if (body.n or 1) != 1:
@@ -82,7 +88,7 @@ def transfer_fields(delta: TextDelta) -> dict[str, Any]:
         "do_remote_prefill": True,
         "remote_engine_id": source.engine_id,
         "remote_block_ids": source.block_ids,
-        "remote_host": host.removeprefix("[").removesuffix("]"),
+        "remote_host": host,
         "remote_port": int(port),
         "tp_size": source.tp_size,
         "transfer_id": source.transfer_id,
@@ -94,9 +100,8 @@ def _source(params: Mapping[str, Any]) -> KVSource:
     for name in ("remote_engine_id", "remote_host", "remote_port", "transfer_id"):
         if params.get(name) is None:
             raise _refusal(name, "must be given where do_remote_prefill is true")
-    host = params["remote_host"]
     return KVSource(
-        address=f"tcp://{f'[{host}]' if ':' in host else host}:{params['remote_port']}",
+        address=f"tcp://{params['remote_host']}:{params['remote_port']}",
         engine_id=params["remote_engine_id"],
         transfer_id=params["transfer_id"],
         tp_size=params.get("tp_size") or 1,
@@ -138,13 +143,7 @@ def _is_id(value: object) -> bool:
 
 
 def _is_host(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        return _HOST_NAME.match(value) is not None
-    return "%" not in value
+    return isinstance(value, str) and _HOST_NAME.match(value) is not None
 
 
 def _is_list_of_blocks(value: object) -> bool:
@@ -167,7 +166,7 @@ _RULES: Mapping[str, _Rule] = {
     "do_remote_prefill": _FLAG,
     "remote_engine_id": _ID,
     "remote_block_ids": _Rule("a list of block numbers", _is_list_of_blocks),
-    "remote_host": _Rule("a host name or an IP address", _is_host),
+    "remote_host": _Rule("a host name or an IPv4 address", _is_host),
     "remote_port": _Rule("a port from 1 to 65535", lambda value: _is_integer(value, 1, 65535)),
     "tp_size": _Rule(
         f"a number from 1 to {_MAX_RANKS}", lambda value: _is_integer(value, 1, _MAX_RANKS)

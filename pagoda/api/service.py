@@ -41,6 +41,11 @@ class Service:
     """What is behind the API, as soon as it is being started."""
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def is_router(self) -> bool:
+        """Whether its hosts are other servers."""
+        return self.fleet is not None and self.fleet.router_id is not None
+
     def ready_generator(self) -> TextGenerator:
         """
         Raises:
@@ -55,7 +60,7 @@ class Service:
         Raises:
             ApiError: 404, this is no router; 503, it is starting.
         """
-        if self.fleet is None or (self.fleet.router_id and self.fleet.registry is None):
+        if self.fleet is None or (self.is_router and self.fleet.registry is None):
             raise unavailable("The router is starting.")
         if self.fleet.registry is None:
             raise ApiError(404, "This server has no hosts; a router (pagoda route) has.")

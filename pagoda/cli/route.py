@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+import msgspec
 from cyclopts import Group, Parameter
 
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.serve import JoinOptions, ServerOptions, announce
-from pagoda.engine.messages import CurveKeys, EngineReady
+from pagoda.engine.messages import CurveKeys, EngineReady, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
@@ -93,7 +94,8 @@ def route(
         return fleet if joined is None else JoinedFleet(fleet, joined)
 
     def on_ready(url: str, limits: EngineReady) -> None:
-        announce(url, config, files, None, limits, time.perf_counter() - started)
+        of_any_hosts = msgspec.structs.replace(limits, role=Role.NONE)  # others than the first come
+        announce(url, config, files, None, of_any_hosts, time.perf_counter() - started)
 
     event_loop.run(
         serve_api(

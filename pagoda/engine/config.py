@@ -68,8 +68,6 @@ class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The most that all objects in it may take, whoever wrote them."""
     disk_min_touches: int = 2
     """A block is written once this many requests have passed through it."""
-    fail_on_load_failure: bool = False
-    """Whether a request fails when blocks that were found for it cannot be loaded; else they are computed."""
 
 
 class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +81,6 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     keys: CurveKeys
     lease_s: float = 30.0
     """How long KV is held for someone who says nothing."""
-    fail_on_load_failure: bool = False
-    """Whether a request fails when KV cannot be fetched as its source was said to have it; else it is computed."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,5 +105,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None keeps KV on the device alone."""
     handoff: HandoffConfig | None = None
     """None neither holds KV for other engines nor fetches it."""
+    fail_on_load_failure: bool = False
+    """Whether a request fails when KV that was found for it, or is said to be at its source, cannot be loaded;
+    else it is computed."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""

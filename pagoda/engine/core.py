@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 from pagoda.engine.cache_news import CacheReporter
 from pagoda.engine.config import EngineConfig, KVTiersConfig
@@ -44,10 +44,22 @@ MAX_IDLE_LOSSES = 8
 steps need no such limit: the scheduler gives up the request that causes them."""
 _STEP_TIME_WEIGHT = 0.1
 
-TiersBuilder = Callable[
-    [KVTiersConfig, WorkerReady, BlockPool, Clock, KVEventRecorder | None, RemoteOpener | None],
-    ConnectorStack | None,
-]
+
+class TiersBuilder(Protocol):
+    """`build_tiers`, or one that tests have."""
+
+    def __call__(
+        self,
+        config: KVTiersConfig | None,
+        ready: WorkerReady,
+        pool: BlockPool,
+        clock: Clock,
+        events: KVEventRecorder | None,
+        remote: RemoteOpener | None,
+        *,
+        fail_on_load_failure: bool,
+    ) -> ConnectorStack | None: ...
+
 
 _log = logging.getLogger(__name__)
 
@@ -241,10 +253,14 @@ class EngineCore:
         )
         remote = self._open_remote if self._handoff and self._handoff.peers else None
         if config.kv_tiers is not None or remote is not None:
-            fails = config.handoff is not None and config.handoff.fail_on_load_failure
-            tiers = config.kv_tiers or KVTiersConfig(fail_on_load_failure=fails)
             self._tiers = self._build_tiers(
-                tiers, worker, kv.pool, self._clock, self._kv_events, remote
+                config.kv_tiers,
+                worker,
+                kv.pool,
+                self._clock,
+                self._kv_events,
+                remote,
+                fail_on_load_failure=config.fail_on_load_failure,
             )
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
@@ -262,7 +278,7 @@ class EngineCore:
             seal=SourceSeal(config.keys),
             engine_id=links.engine_id,
             also_holds=config.role.holds_kv,
-            fails=config.fail_on_load_failure,
+            fails=self._config.fail_on_load_failure,
         )
         return self._remote
 
@@ -361,6 +377,7 @@ class EngineCore:
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
             num_leases=leases.num_leases if leases else 0,
+            num_wanted_leases=0 if self._holder is None else self._holder.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
         )

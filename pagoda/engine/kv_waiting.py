@@ -54,6 +54,8 @@ class KVWaiting:
         self._max_unanswered = max_unanswered
         self._unanswered: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
+        self._staying: set[str] = set()
+        """Those in line that would wait for an answer, as far as is known."""
         self._in_line: dict[str, Request] = {}
         """Those that wait for room, and of whose KV more may be brought nearer."""
 
@@ -67,15 +69,20 @@ class KVWaiting:
         return self._loading.values()
 
     @property
-    def unanswered(self) -> list[Request]:
-        """Those that hold none, in order of rank."""
-        return sorted(self._unanswered.values(), key=lambda request: request.rank)
+    def num_staying(self) -> int:
+        """How many in line are known to be such that `must_stay`."""
+        return len(self._staying) if self._is_full else 0
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._unanswered) >= self._max_unanswered
 
     # ---- as requests come and go
 
     def announce(self, request: Request, num_hits: int) -> None:
         """The request is queued, and finds so many blocks on the device."""
-        keys = self._kv.prefix_keys(request.table, request.token_ids)
+        has_token_behind = request.kv_source is not None
+        keys = self._kv.prefix_keys(request.table, request.token_ids, whole=has_token_behind)
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
         request.demand = Demand(request.request_id, keys, token_ids, request.kv_source)
         request.load_tried = False
@@ -84,6 +91,7 @@ class KVWaiting:
     def forget(self, request: Request) -> None:
         """The request is admitted or ends."""
         self._in_line.pop(request.request_id, None)
+        self._staying.discard(request.request_id)
         if request.demand is not None:
             request.demand = request.kv_source = None
             self._tiers.forget(request.request_id)
@@ -114,20 +122,35 @@ class KVWaiting:
         self._load(request, hits, found)
         return Begin.WAITS
 
+    def must_stay(self, request: Request) -> bool:
+        """Whether the request, which is in line, cannot go on because too many wait for an answer already."""
+        demand, request_id = request.demand, request.request_id
+        if demand is None or request.load_tried or not self._is_full:
+            return False
+        if request_id not in self._staying:
+            hits = self._kv.find_prefix(request.table, request.token_ids)
+            if not isinstance(self._tiers.lookup(demand, len(hits)), Unknown):
+                return False
+            self._staying.add(request_id)
+        return True
+
     def _wait_for_answer(self, request: Request, unknown: Unknown) -> Begin:
         if request.request_id not in self._unanswered:
-            if len(self._unanswered) >= self._max_unanswered:
+            if self._is_full:
                 return Begin.STAYS
             self._unanswered[request.request_id] = request
             self._in_line.pop(request.request_id, None)
+            self._staying.discard(request.request_id)
         self._tiers.wait(request.request_id, unknown)
         return Begin.WAITS
 
     def _load(self, request: Request, hits: list[Block], found: Found) -> None:
         self._unanswered.pop(request.request_id, None)
         self._in_line.pop(request.request_id, None)
+        self._staying.discard(request.request_id)
         self._loading[request.request_id] = request
         request.load_tried = True
+        request.fetched = range(len(hits) + found.num_cached, len(hits) + found.num_blocks)
         table = request.table
         self._kv.adopt(table, hits)
         if self._kv.grow(table, (len(hits) + found.num_blocks) * self._kv.block_size) is None:
@@ -167,15 +190,24 @@ class KVWaiting:
                 request = self._unanswered.pop(request_id)
             request.load_tried = True
             table = request.table
-            num_tokens = (table.num_published + num_loaded) * self._kv.block_size
-            self._kv.publish(table, request.token_ids, num_tokens)
+            num_blocks = table.num_published + num_loaded
+            request.fetched = request.fetched[: max(0, num_blocks - request.fetched.start)]
+            self._kv.publish(table, request.token_ids, num_blocks * self._kv.block_size)
             self._kv.free(table)
             arrivals.append(Arrival(request, failure))
         return arrivals
 
-    def has_news(self) -> bool:
-        """Whether it is time to look at the unanswered again."""
-        return self._tiers.poll()
+    def take_news(self) -> list[Request] | None:
+        """The unanswered at which it is time to look again, in order of rank; None if there is no news."""
+        told = self._tiers.poll()
+        if not told:
+            return None
+        if isinstance(told, bool):
+            self._staying.clear()
+            told = self._unanswered
+        self._staying.difference_update(told)
+        named = [self._unanswered[it] for it in told if it in self._unanswered]
+        return sorted(named, key=lambda request: request.rank)
 
     def start_over(self, requests: Iterable[Request]) -> None:
         """The workers are lost: requests that did not wait for KV may do so from now on."""

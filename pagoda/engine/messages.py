@@ -343,6 +343,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Below the device, nearest first; other engines, from which KV is fetched, are the last."""
     num_leases: int = 0
     """Requests whose KV is held for other engines."""
+    num_wanted_leases: int = 0
+    """Of these, those that another engine has asked for and is not done with."""
     num_leased_blocks: int = 0
     """Blocks of them; one of two requests counts twice."""
     num_leases_expired: int = 0

@@ -23,6 +23,7 @@ class Request:
         "admission",
         "demand",
         "eos_token_ids",
+        "fetched",
         "finished",
         "kv_source",
         "load_tried",
@@ -94,6 +95,8 @@ class Request:
         """What connectors were told of it, from when it is queued until it is admitted."""
         self.load_tried = False
         """Whether KV was loaded for it, or waited for in vain, since it was queued."""
+        self.fetched = range(0)
+        """Blocks that were computed elsewhere for it, and loaded."""
         self.num_offered = 0
         """Leading blocks that connectors were offered."""
         self.strikes = 0

@@ -389,8 +389,8 @@ class Scheduler:
 
     def _yield_to_higher_priority(self) -> None:
         """Makes room for the first waiting request, as far as those that run have a lower priority."""
-        while self._waiting and self._running:
-            first, last = self._waiting[0], self._running[-1]
+        while self._running and (index := self._next_in_line(0)) is not None:
+            first, last = self._waiting[index], self._running[-1]
             outranked = first.rank[0] < last.rank[0] and not first.num_pending_samples
             if not outranked or self._fitting_prefix(first) is not None:
                 return
@@ -399,19 +399,23 @@ class Scheduler:
     def _fill(self, draft: _Draft) -> None:
         """Gives tokens in order of priority; among equals to those that run before those that wait.
 
-        Nobody is admitted once somebody was preempted, or behind a request that does not fit or may not ask yet.
+        Nobody is admitted once somebody was preempted, or behind a request that does not fit. Those that may not
+        ask yet whether there is KV for them are passed over.
         """
         preemptions = self.num_preemptions
         admitting = True
         index = 0
+        in_line: int | None = 0
         while draft.budget > 0:
             request = self._running[index] if index < len(self._running) else None
-            first = self._waiting[0] if self._waiting and admitting else None
+            if in_line is not None and admitting:
+                in_line = self._next_in_line(in_line)
+            first = self._waiting[in_line] if in_line is not None and admitting else None
             if first is not None and (request is None or first.rank[0] < request.rank[0]):
                 hits = self._fitting_prefix(first)
                 begin = Begin.STAYS if hits is None else self._begin(first, hits)
                 if begin is Begin.WAITS:
-                    del self._waiting[0]
+                    _remove(self._waiting, first)
                     continue
                 admitting = (
                     hits is not None and begin is Begin.COMPUTES and self._admit(first, hits, draft)
@@ -424,6 +428,16 @@ class Scheduler:
                 index += 1
             else:
                 return
+
+    def _next_in_line(self, start: int) -> int | None:
+        """Index of the first waiting request from `start` on that may go on, if there is room for it."""
+        kv_waiting, num_waiting = self._kv_waiting, len(self._waiting)
+        if kv_waiting is None:
+            return start if start < num_waiting else None
+        if kv_waiting.num_staying == num_waiting:
+            start = num_waiting
+        line = range(start, num_waiting)
+        return next((it for it in line if not kv_waiting.must_stay(self._waiting[it])), None)
 
     def _begin(self, request: Request, hits: list[Block]) -> Begin:
         if self._kv_waiting is None:
@@ -558,7 +572,9 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         request.num_told_tokens = request.num_tokens
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            num_fetched = max(0, min(len(hits), request.fetched.stop) - request.fetched.start)
+            num_cached_tokens = num_hit_tokens - num_fetched * self.kv.block_size
+            request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
             self.num_prefix_hit_tokens += request.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
         draft.starts.append(
@@ -704,8 +720,9 @@ class Scheduler:
             self._blocked = None
             if failure is not None:
                 chunks.append(self._fail(request, failure))
-        if kv_waiting.has_news():
-            self._queue(kv_waiting.unanswered, kv_waiting)
+        news = kv_waiting.take_news()
+        if news is not None:
+            self._queue(news, kv_waiting)
             kv_waiting.prefetch_more()
         return chunks
 

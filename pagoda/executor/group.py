@@ -298,12 +298,14 @@ class _Group:
         ready = self._readies[self._sampling_rank]
         ranks = _describe_ranks(self._configs[0].parallel)
         readies = [self._readies[rank] for rank in range(len(self._configs))]
+        kv_ranks = tuple(chain.from_iterable(ready.kv_ranks for ready in readies))
+        self.transfers.learn(kv_ranks)
         return msgspec.structs.replace(
             ready,
             summary=f"{ranks}{ready.summary}",
             kv_host_slots=min(ready.kv_host_slots for ready in readies),
             kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
-            kv_ranks=tuple(chain.from_iterable(ready.kv_ranks for ready in readies)),
+            kv_ranks=kv_ranks,
         )
 
     def _disagreement(self) -> str | None:

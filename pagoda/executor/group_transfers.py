@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from pagoda.engine.messages import DiskObjects, RemoteBlocks, Transfer, TransferEnd
-from pagoda.pd.transport.base import TRANSFER_LIMIT_S
+from pagoda.engine.messages import DiskObjects, KVRank, RemoteBlocks, Transfer, TransferEnd
+from pagoda.pd.transport.base import longest_transfer_s
 
 
 class GroupTransfers:
@@ -18,9 +18,15 @@ class GroupTransfers:
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._block_bytes = 0
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
         """By id and generation."""
         self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
+
+    def learn(self, ranks: Sequence[KVRank]) -> None:
+        """What the KV of these workers is, if they have a part in handoff."""
+        sizes = (sum(p.num_heads * p.head_bytes for p in rank.parts) for rank in ranks)
+        self._block_bytes = max(sizes, default=0)
 
     @property
     def deadline(self) -> float | None:
@@ -30,7 +36,8 @@ class GroupTransfers:
         does not answer is none either: the worker itself gives up, so it has that much longer.
         """
         patience_s = dict.fromkeys(_Kind, self._timeout_s)
-        patience_s[_Kind.REMOTE] += TRANSFER_LIMIT_S
+        limits_s = (entry.limit_s for entry in self._under_way.values())
+        patience_s[_Kind.REMOTE] += max(limits_s, default=0.0)
         instants = (
             work.moved_at + patience_s[kind]
             for (_, kind), work in self._work.items()
@@ -40,7 +47,7 @@ class GroupTransfers:
 
     def begin(self, transfers: Sequence[Transfer], now: float) -> None:
         for transfer in transfers:
-            entry = _UnderWay(transfer)
+            entry = _UnderWay(transfer, self._block_bytes)
             self._under_way[transfer.transfer_id, transfer.generation] = entry
             for rank in range(self._num_ranks):
                 work = self._work[rank, entry.kind]
@@ -80,8 +87,12 @@ def _kind(transfer: Transfer) -> _Kind:
 
 
 class _UnderWay:
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, block_bytes: int) -> None:
         self.kind = _kind(transfer)
+        self.limit_s = 0.0
+        """How long a worker itself may wait for others before it ends the transfer."""
+        if isinstance(transfer.source, RemoteBlocks):
+            self.limit_s = longest_transfer_s(len(transfer.source.block_ids) * block_bytes)
         self.ends: dict[int, TransferEnd] = {}
         """By rank."""
 

@@ -39,10 +39,16 @@ from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
-from pagoda.frontend.outliers import Ejection, OutlierDetector
+from pagoda.frontend.outliers import (
+    REMOTE_KV_S,
+    TIER_KV_S,
+    Ejection,
+    OutlierDetector,
+    Waiting,
+)
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.preparation import Preparation
+from pagoda.frontend.preparation import Place, Preparation
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
 
@@ -54,11 +60,16 @@ MAX_DEATHS = 3
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 _LOAD_TIMEOUT_S = 2.0
+_LET_GO_RETRY_S = 1
 _JUDGE_INTERVAL_S = 1.0
 _EVENLY = 0.6180339887
 """Multiples of it, without their whole parts, lie evenly between 0 and 1 however many there are."""
 
 _log = logging.getLogger(__name__)
+
+
+class _LetGoError(Exception):
+    """The replica does not have the request, and no engine died of it."""
 
 
 class Dispatcher:
@@ -97,7 +108,7 @@ class Dispatcher:
     def _new_member(self, replica: Replica) -> _Member:
         member = _Member(self._ledger.add_replica(), replica)
         self._members.append(member)
-        replica.watch(partial(self._on_change, member))
+        member.unwatch = replica.watch(partial(self._on_change, member))
         return member
 
     @property
@@ -121,6 +132,18 @@ class Dispatcher:
         return any(
             member.takes_requests and member.replica.state is ReplicaState.READY
             for member in self._members
+        )
+
+    @property
+    def least_pending_tokens(self) -> int:
+        """Of the replicas that take requests and compute; 0 where there is none."""
+        return min(
+            (
+                self._ledger.pending_tokens[member.index]
+                for member in self._members
+                if member.takes_requests and member.replica.state is ReplicaState.READY
+            ),
+            default=0,
         )
 
     async def start(self) -> None:
@@ -182,12 +205,11 @@ class Dispatcher:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
         for member in [member for member in self._members if member.replica is replica]:
             self._members.remove(member)
-            if member.unfollow is not None:
-                member.unfollow()
-            self._cache.remove(member.prefixes)
+            member.unwatch()
+            self._unfollow_cache(member)
             self._outliers.remove(member.index)
-        if self._members:
-            self._add_limits()
+        self._add_limits()
+        self._follow_caches()
         self._notify()
 
     def _member(self, replica: Replica) -> _Member:
@@ -199,7 +221,8 @@ class Dispatcher:
 
     def _add_limits(self) -> None:
         """Without any replica those of the last ones hold: requests wait for another of the same kind."""
-        self._limits = _sum_of_limits([member.replica.limits for member in self._members])
+        if self._members:
+            self._limits = _sum_of_limits([member.replica.limits for member in self._members])
 
     def _check_start(self, member: _Member, start: asyncio.Task[None]) -> None:
         try:
@@ -224,8 +247,9 @@ class Dispatcher:
         states = {member.replica.state for member in self._members if member.takes_requests}
         return ReplicaState.READY if ReplicaState.READY in states else ReplicaState.DEGRADED
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         held = self._accept(request)
@@ -247,18 +271,19 @@ class Dispatcher:
                                 yield chunk
                                 held.waits_since = self._clock.now()
                                 continue
-                            if held.is_leaving(chunk):
-                                raise EngineLostError("The worker is being replaced.")
+                            if chunk.finish_reason is FinishReason.ABORT and not held.aborted:
+                                raise _LetGoError("The replica has let go of the request.")
                             chunk = self._take(held, member, chunk)
                             yield chunk
                             if chunk.finish_reason is not None:
                                 return
                             held.waits_since = self._clock.now()
+                except _LetGoError:
+                    held.was_let_go(member)
                 except EngineLostError:
                     held.lost_an_engine()
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
-                    self._tell(self._outliers.fail(member.index))
                 finally:
                     self._leave(held)
         finally:
@@ -278,6 +303,12 @@ class Dispatcher:
             await held.member.replica.abort(request_id)
         else:
             self._wake()
+
+    def complain(self, request_id: str) -> None:
+        """The replica that has the request does not do in time what takes no time."""
+        held = self._requests.get(request_id)
+        if held is not None and held.member is not None:
+            self._tell(self._outliers.fail(held.member.index))
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
@@ -304,7 +335,16 @@ class Dispatcher:
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         unfollow = self._cache.follow(listener)
         self._follow_caches()
-        return unfollow
+
+        def end() -> None:
+            unfollow()
+            self._follow_caches()
+
+        return end
+
+    def reconsider(self) -> None:
+        """The preparation may need other things than before."""
+        self._follow_caches()
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -328,6 +368,7 @@ class Dispatcher:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+                await asyncio.gather(*(m.replica.drain(timeout_s) for m in self._members))
         for request_id in list(self._requests):
             await self.abort(request_id)
 
@@ -354,11 +395,16 @@ class Dispatcher:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
         # More would be refused by all replicas in turn, or wait for one without end.
-        if len(self._requests) >= self.limits.max_num_seqs + self.limits.max_num_waiting:
+        if len(self._requests) >= self._room_for(request):
             raise OverloadedError("The waiting queue is full.")
         held = self._requests[request.request_id] = _Held(request)
         self._idle.clear()
         return held
+
+    def _room_for(self, request: GenerateRequest) -> int:
+        """How many requests those have room for whose part such ones are."""
+        limits = [m.replica.limits for m in _with_a_part(self._members, request)] or [self.limits]
+        return sum(limit.max_num_seqs + limit.max_num_waiting for limit in limits)
 
     async def _place(self, held: _Held) -> _Member | None:
         """Enters `held` at a replica, waiting until one takes requests; None when its end is known already.
@@ -382,9 +428,9 @@ class Dispatcher:
                 held.refusals.clear()
                 continue
             retry_after_s = min(held.refusals.values())
-            if not held.has_waited:
+            if not (held.has_waited or held.returns):
                 raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
-            # It was taken when no engine ran; now too many were held back for those that do.
+            # It was taken before, by an engine or when none ran; now too many were held back for those that do.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_after_s):
                     await self._change(held)
@@ -396,12 +442,10 @@ class Dispatcher:
 
         Those that were left out for doing worse than others get some of the first requests after that.
 
-        Those whose part it is come before others, so a fleet that lacks one kind of hosts still serves.
+        Those whose part it is not get it only where nobody else takes requests; one that is full still does.
         """
-        open_members = [
-            m for m in self._members if m.takes_requests and m.index not in held.refusals
-        ]
-        open_members = [m for m in open_members if m.has_part_in(held.request)] or open_members
+        takers = _with_a_part([m for m in self._members if m.takes_requests], held.request)
+        open_members = [member for member in takers if member.index not in held.refusals]
         ready = [m for m in open_members if m.replica.state is ReplicaState.READY]
         draw = self._num_placed * _EVENLY % 1
         fit = [m for m in ready if self._outliers.share(m.index) > draw]
@@ -425,8 +469,10 @@ class Dispatcher:
         member = candidates[chosen]
         held.num_sent = member.prefixes.add(keys)
         held.member = member
-        held.num_cached_tokens_there = choices[chosen].num_cached_tokens
+        held.num_cached_tokens_there = member.prefixes.num_told(keys) * block_size
         held.leaves = False
+        held.num_tokens_there = 0
+        held.fetches_kv = held.request.kv_source is not None
         held.account = self._ledger.open(
             member.index,
             num_tokens=num_tokens,
@@ -468,11 +514,17 @@ class Dispatcher:
         if self._preparation is None or held.is_suspect:
             yield request
             return
-        role, num_cached_tokens = member.replica.limits.role, held.num_cached_tokens_there
-        async with self._preparation.prepare(request, role, num_cached_tokens) as prepared:
-            if held.aborted or held.leaves:
-                raise EngineLostError("The request was taken away before its replica had it.")
-            if prepared.kv_source is not None:
+        place = Place(
+            member.replica.limits.role,
+            held.num_cached_tokens_there,
+            self._ledger.pending_tokens[member.index] - held.account.pending_tokens,
+            sum(bool(h.token_ids) for h in self._requests.values() if h.member is member),
+        )
+        async with self._preparation.prepare(request, place) as prepared:
+            if held.aborted or held.leaves or not member.has_engine:
+                raise _LetGoError("The request was taken away before its replica had it.")
+            held.fetches_kv = prepared.kv_source is not None
+            if held.fetches_kv:
                 self._ledger.reach(held.account, held.account.num_tokens)
             yield prepared
 
@@ -494,10 +546,9 @@ class Dispatcher:
         """Every token passes here, so it does little."""
         count = len(chunk.token_ids)
         held.token_ids += chunk.token_ids
+        held.num_tokens_there += count
         num_computed = self._ledger.advance(held.account, count)
-        if chunk.finish_reason is FinishReason.ERROR:
-            self._tell(self._outliers.fail(member.index))
-        else:
+        if chunk.finish_reason is not FinishReason.ERROR:
             self._progress(held, member, num_computed)
         if count and held.deaths:
             self._acquit(held)
@@ -535,6 +586,8 @@ class Dispatcher:
     # ---- replicas come and go
 
     def _on_change(self, member: _Member) -> None:
+        if member not in self._members:
+            return  # it was removed by another who was told the same
         is_ready = member.replica.state is ReplicaState.READY
         if member.was_ready and not is_ready:
             self._tell(self._outliers.lose(member.index))
@@ -546,26 +599,33 @@ class Dispatcher:
         if self._limits is not None and member.limits != member.replica.limits:
             member.limits = member.replica.limits
             member.prefixes.resize(member.limits.num_blocks)
+            self._outliers.regroup(member.index, member.limits.role)
             self._add_limits()
         self._notify()
 
     def _notify(self) -> None:
         """Something about replicas is different."""
         self._wake()
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()
 
     def _follow_caches(self) -> None:
-        """What replicas have cached matters to a choice among them, to who prepares requests, and to followers."""
-        is_prepared = self._preparation is not None
-        if not (self._uses_prefixes or is_prepared or self._cache.is_followed):
-            return
+        """As long as what replicas have cached matters: to a choice, to who prepares requests, or to followers."""
+        matters = self._uses_prefixes or self._cache.is_followed
         for member in self._members:
-            if member.unfollow is None:
+            if matters and member.unfollow is None:
                 self._cache.add(member.prefixes)
                 member.unfollow = member.replica.follow_cache(
                     partial(self._cache.take, member.prefixes)
                 )
+            elif not matters:
+                self._unfollow_cache(member)
+
+    def _unfollow_cache(self, member: _Member) -> None:
+        if member.unfollow is not None:
+            member.unfollow()
+            member.unfollow = None
+        self._cache.remove(member.prefixes)
 
     def _judge_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -577,18 +637,25 @@ class Dispatcher:
         if not self._requests:
             return
         self._judge_later()
-        waiting_since: dict[int, float] = {}
+        waiting: dict[int, Waiting] = {}
         for held in self._requests.values():
             member, since = held.member, held.waits_since
             if member is None or since is None or member.replica.state is not ReplicaState.READY:
                 continue
-            waiting_since[member.index] = min(since, waiting_since.get(member.index, since))
-        verdicts = self._outliers.check(waiting_since)
+            num_prompt_tokens = 0 if held.has_begun else held.account.num_tokens
+            one = Waiting(since, num_prompt_tokens, self._kv_s(held))
+            waiting[member.index] = one.beside(waiting.get(member.index))
+        verdicts = self._outliers.check(waiting)
         for ejection in verdicts.ejected:
             self._tell(ejection)
         for member in self._members:
             if member.index in verdicts.stuck:
                 self._move_requests_of(member)
+
+    def _kv_s(self, held: _Held) -> float:
+        if held.has_begun or held.account.num_tokens <= self.limits.block_size:
+            return 0.0
+        return REMOTE_KV_S if held.fetches_kv else TIER_KV_S
 
     def _tell(self, ejection: Ejection | None) -> None:
         if ejection is None:
@@ -668,13 +735,17 @@ class _Member:
         self.was_ready = False
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
+        self.unwatch: Callable[[], None] = lambda: None
         self.unfollow: Callable[[], None] | None = None
         """Ends the news of its cache; None while there are none."""
 
     @property
+    def has_engine(self) -> bool:
+        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
+
+    @property
     def takes_requests(self) -> bool:
-        states = (ReplicaState.READY, ReplicaState.DEGRADED)
-        return not self.is_leaving and self.replica.state in states
+        return self.has_engine and not self.is_leaving
 
     def has_part_in(self, request: GenerateRequest) -> bool:
         """Whether such requests are meant for it, by its role in prefill/decode handoff."""
@@ -684,6 +755,11 @@ class _Member:
         if request.kv_source is not None:
             return role.fetches_kv
         return role is not Role.PREFILL
+
+
+def _with_a_part(members: Sequence[_Member], request: GenerateRequest) -> Sequence[_Member]:
+    """Those for whom `request` is meant; all, where there is none."""
+    return [member for member in members if member.has_part_in(request)] or members
 
 
 class _Held:
@@ -701,7 +777,11 @@ class _Held:
         """Where it is; None while it waits for a replica."""
         self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
         self.num_cached_tokens_there = 0
-        """What its member is believed to have in its cache."""
+        """What its member says to have in its cache."""
+        self.num_tokens_there = 0
+        """Of the answer, from its member."""
+        self.fetches_kv = False
+        """It was told that another engine has the KV of its prompt."""
         self.num_cached_tokens: int | None = None
         """What its first engine found; that of later ones says nothing about the client's prompt."""
         self.keys: list[int] | None = None
@@ -718,13 +798,14 @@ class _Held:
         self.leaves = False
         """Its replica was told to let it go, so that another takes it."""
 
-    def is_leaving(self, chunk: TokenChunk) -> bool:
-        """Whether `chunk` is the replica's answer to that."""
-        return self.leaves and not self.aborted and chunk.finish_reason is FinishReason.ABORT
-
     @property
     def num_tokens_left(self) -> int:
         return (self.request.sampling.max_tokens or 1) - len(self.token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its member goes on with it: the first token may be of whoever computed its prompt."""
+        return self.num_tokens_there > 1
 
     @property
     def is_suspect(self) -> bool:
@@ -752,6 +833,13 @@ class _Held:
         self.deaths += 1
         self.returns = True
         self.refusals.clear()
+
+    def was_let_go(self, member: _Member) -> None:
+        """It is at `member` no more, though nothing died; one that lets go unasked is not asked again soon."""
+        self.returns = True
+        self.refusals.clear()
+        if not self.leaves:
+            self.refusals[member.index] = _LET_GO_RETRY_S
 
     def ending(self) -> TokenChunk:
         """The last chunk of a request that is tried no more."""
@@ -789,6 +877,7 @@ _SUMS = (
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
     "num_leases",
+    "num_wanted_leases",
     "num_leased_blocks",
     "num_leases_expired",
 )

@@ -47,8 +47,9 @@ class Endpoint(Protocol):
     @property
     def state(self) -> ReplicaState: ...
 
-    def watch(self, listener: Callable[[], None]) -> None:
-        """`listener` is called at once, in the event loop, whenever `state` or `limits` have changed."""
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """`listener` is called at once, in the event loop, whenever `state` or `limits` have changed, until the
+        function returned is called."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:

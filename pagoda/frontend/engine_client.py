@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -44,6 +45,7 @@ _LAST_WORDS_MS = 50
 """How long the last messages of an engine that has ended may still be on their way through the socket."""
 STALL_LIMIT_S = 60.0
 """An engine with work that finishes no step for this long is not ready."""
+_LEASES_POLL_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +86,9 @@ class EngineClient:
     def state(self) -> ReplicaState:
         return self._state
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     @property
     def engine_pid(self) -> int | None:
@@ -152,7 +155,12 @@ class EngineClient:
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
+        end = asyncio.get_running_loop().time() + timeout_s
         await self._session.finish(timeout_s)
+        with contextlib.suppress(TimeoutError, EngineDeadError, EngineLostError):
+            async with asyncio.timeout_at(end):
+                while (await self.load()).num_wanted_leases:  # another host is reading KV of these
+                    await asyncio.sleep(_LEASES_POLL_S)
 
     async def close(self) -> None:
         if self._supervisor is not None:
@@ -266,7 +274,7 @@ class EngineClient:
     def _enter(self, state: ReplicaState) -> None:
         if state is not self._state:
             self._state = state
-            for listener in self._listeners:
+            for listener in list(self._listeners):
                 listener()
 
     def _lose_requests(self) -> None:

@@ -115,6 +115,7 @@ class EngineOptions:
         tiers = options._kv_tiers(model, fetches=handoff is not None)
         worker = options._worker_config(model, tiers)
         if handoff is not None:
+            options._check_handoff(handoff.engine)
             worker = msgspec.structs.replace(worker, kv_handoff=handoff.workers)
         return EngineConfig(
             worker=worker,
@@ -124,11 +125,16 @@ class EngineOptions:
             enable_prefix_caching=options.enable_prefix_caching,
             kv_events=None if address is None else KVEventsConfig.parse(address),
             kv_tiers=tiers,
-            handoff=None if handoff is None else options._handoff(handoff.engine),
+            handoff=None if handoff is None else handoff.engine,
+            fail_on_load_failure=options.kv_load_failure == "fail",
             step_timeout_s=options.step_timeout,
         )
 
-    def _handoff(self, config: HandoffConfig) -> HandoffConfig:
+    def _check_handoff(self, config: HandoffConfig) -> None:
+        """
+        Raises:
+            ConfigError: a value does not go together with the role.
+        """
         if not self.enable_prefix_caching:
             raise ConfigError(
                 f"--role {config.role.value} needs the prefix cache; leave --enable-prefix-caching on."
@@ -138,7 +144,6 @@ class EngineOptions:
             raise ConfigError(
                 "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both."
             )
-        return msgspec.structs.replace(config, fail_on_load_failure=fails)
 
     def _worker_config(self, model: str, tiers: KVTiersConfig | None) -> WorkerConfig:
         return WorkerConfig(
@@ -187,7 +192,6 @@ class EngineOptions:
             disk_path=None if path is None else check_kv_directory(path, disk_bytes, model),
             disk_bytes=disk_bytes,
             disk_min_touches=self.kv_disk_min_touches,
-            fail_on_load_failure=self.kv_load_failure == "fail",
         )
 
     def _bytes(self, name: str) -> int | None:

@@ -14,8 +14,7 @@ from pagoda.engine.messages import KVHandoffConfig, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.ipc.curve import keys_of
-
-TRANSPORTS = ("shm", "tcp", "nixl", "mooncake")
+from pagoda.pd.transport.choose import TRANSPORTS
 
 
 class Handoff(NamedTuple):
@@ -86,7 +85,7 @@ class HandoffOptions:
 
     def _transports(self) -> tuple[str, ...]:
         names = tuple(name.strip() for name in self.kv_transports.split(","))
-        if len(set(names)) < len(names) or not set(names) <= set(TRANSPORTS):
+        if len(set(names)) < len(names) or not set(names) <= TRANSPORTS.keys():
             raise ConfigError(
                 f"--kv-transports takes some of {', '.join(TRANSPORTS)}, each once, such as shm,tcp, "
                 f"got {self.kv_transports!r}."

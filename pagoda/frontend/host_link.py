@@ -372,8 +372,9 @@ class RemoteHost:
     def state(self) -> ReplicaState:
         return self._state
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     async def start(self) -> None:
         """Returns when the host has said what it can do.
@@ -517,7 +518,7 @@ class RemoteHost:
         self._notify()
 
     def _notify(self) -> None:
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()
 
     async def _send(self, message: FrontendMessage) -> None:

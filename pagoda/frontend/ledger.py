@@ -25,6 +25,10 @@ class Account:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
 
+    @property
+    def pending_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
 
 class Ledger:
     """The open accounts of each replica, added up."""
@@ -51,7 +55,7 @@ class Ledger:
             prompt_tokens=max(0, num_tokens - num_cached_tokens),
             output_tokens=max(1, min(max_output_tokens, round(self._usual_output_tokens))),
         )
-        self.pending_tokens[replica] += account.prompt_tokens + account.output_tokens
+        self.pending_tokens[replica] += account.pending_tokens
         self.num_requests[replica] += 1
         return account
 
@@ -79,7 +83,7 @@ class Ledger:
 
     def close(self, account: Account) -> None:
         """The request has left the replica."""
-        self.pending_tokens[account.replica] -= account.prompt_tokens + account.output_tokens
+        self.pending_tokens[account.replica] -= account.pending_tokens
         self.num_requests[account.replica] -= 1
 
     def learn(self, num_output_tokens: int) -> None:

@@ -22,13 +22,23 @@ STUCK_S = 15.0
 """After so long, those that it has go on elsewhere."""
 SILENT_STEPS = 20
 """Neither is shorter than so many times the longest step of others: large models take their time."""
+REMOTE_KV_S = 30.0
+"""Of silence more are allowed where all requests wait for KV that another engine computes and sends,"""
+TIER_KV_S = 10.0
+"""or may wait for KV that a tier has;"""
+TOKEN_S = 0.005
+"""and more for each token of the prompts there, up to"""
+CHUNK_S = 10.0
+"""where none waits for KV, since a step computes only so much at once, and"""
+ALL_CHUNKS_S = 90.0
+"""where all do."""
 SLOWER = 5.0
 """Than others, in the mean, is too slow,"""
 SLOW_STEP_S = 0.05
 """unless it is fast enough for anybody."""
 FRESH_S = 30.0
 """What others took longer ago is not compared with."""
-MAX_FAILURES = 5
+MAX_FAILURES = 2
 """In a row, with no request getting on in between."""
 MAX_LOSSES = 2
 """Of all that a member had, no more than `FORGIVEN_S` apart."""
@@ -55,6 +65,33 @@ class Ejection(NamedTuple):
     """One clause."""
 
 
+class Waiting(NamedTuple):
+    """What is waited for at a member."""
+
+    since: float
+    """When that began for the first of its requests."""
+    num_prompt_tokens: int = 0
+    """Of the requests that are before their first tokens there."""
+    kv_s: float = 0.0
+    """How long the first of its requests may take to fetch KV; 0 where one fetches none."""
+
+    def beside(self, other: Waiting | None) -> Waiting:
+        """Both, at one member."""
+        if other is None:
+            return self
+        return Waiting(
+            min(self.since, other.since),
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            min(self.kv_s, other.kv_s),
+        )
+
+    @property
+    def patience_s(self) -> float:
+        """How long it may be silent, whatever others do."""
+        most_s = ALL_CHUNKS_S if self.kv_s else CHUNK_S
+        return SILENCE_S + self.kv_s + min(most_s, TOKEN_S * self.num_prompt_tokens)
+
+
 class Verdicts(NamedTuple):
     ejected: list[Ejection]
     stuck: list[int]
@@ -71,6 +108,11 @@ class OutlierDetector:
     def add(self, member: int, group: Hashable) -> None:
         """Members are compared with those of the same group."""
         self._members[member] = _Member(member, group)
+
+    def regroup(self, member: int, group: Hashable) -> None:
+        """It is to be compared with others; what it did as one of another kind is forgotten."""
+        if self._members[member].group != group:
+            self._members[member] = _Member(member, group)
 
     def remove(self, member: int) -> None:
         del self._members[member]
@@ -101,14 +143,14 @@ class OutlierDetector:
         one.probe, one.num_tokens = request_id, 0
 
     def fail(self, member: int) -> Ejection | None:
-        """A request failed there or was refused."""
+        """It left a request unanswered. A refusal is an answer, and so is an error that the request has itself."""
         one = self._members.get(member)
         if one is None:
             return None
         one.num_failures += 1
         if one.num_failures < MAX_FAILURES:
             return None
-        return self._eject(one, f"{one.num_failures} requests in a row failed or were refused")
+        return self._eject(one, f"{one.num_failures} requests in a row were left unanswered")
 
     def lose(self, member: int) -> Ejection | None:
         """All that it had is lost; it may come back."""
@@ -123,21 +165,21 @@ class OutlierDetector:
 
     # ---- what follows from it
 
-    def check(self, waiting_since: Mapping[int, float]) -> Verdicts:
-        """Judges the members at which requests are waited for, by when that began for the first of them."""
+    def check(self, waiting: Mapping[int, Waiting]) -> Verdicts:
+        """Judges the members at which requests are waited for."""
         verdicts = Verdicts([], [])
         now = self._clock.now()
-        for number, since in waiting_since.items():
+        for number, wait in waiting.items():
             one = self._members.get(number)
             if one is None:
                 continue
             peers = self._peers(one)
             step_s = max((peer.pace.longest_s for peer in peers), default=0.0)
-            silence_s = now - max(one.heard_at, since)
+            silence_s = now - max(one.heard_at, wait.since)
             # When all are silent it is not because of one of them.
-            if not step_s or all(self._is_silent(peer, waiting_since) for peer in peers):
+            if not step_s or all(self._is_silent(peer, waiting) for peer in peers):
                 silence_s = 0.0
-            if silence_s >= max(STUCK_S, 2 * SILENT_STEPS * step_s):
+            if silence_s >= max(STUCK_S, 2 * SILENT_STEPS * step_s, wait.patience_s):
                 verdicts.stuck.append(number)
             if self._is_out(one):
                 continue
@@ -145,7 +187,7 @@ class OutlierDetector:
                 [peer.pace for peer in peers if now - peer.heard_at < FRESH_S]
             )
             reason = ""
-            if silence_s >= max(SILENCE_S, SILENT_STEPS * step_s):
+            if silence_s >= max(SILENT_STEPS * step_s, wait.patience_s):
                 reason = f"its requests have not got on for {silence_s:.1f} s, and others' have"
             elif slowness >= SLOWER:
                 reason = f"it takes {slowness:.1f} times as long as others for the same work"
@@ -167,9 +209,9 @@ class OutlierDetector:
     def _is_out(self, one: _Member) -> bool:
         return one.out_until is not None and self._clock.now() < one.out_until
 
-    def _is_silent(self, one: _Member, waiting_since: Mapping[int, float]) -> bool:
-        since = waiting_since.get(one.number)
-        return since is not None and self._clock.now() - max(one.heard_at, since) >= SILENCE_S
+    def _is_silent(self, one: _Member, waiting: Mapping[int, Waiting]) -> bool:
+        wait = waiting.get(one.number)
+        return wait is not None and self._clock.now() - max(one.heard_at, wait.since) >= SILENCE_S
 
     def _peers(self, one: _Member) -> list[_Member]:
         """Of its group, without it and those that are left out."""

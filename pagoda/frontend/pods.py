@@ -1,9 +1,9 @@
 """A pod: hosts that compute prompts, and hosts that take over their KV and go on.
 
-The decode hosts have all requests. For one whose prompt is long enough a prefill host gets the same request
-beside it, and the decode host is told where the KV will be, as soon as the prefill host has said so. All that
-a client sees comes from the decode host, which computes what it does not get; so nothing that happens to
-prefill hosts is an error.
+The decode hosts have all requests. For one whose prompt is long enough, and would not wait too long there, a
+prefill host gets the same request beside it, and the decode host is told where the KV will be, as soon as the
+prefill host has said so. All that a client sees comes from the decode host, which computes what it does not get;
+so nothing that happens to prefill hosts is an error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol, cast
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -24,16 +23,12 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import POLICIES, Policy
+from pagoda.frontend.preparation import Place
 
-DEFAULT_MIN_TOKENS = 256
+DEFAULT_MIN_TOKENS = 128
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
-SIBLING_PATIENCE_S = 30.0
-"""How long a request waits for another that has the same prefix computed; as long as the other does at most."""
 PATIENCE_S = 1.0
 """How long a request waits to hear where its KV will be: a prefill host says so at once."""
-
-_Beginning = tuple[str | None, tuple[int, ...]]
-"""Of a prompt, with its cache salt."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,13 +69,15 @@ class Pod:
         """
         self._prefill = Dispatcher([], POLICIES["least-pending-tokens"])
         self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
+        self._prefill.watch(self.dispatcher.reconsider)
         self._homes: dict[Replica, list[Dispatcher]] = {}
+        self._unwatch: dict[Replica, Callable[[], None]] = {}
 
     def add(self, replica: Replica) -> None:
         """A prefill host also answers, as long as there is nobody else who does."""
         self._homes[replica] = [self.dispatcher]
         self.dispatcher.add(replica)
-        replica.watch(lambda: self._sort(replica))
+        self._unwatch[replica] = replica.watch(lambda: self._sort(replica))
         self._sort(replica)
 
     def _sort(self, replica: Replica) -> None:
@@ -110,12 +107,25 @@ class Pod:
             await home.emptied(replica)
 
     def remove(self, replica: Replica) -> None:
-        for home in self._homes.pop(replica, ()):
+        if replica not in self._homes:
+            return
+        self._unwatch.pop(replica)()
+        for home in self._homes.pop(replica):
             home.remove(replica)
 
     async def close(self) -> None:
         await self.dispatcher.close()
         await self._prefill.close()
+
+
+def is_better_here(num_tokens: int, place: Place, pending_tokens: int) -> bool:
+    """Whether a prompt with `num_tokens` to compute is better computed where it is answered than behind
+    `pending_tokens` of others at the prefill host that has the fewest. Both are taken to be as fast.
+
+    Here it waits for what this host has to do, and every stream that runs here waits for it. What its own
+    computing takes is the same at both, and counted only here: it goes elsewhere unless that is clearly worse.
+    """
+    return pending_tokens > place.pending_tokens + (1 + place.num_streams) * num_tokens
 
 
 class RemotePrefill:
@@ -128,8 +138,6 @@ class RemotePrefill:
         self._min_tokens = min_tokens
         self._patience_s = patience_s
         self._numbers = itertools.count()
-        self._computing: WeakValueDictionary[_Beginning, asyncio.Task[None]] = WeakValueDictionary()
-        """The latest of each beginning; those that have ended may still be there."""
 
     @property
     def needs_prefixes(self) -> bool:
@@ -137,16 +145,16 @@ class RemotePrefill:
 
     @asynccontextmanager
     async def prepare(
-        self, request: GenerateRequest, role: Role, num_cached_tokens: int
+        self, request: GenerateRequest, place: Place
     ) -> AsyncIterator[GenerateRequest]:
-        if not self._is_worth_it(request, role, num_cached_tokens):
-            if num_cached_tokens:
-                await self._wait_for_sibling(request)
+        if not self._is_worth_it(request, place):
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
-        computing = asyncio.create_task(self._compute(request, source))
-        self._computing[self._beginning_of(request)] = computing
+        copy = msgspec.structs.replace(
+            request, request_id=f"{request.request_id}/prefill{next(self._numbers)}", holds_kv=True
+        )
+        computing = asyncio.create_task(self._compute(copy, source))
         try:
             await asyncio.wait(
                 (source, computing),
@@ -156,32 +164,23 @@ class RemotePrefill:
             if source.done():
                 yield msgspec.structs.replace(request, kv_source=source.result())
             else:
+                self._prefill.complain(copy.request_id)
                 await cancel_all([computing])
                 yield request
         finally:
             await cancel_all([computing])
 
-    async def _wait_for_sibling(self, request: GenerateRequest) -> None:
-        """What is believed to be cached may be computed only now, for a request that came just before."""
-        computing = self._computing.get(self._beginning_of(request))
-        if computing is not None:
-            await asyncio.wait((computing,), timeout=SIBLING_PATIENCE_S)
-
-    def _beginning_of(self, request: GenerateRequest) -> _Beginning:
-        return request.cache_salt, tuple(request.prompt_token_ids[: self._min_tokens])
-
-    def _is_worth_it(self, request: GenerateRequest, role: Role, num_cached_tokens: int) -> bool:
+    def _is_worth_it(self, request: GenerateRequest, place: Place) -> bool:
         if request.holds_kv or request.kv_source is not None:
             return False  # somebody else has arranged it
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        is_long = num_tokens - num_cached_tokens >= self._min_tokens
-        return is_long and role.fetches_kv and self._prefill.is_ready
+        num_left = num_tokens - place.num_cached_tokens
+        if num_left < self._min_tokens or not place.role.fetches_kv or not self._prefill.is_ready:
+            return False
+        return not is_better_here(num_left, place, self._prefill.least_pending_tokens)
 
-    async def _compute(self, request: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
-        """Has a prefill host compute `request`, and says where as soon as that is known."""
-        copy = msgspec.structs.replace(
-            request, request_id=f"{request.request_id}/prefill{next(self._numbers)}", holds_kv=True
-        )
+    async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
+        """Has a prefill host compute `copy`, and says where as soon as that is known."""
         chunks = cast(AsyncGenerator[TokenChunk, None], self._prefill.generate(copy))
         try:
             async with aclosing(chunks):

@@ -6,7 +6,7 @@ Blocks are known by short keys: the first 8 bytes of theirs, as a number.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -31,7 +31,8 @@ class PrefixIndex:
         self._num_running: dict[int, int] = {}
         """By key, how many of the requests that are there now begin with it."""
         self._num_added = 0
-        self._ended: deque[_Ended] = deque()
+        self._ended: OrderedDict[int, int] = OrderedDict()
+        """By key that the last request with it has left in `_sent`, how many news there had been; oldest first."""
         self._num_news = 0
 
     def __len__(self) -> int:
@@ -44,6 +45,10 @@ class PrefixIndex:
                 return count
         return len(keys)
 
+    def num_told(self, keys: Sequence[int]) -> int:
+        """How many leading ones of `keys` the replica says that it has: more may be on the way there."""
+        return next((count for count, key in enumerate(keys) if key not in self.told), len(keys))
+
     def num_sharing(self, key: int) -> int:
         """How many of the requests that are there now begin with this block."""
         return self._num_running.get(key, 0)
@@ -55,7 +60,8 @@ class PrefixIndex:
 
     def _trim(self) -> None:
         while len(self._sent) > self._capacity:
-            self._sent.popitem(last=False)
+            key, _ = self._sent.popitem(last=False)
+            self._ended.pop(key, None)
 
     def add(self, keys: Sequence[int]) -> int:
         """A prompt with these blocks was sent; returns a number for `end`.
@@ -68,6 +74,7 @@ class PrefixIndex:
             if key not in self.told:
                 self._sent[key] = self._num_added
                 self._sent.move_to_end(key)
+                self._ended.pop(key, None)
         self._trim()
         return self._num_added
 
@@ -77,8 +84,8 @@ class PrefixIndex:
             num_running = self._num_running.pop(key, 1) - 1
             if num_running:
                 self._num_running[key] = num_running
-        if self._num_news:
-            self._ended.append(_Ended(self._num_news, number, keys))
+            if self._num_news and self._sent.get(key) == number:
+                self._ended[key] = self._num_news
 
     def take(self, news: CacheNews) -> Changes:
         """What the replica says; returns what is new in it."""
@@ -92,6 +99,7 @@ class PrefixIndex:
         self.told.update(stored)
         for key in stored:
             self._sent.pop(key, None)
+            self._ended.pop(key, None)
         self._num_news += 1
         self._forget_ended()
         if news.starts_anew:
@@ -108,19 +116,11 @@ class PrefixIndex:
 
     def _forget_ended(self) -> None:
         """The first news after a request's end may have been on their way; the second know of it."""
-        while self._ended and self._ended[0].num_news + 2 <= self._num_news:
-            ended = self._ended.popleft()
-            for key in ended.keys:
-                if self._sent.get(key) == ended.number:
-                    del self._sent[key]
-
-
-class _Ended(NamedTuple):
-    """A request that is not at the replica any more."""
-
-    num_news: int
-    number: int
-    keys: Sequence[int]
+        while self._ended:
+            key = next(iter(self._ended))
+            if self._ended[key] + 2 > self._num_news:
+                return
+            del self._ended[key], self._sent[key]
 
 
 class Changes(NamedTuple):

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagoda.engine.messages import GenerateRequest, Role
+
+
+class Place(NamedTuple):
+    """The replica that will have a request."""
+
+    role: Role
+    num_cached_tokens: int
+    """Leading tokens of the request that it says it has in its cache."""
+    pending_tokens: int
+    """The work of the other requests that it has."""
+    num_streams: int
+    """Requests there whose answers have begun: they stand still while it computes a prompt."""
 
 
 class Preparation(Protocol):
@@ -17,11 +29,10 @@ class Preparation(Protocol):
         ...
 
     def prepare(
-        self, request: GenerateRequest, role: Role, num_cached_tokens: int
+        self, request: GenerateRequest, place: Place
     ) -> AbstractAsyncContextManager[GenerateRequest]:
         """What the replica is to be given; what was done for it lasts until the context ends.
 
-        `role` is the replica's, and `num_cached_tokens` leading tokens are believed to be in its cache. Never
-        raises because something failed: then the request is as it was. Does not wait for long.
+        Never raises because something failed: then the request is as it was. Does not wait for long.
         """
         ...

@@ -253,12 +253,13 @@ class Registry:
                     continue
                 self._members.release(host)
                 if not self._members.num_requests(host):
-                    _log.info("the host at %s was let go", host.address)
                     is_dismissed = host.limits.host_id in self._dismissed
                     self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)
                     return
                 await first_of(self._members.emptied(host), entry.changed.wait())
-            raise await host.wait_failed()
+            if not host.is_leaving or self._members.num_requests(host):
+                raise await host.wait_failed()
+            self._set_problem(entry, _LEFT)  # it was gone before anybody looked
         finally:
             entry.host = entry.since = None
             self._members.remove(host)
@@ -273,7 +274,8 @@ class Registry:
         entry.problem = problem
         self._discovery.warn(entry.record, problem)
         if problem:
-            _log.warning("the host at %s is not used: %s", entry.record.address, problem)
+            level = logging.INFO if problem in (_LEFT, _DISMISSAL) else logging.WARNING
+            _log.log(level, "the host at %s is not used: %s", entry.record.address, problem)
 
 
 def _identified(record: HostRecord, host_id: str) -> HostRecord:

@@ -10,7 +10,7 @@ published like computed blocks, and then the request is admitted by the common w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -33,7 +33,8 @@ class Demand(msgspec.Struct, frozen=True):
 
     request_id: str
     keys: Sequence[bytes]
-    """Of the full blocks of its tokens, root first, without the block of its last token, which is computed."""
+    """Of the full blocks of its tokens, root first, without the block of its last token, which is computed; with
+    that one where `source` says the token behind."""
     token_ids: Sequence[int]
     """Of these blocks, as they were when the request was queued."""
     source: KVSource | None = None
@@ -64,6 +65,11 @@ class KVConnector(Protocol):
         """Whether it knows by itself how long to wait; else nobody waits longer than the stack's patience."""
         ...
 
+    @property
+    def is_cache(self) -> bool:
+        """Whether what is here was kept from before; else it was computed for whoever loads it."""
+        ...
+
     def announce(self, demand: Demand, start: int) -> None:
         """A request is queued that finds `keys[:start]` on the device: time to look for the others.
 
@@ -74,7 +80,8 @@ class KVConnector(Protocol):
     def lookup(self, demand: Demand, start: int) -> int | None:
         """How many blocks from `keys[start]` on, without a gap, can come from here; None: not known yet.
 
-        0 where there are no such keys: a request may have got further on the device than it was announced.
+        Where there are no such keys, 0: a request may have got further on the device than it was announced. Or
+        None while there is something else to wait for.
 
         Free of side effects, and may be asked again.
         """
@@ -116,8 +123,10 @@ class KVConnector(Protocol):
         """All that was in the memory of workers is gone. The ledger has dropped all transfers."""
         ...
 
-    def poll(self) -> bool:
-        """Takes news from wherever the connector looks; True if a `lookup` that said None may know now."""
+    def poll(self) -> bool | Collection[str]:
+        """Takes news from wherever the connector looks; True if any `lookup` that said None may know now, or the
+        requests whose lookups may.
+        """
         ...
 
     def pollables(self) -> list[object]:

@@ -56,6 +56,7 @@ class DiskTier:
 
     tier = "disk"
     gives_up = False
+    is_cache = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class HostTier:
 
     tier = "host"
     gives_up = False
+    is_cache = True
 
     def __init__(
         self,

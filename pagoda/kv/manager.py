@@ -63,11 +63,13 @@ class KVManager:
             hits.append(block)
         return hits
 
-    def prefix_keys(self, table: BlockTable, token_ids: Sequence[int]) -> list[bytes]:
-        """The keys of all blocks that `find_prefix` might find."""
+    def prefix_keys(
+        self, table: BlockTable, token_ids: Sequence[int], *, whole: bool = False
+    ) -> list[bytes]:
+        """The keys of all blocks that `find_prefix` might find; if `whole`, with one more token behind these."""
         if not self._prefix_caching:
             return []
-        num_blocks = (len(token_ids) - 1) // self.block_size
+        num_blocks = (len(token_ids) - (not whole)) // self.block_size
         self._key(table, token_ids, num_blocks - 1)
         return table.keys[1 : num_blocks + 1]
 

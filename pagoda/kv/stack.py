@@ -8,7 +8,7 @@ blocks came. Two loads never bring the same block: a request whose next block is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,6 +58,12 @@ class Found(NamedTuple):
     @property
     def num_blocks(self) -> int:
         return self.segments[-1].end - self.start if self.segments else 0
+
+    @property
+    def num_cached(self) -> int:
+        """Leading ones of them that were not computed for the request."""
+        cached = [segment.end for segment in self.segments if segment.connector.is_cache]
+        return cached[-1] - self.start if cached else 0
 
 
 @dataclass
@@ -115,7 +121,9 @@ class ConnectorStack:
         self._ended: list[LoadEnd] = []
         self._backlog: list[deque[Offer]] = [deque() for _ in connectors]
         """What each connector was offered when there was no room for stores."""
-        self._has_news = False
+        self._behind: set[str] = set()
+        """Requests that found a block on its way for another one."""
+        self._told: set[str] = set()
         self._has_workers = False
 
     # ---- requests that could use KV
@@ -152,12 +160,13 @@ class ConnectorStack:
         """What can be loaded from `keys[start]` on; if it is unknown, ask again when `poll` says so."""
         segments: list[Segment] = []
         end = start
-        while self._has_workers and end < len(demand.keys):
+        while self._has_workers and (end < len(demand.keys) or not segments):
             segment = self._next_segment(demand, end)
             if isinstance(segment, Unknown):
                 return segment
             loader = self._loader(demand.keys[segment.start : segment.end + 1])
             if loader is not None:
+                self._behind.add(demand.request_id)
                 return Unknown(loader)
             if segment.end == end:
                 break
@@ -231,7 +240,8 @@ class ConnectorStack:
             load.request_id = None
             for key in load.keys:
                 self._loading.pop(key, None)
-            self._has_news = True
+            self._told |= self._behind | {request_id}
+            self._behind.clear()
 
     def stop_waiting(self, request_id: str) -> None:
         """Patience begins anew when the request waits again."""
@@ -342,15 +352,21 @@ class ConnectorStack:
         self._loading.clear()
         self._deadlines.clear()
         self._ended.clear()
+        self._behind.clear()
         for backlog in self._backlog:
             backlog.clear()
 
-    def poll(self) -> bool:
-        """Takes news; True if a `lookup` that said None may know now."""
+    def poll(self) -> bool | Collection[str]:
+        """Takes news; True if any `lookup` that was unknown may be known now, or the requests whose may be."""
+        told, self._told = self._told, set()
+        is_news_for_all = False
         for connector in self._connectors:
-            self._has_news |= connector.poll()
-        has_news, self._has_news = self._has_news, False
-        return has_news
+            news = connector.poll()
+            if isinstance(news, bool):
+                is_news_for_all |= news
+            else:
+                told.update(news)
+        return is_news_for_all or told
 
     def pollables(self) -> list[object]:
         return [source for connector in self._connectors for source in connector.pollables()]

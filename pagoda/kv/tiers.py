@@ -23,12 +23,14 @@ RemoteOpener = Callable[[TransferLedger], KVConnector]
 
 
 def build_tiers(
-    config: KVTiersConfig,
+    config: KVTiersConfig | None,
     ready: WorkerReady,
     pool: BlockPool,
     clock: Clock,
     events: KVEventRecorder | None = None,
     remote: RemoteOpener | None = None,
+    *,
+    fail_on_load_failure: bool = False,
 ) -> ConnectorStack | None:
     """The tiers below `pool`, nearest first; None if the workers have none, and there is no `remote` one."""
 
@@ -36,11 +38,21 @@ def build_tiers(
         return HousekeepingThread(directories, clock)
 
     epoch_s = time.time() - clock.now()
-    return stack_tiers(config, ready, pool, clock, events, open_housekeeper, epoch_s, remote)
+    return stack_tiers(
+        config,
+        ready,
+        pool,
+        clock,
+        events,
+        open_housekeeper,
+        epoch_s,
+        remote,
+        fail_on_load_failure=fail_on_load_failure,
+    )
 
 
 def stack_tiers(
-    config: KVTiersConfig,
+    config: KVTiersConfig | None,
     ready: WorkerReady,
     pool: BlockPool,
     clock: Clock,
@@ -48,6 +60,8 @@ def stack_tiers(
     open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
     epoch_s: float,
     remote: RemoteOpener | None = None,
+    *,
+    fail_on_load_failure: bool = False,
 ) -> ConnectorStack | None:
     """`build_tiers`, with who looks at the disk, and with what the clock's time lacks to seconds since 1970."""
     ledger = TransferLedger(pool)
@@ -56,7 +70,7 @@ def stack_tiers(
     if ready.kv_host_slots:
         host = HostTier(ready.kv_host_slots, ready.block_size, ledger, events)
         connectors.append(host)
-    if ready.kv_directories:
+    if config is not None and ready.kv_directories:
         disk = DiskTier(
             ready.kv_directories,
             ledger,
@@ -79,5 +93,5 @@ def stack_tiers(
         ledger,
         clock,
         near_pools=[] if host is None else [host.pool],
-        fail_on_load_failure=config.fail_on_load_failure,
+        fail_on_load_failure=fail_on_load_failure,
     )

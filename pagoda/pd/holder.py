@@ -33,6 +33,7 @@ from pagoda.pd.messages import (
     KVVerdict,
     KVWant,
     KVWelcome,
+    digest_of,
 )
 from pagoda.pd.sources import SourceSeal
 
@@ -152,6 +153,11 @@ class KVHolder:
         if held is not None and held.asker is not None:
             self._door.send(held.asker, KVGone(transfer_id, reason))
 
+    @property
+    def num_wanted(self) -> int:
+        """Transfers that somebody has asked for."""
+        return sum(held.asker is not None for held in self._held.values())
+
     def is_asked_for(self, transfer_id: str) -> bool:
         held = self._held.get(transfer_id)
         return held is not None and held.asker is not None
@@ -184,7 +190,7 @@ class KVHolder:
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._num_starts += 1
-        self._digest = ready.kv_digest
+        self._digest = digest_of(ready)
         self._peer = KVPeer(
             peer_id=f"{self._engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
         )
@@ -251,7 +257,9 @@ class KVHolder:
             if len(self._early) < _MAX_EARLY:  # others say it again
                 self._early[asker] = hello
         elif hello.digest != self._digest:
-            reason = "its KV is of another model, or laid out in another way"
+            reason = (
+                "its KV is of another model, laid out in another way, or computed in another way"
+            )
             self._door.send(asker, KVRefused(reason))
         else:
             self._door.send(asker, self._welcome(self._peer))

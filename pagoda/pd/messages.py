@@ -18,12 +18,18 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import PROTOCOL_VERSION, KVPeer, TokenId, TokenLogprobs
+from pagoda.engine.messages import (
+    PROTOCOL_VERSION,
+    KVPeer,
+    TokenId,
+    TokenLogprobs,
+    WorkerReady,
+)
 
 
 class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
     digest: str
-    """`WorkerReady.kv_digest` of the decode side. Must be that of the prefill side; else nothing is to be had."""
+    """`digest_of` the decode side. Must be that of the prefill side; else nothing is to be had."""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -108,6 +114,11 @@ class KVGone(msgspec.Struct, frozen=True, tag="kv_gone"):
 
 class KVRenewed(msgspec.Struct, frozen=True, tag="kv_renewed"):
     """The engine is there; what it does not hold any more was or is told by `KVGone`."""
+
+
+def digest_of(ready: WorkerReady) -> str:
+    """The same where KV is the same bytes: what is fetched is found, and kept on disk, like what is computed."""
+    return f"{ready.kv_digest} {ready.arithmetic}"
 
 
 DecodeMessage = KVHello | KVWant | KVRenew | KVCheck | KVDone

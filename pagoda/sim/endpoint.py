@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
@@ -80,8 +81,9 @@ class SimEndpoint:
     def state(self) -> ReplicaState:
         return self._state
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     async def start(self) -> None:
         self._begin()
@@ -230,7 +232,7 @@ class SimEndpoint:
 
     def _enter(self, state: ReplicaState) -> None:
         self._state = state
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()
 
     def _require_core(self) -> EngineCore:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pagoda.engine.messages import (
     DeviceBlocks,
@@ -21,14 +22,13 @@ from pagoda.engine.messages import (
     Transfer,
     TransferEnd,
 )
-from pagoda.pd.transport.base import TRANSFER_LIMIT_S, MemoryLink, TransportError
+from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
 from pagoda.worker.kv_plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
+from pagoda.worker.steps import Steps
 
 Connect = Callable[[KVRank, float], MemoryLink]
 """A link to one rank of a peer, by the best transport that works, before a deadline. Raises TransportError."""
 
-_BATCH_BYTES = 2**26
-"""Read at once: blocks that came before a failure are good."""
 _PAUSE_S = 1.0
 """After a rank could not be reached, how long nobody tries again."""
 _FAREWELL_S = 5.0
@@ -51,7 +51,7 @@ class KVExchange:
         self._own_rank = own_rank
         self._connect = connect
         self._on_end = on_end
-        self._steps = _Steps()
+        self._steps = Steps()
         self._lock = threading.Lock()
         self._ends: deque[TransferEnd] = deque()
         """Guarded by the lock."""
@@ -164,41 +164,6 @@ class _Peer:
             lane.join()
 
 
-class _Steps:
-    """Which steps have been executed, for those who wait for one."""
-
-    def __init__(self) -> None:
-        self._state = threading.Condition()
-        self._executed = -1
-        self._is_closing = False
-
-    def done(self, step: int) -> None:
-        with self._state:
-            self._executed = step
-            self._state.notify_all()
-
-    def wake(self) -> None:
-        """Whoever waits looks again whether it is to go on."""
-        with self._state:
-            self._state.notify_all()
-
-    def close(self) -> None:
-        with self._state:
-            self._is_closing = True
-            self._state.notify_all()
-
-    def wait_for(self, step: int, is_over: Callable[[], bool]) -> None:
-        """Until no step that is under way may use the blocks any more.
-
-        Raises:
-            TransportError: it is over before.
-        """
-        with self._state:
-            self._state.wait_for(lambda: self._executed >= step or self._is_closing or is_over())
-            if self._executed < step:
-                raise TransportError("the worker is ending, or the peer has parted")
-
-
 class _Job:
     """A transfer under way."""
 
@@ -247,21 +212,23 @@ class _Lane:
     """What is read of one rank, by a thread that lives from the first transfer until the peer parts."""
 
     def __init__(
-        self, name: str, rank: KVRank, slices: list[Slice], connect: Connect, steps: _Steps
+        self, name: str, rank: KVRank, slices: list[Slice], connect: Connect, steps: Steps
     ) -> None:
         self._name = name
         self._rank = rank
         self._slices = slices
-        self._batch_blocks = max(1, _BATCH_BYTES // sum(piece.num_bytes for piece in slices))
+        self._batch_blocks = max(1, BATCH_BYTES // sum(piece.num_bytes for piece in slices))
         self._connect = connect
         self._steps = steps
+        self._link: MemoryLink | None = None
+        """Belongs to the thread, but may be closed by others while it reads."""
         self._refused = ""
         self._retry_at = 0.0
         """Until then the rank cannot be reached, for the reason `_refused`."""
         self._state = threading.Condition()
         """Guards all that follows."""
         self._jobs: deque[_Job] = deque()
-        self._link: MemoryLink | None = None
+        self._is_reading = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -279,7 +246,7 @@ class _Lane:
         """What is under way fails, and then the thread ends."""
         with self._state:
             self._is_closed = True
-            link = self._link
+            link = self._link if self._is_reading else None  # an idle one is closed by the thread
             self._state.notify_all()
         self._steps.wake()
         if link is not None:
@@ -295,10 +262,11 @@ class _Lane:
         for job in self._take_jobs():
             num_good, error = 0, ""
             try:
-                self._steps.wait_for(job.transfer.after_step, lambda: self._is_closed)
-                deadline = time.monotonic() + TRANSFER_LIMIT_S
+                if not self._steps.wait_for(job.transfer.after_step, lambda: self._is_closed):
+                    raise TransportError("the worker is ending, or the peer has parted")
                 for start in range(0, len(job.sources), self._batch_blocks):
                     end = start + self._batch_blocks
+                    deadline = time.monotonic() + BATCH_LIMIT_S
                     self._read(job.sources[start:end], job.targets[start:end], deadline)
                     num_good = min(end, len(job.sources))
             except TransportError as problem:
@@ -323,7 +291,8 @@ class _Lane:
         spans = make_spans(self._slices, find_runs(sources, targets))
         was_connected = self._link is not None
         try:
-            self._linked(deadline).read(spans, deadline)
+            with self._reading(deadline) as link:
+                link.read(spans, deadline)
         except TransportError as error:
             self._disconnect()
             if not was_connected or self._is_closed:
@@ -332,28 +301,35 @@ class _Lane:
             _log.info("connecting to %s again: %s", self._name, error)
             self._read(sources, targets, deadline)
 
+    @contextmanager
+    def _reading(self, deadline: float) -> Iterator[MemoryLink]:
+        """The link, which is closed when the peer parts meanwhile."""
+        link = self._linked(deadline)
+        with self._state:
+            if self._is_closed:
+                raise TransportError("the peer has parted")
+            self._is_reading = True
+        try:
+            yield link
+        finally:
+            with self._state:
+                self._is_reading = False
+
     def _linked(self, deadline: float) -> MemoryLink:
-        if self._is_closed:
-            raise TransportError("the peer has parted")
         if self._link is not None:
             return self._link
+        if self._is_closed:
+            raise TransportError("the peer has parted")
         if time.monotonic() < self._retry_at:
             raise TransportError(self._refused)
         try:
-            link = self._connect(self._rank, deadline)
+            link = self._link = self._connect(self._rank, deadline)
         except TransportError as error:
             self._refused, self._retry_at = str(error), time.monotonic() + _PAUSE_S
             raise
-        with self._state:
-            self._link = link
-            is_closed = self._is_closed
-        if is_closed:
-            self._disconnect()
-            raise TransportError("the peer has parted")
         return link
 
     def _disconnect(self) -> None:
-        with self._state:
-            link, self._link = self._link, None
+        link, self._link = self._link, None
         if link is not None:
             link.close()

@@ -31,6 +31,7 @@ from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import ObjectError, ObjectUnreadableError
 from pagoda.worker.host_arena import HostArena
 from pagoda.worker.kv_memory import copy_bytes
+from pagoda.worker.steps import Steps
 
 NUM_READERS = 2
 NUM_WRITERS = 2
@@ -125,10 +126,10 @@ class Transfers:
         self._arena = arena
         self._files = files
         self._on_end = on_end
+        self._steps = Steps()
         self._state = threading.Condition()
         """Guards the jobs, and all that follows."""
         self._ends: deque[TransferEnd] = deque()
-        self._executed_step = -1
         self._num_reads = 0
         """Blocks that are to be read from disk for a request that waits."""
         self._next_warning_at = 0.0
@@ -187,9 +188,7 @@ class Transfers:
         return lane, urgency
 
     def step_done(self, step: int) -> None:
-        with self._state:
-            self._executed_step = step
-            self._state.notify_all()
+        self._steps.done(step)
 
     def poll(self) -> list[TransferEnd]:
         with self._state:
@@ -201,6 +200,7 @@ class Transfers:
         with self._state:
             self._is_closing = True
             self._state.notify_all()
+        self._steps.close()
         for lane in self._lanes.values():
             lane.close()
 
@@ -262,10 +262,8 @@ class Transfers:
 
     def _await_step(self, step: int) -> None:
         """Until no step that is under way may use the blocks any more."""
-        with self._state:
-            self._state.wait_for(lambda: self._executed_step >= step or self._is_closing)
-            if self._executed_step < step:
-                raise ObjectUnreadableError("the worker is ending")
+        if not self._steps.wait_for(step):
+            raise ObjectUnreadableError("the worker is ending")
 
     def _attempt(self, work: Callable[..., None], job: _Job, index: int, *places: object) -> str:
         """Why the block was not copied; empty if it was."""

@@ -33,6 +33,7 @@ GIVEN = {
     "tp_size": 1,
     "transfer_id": "t1",
 }
+IPV6 = ["::1", "[::1]", "fe80::1%eth0"]
 SOURCE = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
 
 
@@ -99,7 +100,7 @@ async def test_parameters_that_ask_for_nothing_change_nothing(api, params: Any) 
 
 @pytest.mark.parametrize(
     ("address", "host"),
-    [("tcp://[fd00::1]:5700", "fd00::1"), ("tcp://prefill-0.pods:5700", "prefill-0.pods")],
+    [("tcp://10.0.0.9:5700", "10.0.0.9"), ("tcp://prefill-0.pods:5700", "prefill-0.pods")],
 )
 def test_addresses_of_all_kinds(address: str, host: str) -> None:
     body = CompletionRequest(prompt="x", kv_transfer_params={**GIVEN, "remote_host": host})
@@ -127,7 +128,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "do_remote_prefill": ["true", 1, 0.0, []],
         "remote_engine_id": ["", 7, True, "x" * 257, "a\0b", ["e1"], {}],
         "remote_block_ids": ["1", 7, {}, [-1], [1.5], ["1"], [True], [2**31], [[1]], [None]],
-        "remote_host": ["", 7, "a b", "tcp://a", "a/b", "a;b", "a:b", "*", "x" * 300, "fe80::1%eth0", "-a", "ä"],
+        "remote_host": ["", 7, "a b", "tcp://a", "a/b", "a;b", "a:b", "*", "x" * 300, "-a", "ä", *IPV6],
         "remote_port": [0, -1, 65536, 2**70, "5700", 5700.0, True, [5700], {}],
         "tp_size": [0, -1, 2**17, 2**70, "1", 1.0, True],
         "dp_rank": [-1, 2**17, "0", 0.5, False],
@@ -188,6 +189,29 @@ async def test_one_prompt_and_one_answer_at_a_time(serve_api, params: dict[str, 
     assert (await api.chat(kv_transfer_params=params, n=2)).error()["param"] == "n"
     answer = await api.complete(prompt=["a", "b"], kv_transfer_params=params)
     assert answer.error()["param"] == "prompt"
+
+
+class RouterFleet:
+    router_id = "r1"
+    registry = None
+
+
+@pytest.mark.parametrize("path", ["complete", "chat"])
+@pytest.mark.parametrize("params", [ASKS, GIVEN])
+async def test_a_router_arranges_handoffs_itself(
+    serve_api, path: str, params: dict[str, Any]
+) -> None:
+    api = await serve_api("yes", role=Role.BOTH)
+    api.service.fleet = RouterFleet()
+    ask = getattr(api, path)
+    answer = await ask(kv_transfer_params=params)
+    assert answer.status == 400
+    name = "do_remote_decode" if params is ASKS else "do_remote_prefill"
+    assert answer.error()["param"] == f"kv_transfer_params.{name}"
+    assert "pagoda route" in answer.error()["message"]
+    assert not api.endpoint.requests
+    nothing = {"do_remote_decode": False, "do_remote_prefill": False}
+    assert (await ask(kv_transfer_params=nothing)).status == 200
 
 
 JSON = st.recursive(

@@ -20,6 +20,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     path.write_text(LINES)
     traffic = list(as_traffic(read_trace(path, 3), speed=2.0))
     assert [timed.at for timed in traffic] == [0.0, 2.0, 4.0]
+    assert read_trace(path, 5, skip=2) == read_trace(path, 4)[2:]
     first, second, third = (timed.request for timed in traffic)
     assert len(first.prompt_token_ids) == 1100
     shared = 2 * BLOCK_SIZE

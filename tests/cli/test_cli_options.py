@@ -114,8 +114,8 @@ def test_kv_tiers_reach_engine_and_worker(tmp_path: Path) -> None:
         disk_path=path,
         disk_bytes=2**21,
         disk_min_touches=3,
-        fail_on_load_failure=True,
     )
+    assert config.fail_on_load_failure
     assert (config.worker.kv_host_bytes, config.worker.kv_disk_path) == (2**30, path)
 
 

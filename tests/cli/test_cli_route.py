@@ -39,6 +39,12 @@ def key(tmp_path: Path) -> str:
         (["serve", "KEY"], r"--cluster-key-file needs --join, --role, or --advertise with a port"),
         (["serve", "KEY", "--join=etcd://h:1"], r"--join must be etcd://HOST:PORT/PREFIX"),
         (["serve", "KEY", "--join=a:1,b:0"], r"--join must be HOST:PORT.*'b:0'"),
+        (
+            ["serve", "KEY", "--role=decode", "--advertise=::1"],
+            r"--advertise must be .* an IPv4 addr",
+        ),
+        (["serve", "KEY", "--role=decode", "--advertise=[::1]"], r"--advertise must be .* an IPv4"),
+        (["serve", "KEY", "--join=[::1]:1", "--advertise=a"], r"--join must be .* an IPv4 address"),
         (["serve", "KEY", "--join=a:1", "--advertise=a/b"], r"--advertise must be HOST or HOST:PO"),
     ],
 )

@@ -88,6 +88,7 @@ class Harness:
         neighbours: SimNeighbours | None = None,
         kv_host_slots: int = 0,
         kv_tiers: KVTiersConfig | None = None,
+        fails: bool = False,
         disk: SimDisk | None = None,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
     ) -> None:
@@ -128,6 +129,7 @@ class Harness:
             kv_events=KVEventsConfig("127.0.0.1", 5557),
             kv_tiers=kv_tiers,
             handoff=handoff,
+            fail_on_load_failure=fails,
         )
         self.core = EngineCore(config, executor, self.clock, self._build_tiers, links)
         self.cached = CacheView()
@@ -137,16 +139,26 @@ class Harness:
 
     def _build_tiers(
         self,
-        config: KVTiersConfig,
+        config: KVTiersConfig | None,
         ready: WorkerReady,
         pool: BlockPool,
         clock: Clock,
         events: KVEventRecorder | None,
         remote: RemoteOpener | None,
+        *,
+        fail_on_load_failure: bool,
     ) -> ConnectorStack | None:
         disk = self.disk or SimDisk()
         return stack_tiers(
-            config, ready, pool, clock, events, lambda _: disk.open(clock), 1e9, remote
+            config,
+            ready,
+            pool,
+            clock,
+            events,
+            lambda _: disk.open(clock),
+            1e9,
+            remote,
+            fail_on_load_failure=fail_on_load_failure,
         )
 
     @property

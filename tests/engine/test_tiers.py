@@ -369,7 +369,7 @@ def test_leading_blocks_that_came_are_kept() -> None:
 
 
 def test_a_request_may_fail_for_kv_that_did_not_come() -> None:
-    it = Tiered(kv_tiers=KVTiersConfig(host_bytes=1, fail_on_load_failure=True))
+    it = Tiered(fails=True)
     it.fill_tiers()
     it.fates.load = TransferFate(failed=(4,))
     it.add(document("again", 1))

@@ -79,9 +79,7 @@ class TiersMachine(RuleBasedStateMachine):
             kv_host_slots=host_slots,
             kv_directories=(KVDirectory("/nowhere", 1),),
         )
-        config = KVTiersConfig(
-            disk_bytes=disk_bytes, disk_min_touches=min_touches, fail_on_load_failure=fails
-        )
+        config = KVTiersConfig(disk_bytes=disk_bytes, disk_min_touches=min_touches)
         kv = KVManager(num_blocks, BLOCK_SIZE)
         tiers = stack_tiers(
             config,
@@ -91,6 +89,7 @@ class TiersMachine(RuleBasedStateMachine):
             None,
             lambda _: self.disk.open(self.clock),
             epoch_s=1e9,
+            fail_on_load_failure=fails,
         )
         assert tiers is not None
         self.tiers: ConnectorStack = tiers

@@ -146,8 +146,8 @@ class Life:
                 host_bytes=1,
                 disk_bytes=rng.choice([needed, 10 * needed]),
                 disk_min_touches=rng.choice([1, 2]),
-                fail_on_load_failure=self._fails,
             ),
+            fails=self._fails,
             transfer_fate=faults.fate,
         )
         self.harnesses.append(harness)

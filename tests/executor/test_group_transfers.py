@@ -7,12 +7,14 @@ from pagoda.engine.messages import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
+    KVPart,
+    KVRank,
     RemoteBlocks,
     Transfer,
     TransferEnd,
 )
 from pagoda.executor.group_transfers import GroupTransfers
-from pagoda.pd.transport.base import TRANSFER_LIMIT_S
+from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S
 
 NUM_BLOCKS = 4
 
@@ -53,12 +55,25 @@ def test_memory_that_moves_does_not_hide_a_disk_that_hangs() -> None:
 def test_another_engine_that_is_slow_is_no_worker_that_hangs() -> None:
     transfers = GroupTransfers(1, timeout_s=10.0)
     transfers.begin([Transfer(0, 0, RemoteBlocks("p", [3]), DeviceBlocks([0]))], now=0.0)
-    assert transfers.deadline == 10.0 + TRANSFER_LIMIT_S
+    assert transfers.deadline == 10.0 + BATCH_LIMIT_S
     transfers.begin([transfer(1)], now=1.0)
     assert transfers.deadline == 11.0, "nor does it hide one"
     transfers.end(0, TransferEnd(1, 0), 5.0)
     transfers.end(0, TransferEnd(0, 0, [0], "nobody answers"), 6.0)
     assert transfers.deadline is None
+
+
+def test_a_large_transfer_from_elsewhere_has_as_long_as_its_batches_may_take() -> None:
+    """Blocks of which one is a little more than half a batch: each is one."""
+    part = KVPart(0, "keys", 0, num_heads=1, head_bytes=BATCH_BYTES // 2 + 1)
+    rank = KVRank(parts=(part,), num_blocks=100, doors={})
+    transfers = GroupTransfers(1, timeout_s=10.0)
+    transfers.learn([rank])
+    blocks = list(range(7))
+    transfers.begin([Transfer(0, 0, RemoteBlocks("p", blocks), DeviceBlocks(blocks))], now=0.0)
+    transfers.begin([Transfer(1, 0, RemoteBlocks("p", [8]), DeviceBlocks([8]))], now=0.0)
+    assert transfers.deadline is not None
+    assert transfers.deadline > 10.0 + 7 * BATCH_LIMIT_S
 
 
 def test_the_error_is_that_of_the_first_block_that_failed() -> None:

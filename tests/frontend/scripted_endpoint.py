@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 
@@ -60,8 +61,9 @@ class ScriptedEndpoint:
         self.state = ReplicaState.READY
         self._listeners: list[Callable[[], None]] = []
 
-    def watch(self, listener: Callable[[], None]) -> None:
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         """It has none."""
@@ -70,7 +72,7 @@ class ScriptedEndpoint:
 
     def change(self) -> None:
         """Tells that `state` or `limits` are others."""
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, HandoffConfig
 from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
+    Role,
     SamplingParams,
     SimConfig,
     TokenChunk,
@@ -25,6 +27,9 @@ from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, Overloa
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.ipc.curve import keys_of
+from pagoda.pd.messages import KVDone, KVWant
+from pagoda.pd.peers import SocketPeers
 
 VOCAB_SIZE = 100
 
@@ -165,6 +170,34 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(client: EngineC
     assert (await client.health()).reason == "the server is shutting down"
     await draining
     assert (await running)[0] == expected(make_request(1))
+
+
+async def test_draining_waits_for_who_reads_kv() -> None:
+    keys = keys_of(b"a secret")
+    handoff = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", keys=keys)
+    client = EngineClient(sim_config(handoff=handoff))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers = SocketPeers(context, keys)
+    await client.start()
+    try:
+        request = msgspec.structs.replace(make_request(1), holds_kv=True)
+        source = [chunk async for chunk in client.generate(request)][-1].kv_source
+        assert source is not None
+        assert (await client.load()).num_wanted_leases == 0, "nobody has asked"
+        peers.send(source.address, KVWant(source.transfer_id, 0, 0))
+        while not (await client.load()).num_wanted_leases:
+            await asyncio.sleep(0.01)
+        draining = asyncio.create_task(client.drain(60))
+        for _ in range(3):
+            assert (await client.load()).num_wanted_leases == 1
+        assert not draining.done()
+        peers.send(source.address, KVDone([source.transfer_id]))
+        await draining
+        assert (await client.load()).num_leases == 0
+    finally:
+        peers.close()
+        context.term()
+        await client.close()
 
 
 async def test_draining_ends_stragglers(client: EngineClient) -> None:

@@ -45,7 +45,7 @@ def test_a_role_is_told_to_engine_and_workers(key_file: Path, role: str) -> None
     assert (engine.handoff.host, engine.handoff.port) == ("10.0.0.1", 0)
     assert engine.handoff.lease_s == 5.0
     assert engine.handoff.keys == keys_of(SECRET)
-    assert not engine.handoff.fail_on_load_failure
+    assert not engine.fail_on_load_failure
     workers = engine.worker.kv_handoff
     assert workers is not None
     assert (workers.role, workers.host) == (Role(role), "10.0.0.1")
@@ -67,7 +67,7 @@ def test_a_load_failure_may_fail_the_request(key_file: Path, executor: str) -> N
     handoff = config(key_file, role="decode")
     engine = options.engine_config("m", handoff)
     assert engine.handoff is not None
-    assert engine.handoff.fail_on_load_failure
+    assert engine.fail_on_load_failure
     assert engine.kv_tiers is None
     sentence = "--kv-load-failure needs --kv-host-bytes, --kv-disk-path, or --role decode or both."
     for other in (None, config(key_file, role="prefill")):

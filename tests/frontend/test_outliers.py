@@ -16,6 +16,7 @@ from pagoda.frontend.outliers import (
     SILENCE_S,
     STUCK_S,
     OutlierDetector,
+    Waiting,
 )
 from pagoda.ipc.clock import VirtualClock
 
@@ -46,7 +47,8 @@ class Group:
         self.since[member] = self.clock.now()
 
     def check(self) -> tuple[list[int], list[int]]:
-        verdicts = self.detector.check(self.since)
+        waiting = {member: Waiting(since) for member, since in self.since.items()}
+        verdicts = self.detector.check(waiting)
         return [ejection.member for ejection in verdicts.ejected], verdicts.stuck
 
     def shares(self) -> list[float]:
@@ -79,6 +81,32 @@ def test_long_steps_are_no_silence() -> None:
     group.step(0, 5.0)
     group.pass_time(15.0)
     assert group.check() == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("waiting", "patience_s"),
+    [
+        (Waiting(0.0, 2048), 13.0),  # they wait for a step that computes a part of a prompt
+        (Waiting(0.0, 100), 3.5),
+        (Waiting(0.0, 100, kv_s=30.0), 33.5),
+        (Waiting(0.0, 10**6, kv_s=30.0), 123.0),
+        (Waiting(0.0, 200, kv_s=30.0).beside(Waiting(0.0)), 4.0),
+    ],
+)
+def test_a_prompt_takes_its_time(waiting: Waiting, patience_s: float) -> None:
+    assert waiting.patience_s == patience_s
+    group = Group(3)
+    group.steps(40, 0.05)
+    began = group.clock.now()
+    while group.clock.now() < began + patience_s + 1:
+        group.steps(1, 0.05, without=(1,))
+        verdicts = group.detector.check({1: waiting._replace(since=began)})
+        late_s = group.clock.now() - began - patience_s
+        if verdicts.ejected:
+            break
+        assert not verdicts.stuck
+    assert abs(late_s) < 0.1
+    assert [ejection.member for ejection in verdicts.ejected] == [1]
 
 
 def test_when_all_are_silent_it_is_not_one_of_them() -> None:
@@ -154,7 +182,7 @@ def test_failures_in_a_row_with_nothing_in_between() -> None:
     ejection = group.detector.fail(0)
     assert ejection is not None
     assert (ejection.member, ejection.duration_s) == (0, EJECTION_S)
-    assert "5 requests in a row" in ejection.reason
+    assert "2 requests in a row" in ejection.reason
 
 
 def test_one_that_is_lost_again_and_again() -> None:
@@ -221,7 +249,7 @@ def test_members_of_other_kinds_are_not_compared() -> None:
     for _ in range(40):
         detector.progress(0, "a", 1, 0.01)
         detector.progress(1, "b", 1, 1.0)
-    assert detector.check({0: 0.0, 1: 0.0}).ejected == []
+    assert detector.check({0: Waiting(0.0), 1: Waiting(0.0)}).ejected == []
 
 
 class Fleet(RuleBasedStateMachine):
@@ -276,9 +304,12 @@ class Fleet(RuleBasedStateMachine):
             self.note(ejection.member, ejection.duration_s)
             assert self.num_out(self.groups[member]) == before + 1
 
-    @rule()
-    def judge(self) -> None:
-        verdicts = self.detector.check(self.since)
+    @rule(num_prompt_tokens=st.sampled_from([0, 10**6]), kv_s=st.sampled_from([0.0, 9.0]))
+    def judge(self, num_prompt_tokens: int, kv_s: float) -> None:
+        waiting = {
+            member: Waiting(since, num_prompt_tokens, kv_s) for member, since in self.since.items()
+        }
+        verdicts = self.detector.check(waiting)
         for ejection in verdicts.ejected:
             self.note(ejection.member, ejection.duration_s)
         assert set(verdicts.stuck) <= self.since.keys()

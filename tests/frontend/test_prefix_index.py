@@ -117,6 +117,18 @@ def test_what_another_request_brings_stays_until_that_ends() -> None:
     assert len(index) == 0
 
 
+def test_a_replica_that_never_has_news_is_known_by_no_more_than_its_cache_has_room_for() -> None:
+    index = PrefixIndex(9)
+    index.take(news([], anew=True))
+    for first in [A] * 100 + list(range(100)):
+        index.end(index.add(keys(first, 4)), keys(first, 4))
+        assert index._ended.keys() <= index._sent.keys()
+    assert len(index._sent) == 9
+    for _ in range(2):
+        index.take(news([]))
+    assert len(index) == len(index._ended) == 0
+
+
 @given(st.data())
 def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -> None:
     index = PrefixIndex(1000)
@@ -149,6 +161,7 @@ def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -
             running.clear()
         assert index.told == there
         assert all(index.num_cached([key]) for key in there)
+        assert index._ended.keys() <= index._sent.keys()
     for number, some in running.items():
         index.end(number, some)
     for _ in range(2):

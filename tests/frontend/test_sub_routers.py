@@ -189,11 +189,13 @@ async def test_the_role_of_a_router_is_that_of_its_hosts() -> None:
         roles(host, Role.PREFILL)
         async with below(lower, upper):
             await until(lambda: len(upper.pod._prefill.replicas) == 1)
+            [link] = upper.dispatcher.replicas
             async with joined(lower) as second:
                 roles(second, Role.DECODE)
                 await until(lambda: upper.dispatcher.limits.role is Role.BOTH)
                 assert upper.pod._prefill.replicas == []
             await until(lambda: len(upper.pod._prefill.replicas) == 1)
+            assert upper.dispatcher.replicas == [link]  # still the same connection
 
 
 def roles(host: ScriptedHost, role: Role) -> None:

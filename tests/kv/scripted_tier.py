@@ -21,6 +21,7 @@ class ScriptedTier:
     def __init__(self, name: str, ledger: TransferLedger) -> None:
         self.tier = name
         self.gives_up = False
+        self.is_cache = True
         self.has: set[bytes] = set()
         self.is_unsure = False
         """Whether it does not know what else it has."""
@@ -37,7 +38,7 @@ class ScriptedTier:
         for index in range(start, len(demand.keys)):
             if demand.keys[index] not in self.has:
                 return None if self.is_unsure else index - start
-        return len(demand.keys) - start
+        return max(0, len(demand.keys) - start)
 
     def prefetch(self, demand: Demand, start: int) -> None:
         self.calls.append(("prefetch", demand.request_id, start))

@@ -37,12 +37,26 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert weights_digest(one.model, "auto", 0) != weights_digest(two.model, "auto", 0)
 
 
-def test_the_middle_of_large_weights_counts(tmp_path: Path) -> None:
-    weights = bytearray(2**20)
+@pytest.mark.parametrize("expert", range(8))
+def test_one_expert_of_many_counts(tmp_path: Path, expert: int) -> None:
+    """All are in one tensor, and each is no larger than half a megabyte."""
+    weights = bytearray(8 * 2**19)
     one = save(tmp_path / "one", bytes(weights))
-    weights[2**19 : 2**19 + 4] = b"\x01\x02\x03\x04"
+    weights[expert * 2**19 : (expert + 1) * 2**19] = b"\x01" * 2**19
     two = save(tmp_path / "two", bytes(weights))
     assert model_digest(one) != model_digest(two)
+    assert weights_digest(one.model, "auto", 0) != weights_digest(two.model, "auto", 0)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**20 + 4, 2**12 + 4])
+def test_the_first_and_the_last_row_count(tmp_path: Path, size: int) -> None:
+    digests = set()
+    for name, changed in (("none", None), ("first", 0), ("last", size - 1)):
+        weights = bytearray(size)
+        if changed is not None:
+            weights[changed] = 1
+        digests.add(model_digest(save(tmp_path / name, bytes(weights))))
+    assert len(digests) == 3
 
 
 def test_another_tokenizer_is_another_model_of_the_same_kv(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
-from pagoda.pd.connector import SILENCE_S
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import KVCheck, KVDone, KVVerdict
 from pagoda.pd.sources import SourceSeal
 
@@ -123,7 +123,7 @@ class Life:
             options["transfer_fate"] = self._fate_of_transfer
         if rng.random() < 0.3:
             options["kv_host_slots"] = rng.choice([2, needed])
-            options["kv_tiers"] = KVTiersConfig(host_bytes=1, fail_on_load_failure=self._fails)
+            options["kv_tiers"] = KVTiersConfig(host_bytes=1)
         return options
 
     def _fate_of_transfer(self, transfer: Transfer) -> TransferFate:

@@ -31,10 +31,8 @@ NO_KEYS = CurveKeys("", "", "", "")
 Message = DecodeMessage | PrefillMessage
 
 
-def handoff(role: Role, *, fails: bool = False, lease_s: float = LEASE_S) -> HandoffConfig:
-    return HandoffConfig(
-        role=role, host="p", keys=NO_KEYS, lease_s=lease_s, fail_on_load_failure=fails
-    )
+def handoff(role: Role, *, lease_s: float = LEASE_S) -> HandoffConfig:
+    return HandoffConfig(role=role, host="p", keys=NO_KEYS, lease_s=lease_s)
 
 
 class Engine:
@@ -50,7 +48,8 @@ class Engine:
         self.links = pair.network.links(f"engine{next(self._starts)}", role, address)
         self.harness = Harness(
             clock=pair.clock,
-            handoff=handoff(role, fails=fails),
+            handoff=handoff(role),
+            fails=fails,
             links=self.links,
             neighbours=pair.network.neighbours,
             **options,
@@ -112,7 +111,7 @@ class Engine:
         if self.harness.core._remote is not None:
             assert not self.remote._fetches
             assert not self.remote._copies
-            assert not any(peer.fetches for peer in self.remote._peers.values())
+            assert not any(peer.fetches for peer in self.remote._holders._holders.values())
 
 
 class Pair:
@@ -206,7 +205,9 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 def assert_consistent(remote: RemoteKV) -> None:
     """Whoever is asked for is in both lists, once."""
-    of_peers = [fetch for peer in remote._peers.values() for fetch in peer.fetches.values()]
+    of_peers = [
+        fetch for peer in remote._holders._holders.values() for fetch in peer.fetches.values()
+    ]
     assert len(of_peers) == len(remote._fetches)
     for fetch in of_peers:
         assert remote._fetches[fetch.demand.request_id] is fetch

@@ -8,6 +8,7 @@ import pytest
 from pagoda.engine.messages import (
     Capabilities,
     DeviceBlocks,
+    KVPart,
     KVPeer,
     KVRank,
     KVSource,
@@ -21,7 +22,8 @@ from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand
 from pagoda.kv.transfers import TransferLedger
-from pagoda.pd.connector import SILENCE_S, Arrived, Failed, RemoteKV
+from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -46,6 +48,7 @@ ADDRESS = "tcp://p:1"
 SEAL = SourceSeal(keys_of(b"the cluster's secret"))
 T, U, V = (SEAL.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
+HELLO = KVHello(digest="digest arithmetic")
 READY = WorkerReady(
     capabilities=Capabilities(
         block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
@@ -56,6 +59,7 @@ READY = WorkerReady(
     vocab_size=100,
     summary="",
     kv_digest="digest",
+    arithmetic="arithmetic",
 )
 
 
@@ -161,7 +165,7 @@ def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
 
 def test_a_whole_fetch(rig: Rig) -> None:
     rig.remote.announce(demand(), 2)
-    assert rig.take_sent() == [KVHello(digest="digest"), KVWant(T, 0, 8)]
+    assert rig.take_sent() == [HELLO, KVWant(T, 0, 8)]
     assert rig.remote.lookup(demand(), 2) is None
     rig.hear(welcome())
     assert rig.remote.take_peers() == ([welcome().peer], [])
@@ -219,6 +223,8 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
     rig = open_rig(blocks(0, [1, 2, 3], num_blocks=3))
     assert rig.remote.lookup(demand(), 2) == 1
     assert rig.remote.lookup(demand(), 3) == 0
+    assert rig.remote.lookup(demand(), 8) is None, "the token is to come"
+    rig.hear(prefilled(num_blocks=3))
     assert rig.remote.lookup(demand(), 8) == 0
 
 
@@ -375,7 +381,7 @@ def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
 def test_connections_that_rest_make_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.pd.connector._MAX_PEERS", 2)
+    monkeypatch.setattr("pagoda.pd.holders.MAX_HOLDERS", 2)
     for number in (1, 2, 3):
         rig.remote.announce(demand(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
     assert rig.remote.lookup(demand("2"), 0) is None
@@ -410,7 +416,7 @@ def test_a_refusal_holds_as_long_as_the_connection() -> None:
     assert rig.take_sent() == [KVDone([U])]
     rig.hear(PeerLost("it hung up"))
     rig.remote.announce(demand("later", token="v"), 0)
-    assert rig.take_sent() == [KVHello(digest="digest"), KVWant(V, 0, 8)]
+    assert rig.take_sent() == [HELLO, KVWant(V, 0, 8)]
 
 
 def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
@@ -421,7 +427,7 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
     rig.pass_time(0.6)
     assert rig.take_sent() == [
         KVRenew([T]),
-        KVHello(digest="digest"),
+        HELLO,
         KVWant(T, 0, 8),
     ]
     rig.hear(welcome(), blocks(0, [1, 2]))
@@ -505,3 +511,65 @@ def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
     [_] = rig.load()
     counts: list[Block] = rig.blocks
     assert [block.ref_count for block in counts] == [3, 3, 2, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "sizes"), [(2**24, [2, 2, 2, 1]), (2**25, [1] * 7), (2**40, [1] * 7), (1, [7])]
+)
+def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) -> None:
+    """So that a worker which gives up what takes too long does not give up what comes."""
+    part = KVPart(0, "keys", 0, 2, block_bytes // 2 or 1)
+    rank = KVRank(parts=(part,), num_blocks=64, doors={})
+    hello = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank, rank)), lease_s=30.0)
+    rig.remote.announce(demand(), 1)
+    rig.hear(hello, blocks(0, list(range(10, 18))), prefilled())
+    transfers = rig.load(1, 7)
+    assert [len(it.source.block_ids) for it in transfers] == sizes
+    read = [block_id for it in transfers for block_id in it.source.block_ids]
+    assert read == list(range(11, 18))
+    written = [block_id for it in transfers for block_id in it.target.block_ids]
+    assert written == [block.block_id for block in rig.blocks]
+    rig.take_sent()
+    for _ in range(40):
+        rig.pass_time(1.0)
+        rig.hear(KVRenewed())
+    for transfer in transfers[1:]:
+        rig.end(transfer)
+    assert KVCheck(T) not in rig.take_sent()
+    rig.end(transfers[0])
+    assert rig.take_sent() == [KVCheck(T)]
+
+
+def test_only_those_of_whom_there_is_news_are_named(rig: Rig) -> None:
+    for token in "tuv":
+        rig.remote.announce(demand(token, token=token), 0)
+    rig.remote.poll()
+    rig.hear(welcome())
+    assert rig.remote.poll() == {"t", "u", "v"}
+    rig.hear(blocks(0, [1, 2]))
+    assert rig.remote.poll() == {"t"}
+    rig.hear(KVGone(U, "why"))
+    assert rig.remote.poll() == {"u"}
+    rig.hear(KVRenewed())
+    assert not rig.remote.poll()
+
+
+def test_what_goes_wrong_is_said_again_after_a_while(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(300):
+        address = f"tcp://127.0.0.1:{number + 1}"
+        rig.remote.announce(demand(f"{number}", address=address), 0)
+        rig.inbox = [(address, PeerLost("it hung up"))]
+        rig.remote.step()
+    assert len(caplog.records) == 300, "of each address"
+    rig.remote.announce(demand("again"), 0)
+    rig.hear(PeerLost("it hung up"))
+    rig.remote.announce(demand("and again"), 0)
+    rig.hear(PeerLost("it hung up"))
+    assert len(caplog.records) == 301
+    rig.pass_time(61.0)
+    rig.remote.announce(demand("later"), 0)
+    rig.hear(PeerLost("it hung up"))
+    assert len(caplog.records) == 302
+    assert len(rig.remote._complaints) == 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from harness import assert_complete, make_request
+from harness import assert_complete, expected_tokens, make_request
 from pair import Pair
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.engine.messages import FinishReason, Role, TokenChunk
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
+from pagoda.pd.holders import STALL_S
 from pagoda.pd.messages import KVBlocks, KVDone, KVPrefilled
 
 PROMPT = [token % 50 for token in range(3, 45)]
@@ -121,7 +122,7 @@ def test_engines_that_do_both_hand_over_to_each_other(num_blocks: int) -> None:
         answers = pair.engines[number % 2]
         assert_complete(answers.harness, [request])
     num_loaded = sum(engine.harness.core.load().tiers[0].num_loaded for engine in pair.engines)
-    assert num_loaded == (72 if num_blocks == 200 else 0)
+    assert num_loaded == (80 if num_blocks == 200 else 0)
     pair.check_nothing_left()
 
 
@@ -156,3 +157,64 @@ def test_the_client_is_told_what_was_cached_where_the_prompt_was_computed() -> N
     pair.run_until(lambda: pair.decode.harness.tokens["r"] != [])
     first = next(chunk for chunk in pair.told_chunks if chunk.request_id == "r")
     assert first.num_cached_tokens == 20
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 8, 9, 40, 41])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_the_token_comes_even_where_no_block_does(num_tokens: int, is_cached: bool) -> None:
+    """A proxy may leave out the seed: what each engine would sample is not the same."""
+    pair = Pair()
+    prompt = PROMPT[:num_tokens]
+    if is_cached:
+        pair.decode.add(make_request("before", [*prompt, 1]))
+        pair.run()
+    there, here = make_request("r", prompt, max_tokens=1), make_request("r", prompt, max_tokens=3)
+    here = msgspec.structs.replace(
+        here, sampling=msgspec.structs.replace(here.sampling, seed=here.sampling.seed + 1)
+    )
+    assert expected_tokens(there)[0] != expected_tokens(here)[0]
+    source = pair.hold(there)
+    pair.run_until(lambda: "r" in pair.prefill.harness.finished)
+    pair.fetch(here, source)
+    pair.run()
+    assert pair.decode.harness.tokens["r"][0] == expected_tokens(there)[0]
+    assert len(pair.decode.harness.tokens["r"]) == 3
+    load = pair.decode.harness.core.load()
+    assert load.tiers[0].num_loaded == (0 if is_cached else num_tokens // 4)
+    pair.check_nothing_left()
+
+
+def test_what_was_fetched_was_not_cached() -> None:
+    pair = Pair()
+    pair.decode.add(make_request("before", PROMPT[:22]))
+    pair.run()
+    request = make_request("r", PROMPT)
+    pair.submit(request)
+    pair.run()
+    assert_complete(pair.decode.harness, [request])
+    load = pair.decode.harness.core.load()
+    assert (load.tiers[0].num_loaded, load.num_prefix_hit_tokens) == (5, 20)
+    pair.decode.add(make_request("again", PROMPT))
+    pair.run()
+    assert pair.decode.harness.core.load().num_prefix_hit_tokens == 20 + 40
+    assert pair.decode.harness.finished["again"].num_cached_tokens == 40
+
+
+def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
+    """All of it is computed where it is held, and nothing of it is loaded where it is wanted."""
+    options = {"num_blocks": 20, "max_model_len": 64}
+    pair = Pair(prefill=options, decode=options, roles=(Role.BOTH, Role.BOTH))
+    blocker = make_request("blocker", [1, 2, 3], max_tokens=60)
+    pair.decode.add(blocker)
+    request = make_request("r", PROMPT)
+    source = pair.submit(request)
+    fetch = pair.decode.remote._fetches["r"]
+    pair.run_until(lambda: fetch.has_token and not fetch.is_incomplete)
+    assert fetch.load is None
+    pair.clock.advance_to(pair.clock.now() + STALL_S + 1)
+    pair.decode.remote.step()
+    assert "r" not in pair.decode.remote._fetches
+    pair.run()
+    assert source.transfer_id not in pair.prefill.holder.leases
+    assert_complete(pair.decode.harness, [blocker, request])
+    pair.check_nothing_left()

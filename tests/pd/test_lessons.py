@@ -26,7 +26,7 @@ from pagoda.engine.messages import (
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
-from pagoda.pd.connector import SILENCE_S
+from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -118,8 +118,8 @@ def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() < 5
     pair.run()
-    assert len(pair.told(KVWant)) == 1
-    assert len(pair.told(KVDone)) == 2
+    assert len(pair.told(KVWant)) == len(pair.told(KVDone)) == 2
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10, "those of the first"
     assert pair.decode.harness.tokens["again"] == expected_tokens(make_request("again", PROMPT))
 
 
@@ -520,12 +520,12 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote._peers == {}
+    assert pair.decode.remote._holders._holders == {}
     is_silent = False
     pair.submit(second)
     pair.run()
     assert_complete(pair.decode.harness, [first, second])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 9
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
     pair.check_nothing_left()
 
 
@@ -664,3 +664,31 @@ def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
         pair.prefill.add(make_request(f"r{number}", document))
     pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
     assert source.transfer_id in pair.prefill.holder.leases
+
+
+def test_who_may_not_ask_yet_stops_nobody_who_need_not_ask() -> None:
+    pair = Pair(prefill={"max_num_seqs": 1}, decode={"max_num_seqs": 2})
+    fetched = [make_request(f"r{n}", document) for n, document in enumerate(documents(6))]
+    for request in fetched:
+        pair.submit(request)
+    plain = make_request("plain", PROMPT[:9], max_tokens=2)
+    pair.decode.add(plain)
+    pair.run_until(lambda: bool(pair.decode.harness.finished))
+    assert list(pair.decode.harness.finished) == ["plain"]
+    pair.run()
+    assert_complete(pair.decode.harness, [*fetched, plain])
+    assert pair.decode.harness.core.load().tiers[0].num_loaded == 60
+    pair.check_nothing_left()
+
+
+def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
+    pair = Pair(prefill={"max_num_seqs": 1}, decode={"max_num_seqs": 1})
+    low = make_request("low", PROMPT[:9], max_tokens=40, priority=1)
+    pair.decode.add(low)
+    pair.run_until(lambda: len(pair.decode.harness.tokens["low"]) > 2)
+    fetched = [make_request(f"r{n}", document) for n, document in enumerate(documents(3))]
+    for request in fetched:
+        pair.submit(request)
+    pair.run()
+    assert_complete(pair.decode.harness, [*fetched, low])
+    assert pair.decode.harness.scheduler.num_preemptions <= 3

@@ -207,14 +207,13 @@ async def test_ids_of_requests_are_the_clients_own_matter(
     assert await asyncio.gather(ask(), ask(), ask()) == [await alone(session, servers)] * 3
 
 
-async def test_a_router_can_stand_before_either_side(
+async def test_a_router_arranges_handoffs_itself(
     session: aiohttp.ClientSession, servers: Servers
 ) -> None:
-    """A proxy that knows one address for both, as a router over both gives it."""
-    body = salted()
-    before = (await load_of(servers.decode))["tiers"][-1]["num_loaded"]
-    answer = await ask_prefill(session, servers.router, PATH, body)
-    full = {**body, "kv_transfer_params": answer["kv_transfer_params"]}
-    whole = await ask_decode(session, servers.router, PATH, full)
-    assert tokens_of(whole) == await alone(session, servers)
-    assert (await load_of(servers.decode))["tiers"][-1]["num_loaded"] > before
+    """Its clients are end users, who have nothing to say about where KV comes from."""
+    body = {**salted(), "kv_transfer_params": {"do_remote_decode": True}}
+    async with session.post(servers.router + PATH, json=body) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+    assert error["param"] == "kv_transfer_params.do_remote_decode"
+    assert "a router" in error["message"]

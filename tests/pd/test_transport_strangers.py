@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import socket
@@ -59,6 +60,13 @@ class House:
 @pytest.fixture(params=["shm", "tcp"])
 def house(request: pytest.FixtureRequest) -> Iterator[House]:
     house = House(request.param)
+    yield house
+    house.close()
+
+
+@pytest.fixture
+def tcp_house() -> Iterator[House]:
+    house = House("tcp")
     yield house
     house.close()
 
@@ -148,6 +156,47 @@ def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
         stream.close()
 
 
+def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
+    """One that is slow with its proof keeps its place."""
+    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
+    guest = tcp_house.knock()
+    crowd = [
+        socket.create_connection((door.host, door.port), 20, ("127.0.0.2", 0))
+        for _ in range(2 * stream_server.MAX_STRANGERS)
+    ]
+    assert drain(crowd[0]) == b"", "the first of them was sent away for others"
+    enter(tcp_house, guest).close()
+    for stream in crowd:
+        stream.close()
+
+
+def test_a_guest_that_was_sent_away_comes_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prover = house.door._prover  # type: ignore[attr-defined]
+    admit, turns = prover.admit, itertools.count()
+
+    def admit_the_third(stream: socket.socket, channel: bytes, deadline: float) -> int:
+        turn = next(turns)
+        if turn == 1:
+            stream.sendall(bytes(32))
+            stream.recv(2**10)
+        if turn < 2:
+            raise TransportError("sent away")
+        wish: int = admit(stream, channel, deadline)
+        return wish
+
+    monkeypatch.setattr(prover, "admit", admit_the_third)
+    house.check()
+    assert next(turns) == 3
+
+
+def test_strangers_cannot_ask_for_what_costs_much(tcp_house: House) -> None:
+    slow = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT, tcp._ENCRYPTED)
+    with pytest.raises(OSError, match="handshake failure"):
+        slow.wrap_socket(tcp_house.knock())
+
+
 def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
     crowd = [house.knock() for _ in range(10)]
     house.door.close()
@@ -159,22 +208,14 @@ def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
 # ---- guests that misbehave
 
 
-def enter(house: House, *, wish: int = 0) -> socket.socket:
-    """A guest's stream, to say on it what one likes."""
+def enter(house: House, stream: socket.socket | None = None) -> socket.socket:
+    """A guest's stream, to say on it what one likes; `stream` has not said anything yet."""
     door = msgspec.msgpack.decode(house.door.descriptor, type=TcpDescriptor)
-    stream = house.knock()
-    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
-    Prover(SECRET, door.door_id).enter(channel, tcp._binding(channel), wish, soon())
+    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
+    Prover(SECRET, door.door_id).enter(channel, tcp._binding(channel), 0, soon())
     bare = tcp._bared(channel, soon())
     bare.settimeout(20)
     return bare
-
-
-@pytest.fixture
-def tcp_house() -> Iterator[House]:
-    house = House("tcp")
-    yield house
-    house.close()
 
 
 @pytest.mark.parametrize(

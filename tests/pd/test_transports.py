@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from transport_rig import SIZES, Memory, make, read, soon
 
+from pagoda.pd.transport import tcp
 from pagoda.pd.transport.base import MemoryDoor, MemoryLink, Span, Transport, TransportError
 
 TESTED = os.environ.get("PAGODA_TEST_TRANSPORT", "shm;tcp;tcp, encrypted").split(";")
@@ -164,6 +166,45 @@ def test_closing_ends_a_read_under_way(pair: Pair, closes: str) -> None:
         (pair.door if closes == "door" else pair.link).close()
         with pytest.raises(TransportError):
             reading.result(20)
+
+
+@pytest.mark.parametrize("fault", ["an error of ours", "no further thread"])
+def test_a_read_that_fails_leaves_nobody_writing(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """One share has begun, the next fails in a way that nobody foresaw; the first goes on for a while."""
+    pair = Pair("tcp")
+    begun, goes_on = threading.Event(), threading.Event()
+    num_begun = itertools.count()
+    ended: list[int] = []
+    start = threading.Thread.start
+
+    def share(_self: tcp.TcpLink, _spans: object, _deadline: float) -> None:
+        if not threading.current_thread().name.startswith("kv-tcp-read"):
+            assert begun.wait(20)
+            raise MemoryError
+        begun.set()
+        assert goes_on.wait(20)
+        ended.append(1)
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name.startswith("kv-tcp-read") and next(num_begun):
+            assert begun.wait(20)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(tcp.TcpLink, "_read", share)
+    monkeypatch.setattr(tcp, "_STREAM_BYTES", 2**20)
+    if fault == "no further thread":
+        monkeypatch.setattr(threading.Thread, "start", start_one)
+    timer = threading.Timer(0.05, goes_on.set)
+    start(timer)
+    with pytest.raises((MemoryError, RuntimeError)):
+        read(pair.link, [Span(2, 0, 3 * 2**20, pair.ours.address(2))])
+    assert len(ended) == (1 if fault == "no further thread" else 2)
+    timer.join()
+    monkeypatch.undo()
+    pair.close()
 
 
 def test_a_door_of_another_memory_is_not_taken_for_it(pair: Pair) -> None:

@@ -283,6 +283,53 @@ def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
     run(main())
 
 
+def test_what_a_replica_ends_unasked_goes_on_elsewhere() -> None:
+    """A host that ends aborts what it still has then."""
+
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+        await asyncio.sleep(0.1)
+        await endpoints[0].drain(0)
+        assert (await asking).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_what_the_only_replica_ends_unasked_waits() -> None:
+    async def main() -> None:
+        dispatcher, (only,) = await start(1)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+        await asyncio.sleep(0.1)
+        await only.abort("r")
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        assert (await asking).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_that_is_moved_often_kills_no_engines() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        for endpoint in endpoints:
+            endpoint.hang(10)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            [member] = [m for m in dispatcher._members if dispatcher.ledger.num_requests[m.index]]
+            dispatcher._move_requests_of(member)
+        assert (await asking).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
 def test_a_request_that_kills_engines_fails_alone() -> None:
     async def main() -> None:
         dispatcher, _ = await start(3)

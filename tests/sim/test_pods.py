@@ -22,8 +22,10 @@ from pagoda.engine.messages import (
 )
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.pods import PATIENCE_S, Pod
+from pagoda.frontend.outliers import SILENCE_S
+from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.frontend.preparation import Place
 from pagoda.ipc.clock import LoopClock
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
@@ -56,11 +58,14 @@ class Host(SimEndpoint):
         self.says_nothing = False
         """Of where KV will be."""
         self.is_full = False
+        self.is_deaf = False
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self.taken.append(request)
         if self.is_full:
             raise OverloadedError("The waiting queue is full.")
+        if self.is_deaf:
+            await asyncio.Event().wait()
         async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if self.says_nothing and chunk.kv_source is not None:
@@ -114,7 +119,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
         )
         sources = [taken.kv_source and taken.kv_source.address for taken in d.taken]
         assert sources == ["tcp://host0:1", None]
-        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
+        assert await d.num_fetched() == len(LONG) // 4 * 4
         assert not any(taken.holds_kv for taken in d.taken)
         await end(pod, [p, d])
 
@@ -157,17 +162,19 @@ def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_ou
     run(main())
 
 
-def test_siblings_get_the_kv_of_the_first_of_them() -> None:
+def test_what_is_only_on_its_way_is_not_counted_on() -> None:
+    """Neither waited for: who has it computed may leave, and its host may be lost."""
+
     async def main() -> None:
-        pod, [p, d] = await start([P, D])
-        asking = [ask(pod.dispatcher, request(f"r{i}", LONG)) for i in range(5)]
-        assert all(answer.complete for answer in await asyncio.gather(*asking))
-        assert [r.request_id for r in p.taken] == ["r0/prefill0"]
-        assert [r.request_id for r in d.taken] == [f"r{i}" for i in range(5)]
-        load = await d.load()
-        assert load.num_prefix_hit_tokens == 5 * await d.num_fetched()
-        assert await d.num_fetched() == (len(LONG) - 1) // 4 * 4
-        assert not pod.dispatcher._preparation._computing  # type: ignore[union-attr]
+        pod, [p, d] = await start([P, D], base_s=0.5)
+        first = asyncio.create_task(ask(pod.dispatcher, request("first", LONG)))
+        await asyncio.sleep(0.01)
+        sibling = asyncio.create_task(ask(pod.dispatcher, request("sibling", LONG)))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        assert (await sibling).complete
+        assert [r.request_id for r in p.taken] == ["first/prefill0", "sibling/prefill1"]
+        assert d.taken[-1].kv_source is not None
         await end(pod, [p, d])
 
     run(main())
@@ -181,6 +188,119 @@ def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
         assert pod.dispatcher.ledger.pending_tokens == [0, 3]
         assert pod._prefill.ledger.pending_tokens == [len(LONG) + 3]
         assert (await asking).complete
+        await end(pod, hosts)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("waiting", "decoding", "num_streams", "is_here"),
+    [
+        (0, 0, 0, False),
+        (100, 0, 0, False),
+        (101, 0, 0, True),
+        (300, 200, 0, False),
+        (301, 200, 0, True),
+        (101, 0, 1, False),
+        (501, 0, 4, True),
+    ],
+)
+def test_a_queue_of_prefill_hosts_is_weighed_against_what_the_prompt_would_hold_up(
+    waiting: int, decoding: int, num_streams: int, is_here: bool
+) -> None:
+    """By a prompt of 100 tokens."""
+    assert is_better_here(100, Place(D, 0, decoding, num_streams), waiting) == is_here
+
+
+def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
+    """Prompts come twice as fast as a prefill host computes them. But no streams stand still for one."""
+    fields = {"per_token_s": 0.05, "max_num_batched_tokens": 16, "max_num_seqs": 32}
+
+    async def main() -> None:
+        pod, [p, d] = await start([P, D], num_blocks=512, **fields)
+
+        async def ask_one_by_one(name: str, first_token: int) -> int:
+            """How many of them are computed by the prefill host."""
+            before = p.num_prefills
+            asking = []
+            for number in range(10):
+                asked = request(f"{name}{number}", [first_token + number, *LONG], max_tokens=2)
+                asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
+                await asyncio.sleep(1.0)
+            assert all(answer.complete for answer in await asyncio.gather(*asking))
+            return p.num_prefills - before
+
+        assert 4 <= await ask_one_by_one("idle", 100) <= 7
+        asked = [request(f"stream{i}", [50 + i, *SHORT], max_tokens=100) for i in range(8)]
+        streams = [asyncio.create_task(ask(pod.dispatcher, each)) for each in asked]
+        await asyncio.sleep(5.0)
+        assert await ask_one_by_one("busy", 200) == 10
+        assert all(answer.complete for answer in await asyncio.gather(*streams))
+        await end(pod, [p, d])
+
+    run(main())
+
+
+def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, P, D])
+        hosts[0].is_deaf = True
+        asking = []
+        for index in range(20):
+            asked = request(f"r{index}", [index, *LONG])
+            asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
+            await asyncio.sleep(0.2)
+        assert all(answer.complete for answer in await asyncio.gather(*asking))
+        assert len(hosts[0].taken) <= 5
+        assert [r.state for r in (await pod._prefill.load()).replicas] == ["ejected", "ready"]
+        assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 15
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_a_decode_host_that_waits_for_kv_is_not_judged_by_its_silence() -> None:
+    async def main() -> None:
+        pod, hosts = await start([P, D, D], per_transferred_block_s=1.0)
+        began = asyncio.get_running_loop().time()
+        long = asyncio.create_task(ask(pod.dispatcher, request("long", LONG)))
+        while not long.done():
+            assert (await ask(pod.dispatcher, request(f"r{len(hosts[2].taken)}", [1]))).complete
+            states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
+            assert states == ["ready"] * 3
+        assert (await long).complete
+        assert asyncio.get_running_loop().time() - began > 2 * SILENCE_S
+        await end(pod, hosts)
+
+    run(main())
+
+
+def test_what_decode_hosts_have_no_room_for_does_not_go_to_prefill_hosts() -> None:
+    async def main() -> None:
+        pod, [p, d] = await start([P, D], max_num_seqs=1, max_num_waiting=1)
+        asked = [request(f"r{index}", [index, *SHORT]) for index in range(6)]
+        answers = await asyncio.gather(*(ask(pod.dispatcher, one) for one in asked))
+        assert [answer.complete for answer in answers] == [True] * 2 + [False] * 4
+        assert all(isinstance(answer.refusal, OverloadedError) for answer in answers[2:])
+        d.is_full = True
+        assert isinstance((await ask(pod.dispatcher, asked[0])).refusal, OverloadedError)
+        assert not p.taken
+        await end(pod, [p, d])
+
+    run(main())
+
+
+def test_to_be_full_and_to_answer_bad_requests_is_no_illness() -> None:
+    async def main() -> None:
+        pod, hosts = await start([NONE, NONE])
+        hosts[0].is_full = True
+        for index in range(8):
+            assert (await ask(pod.dispatcher, request(f"r{index}"))).complete
+            bad = await ask(pod.dispatcher, request(f"bad{index}", [1] * 500))
+            assert bad.finish is FinishReason.ERROR
+        assert len(hosts[0].taken) >= 5
+        states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
+        assert states == ["ready", "ready"]
         await end(pod, hosts)
 
     run(main())
@@ -299,6 +419,28 @@ def test_a_pod_can_do_what_any_of_its_hosts_can(roles: list[Role], role: Role) -
         pod, hosts = await start(roles)
         assert pod.dispatcher.limits.role is role
         await end(pod, hosts)
+
+    run(main())
+
+
+def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
+    async def main() -> None:
+        pod, hosts = await start([D, D], "round-robin")
+
+        def are_followed() -> set[bool]:
+            return {bool(host._session._cache_listeners) for host in hosts}
+
+        assert are_followed() == {False}
+        p = Host(P, hosts[0]._network, 2)
+        await p.start()
+        pod.add(p)
+        assert are_followed() == {True}
+        pod.remove(p)
+        assert are_followed() == {False}
+        pod.add(p)
+        assert (await ask(pod.dispatcher, request("r", LONG))).complete
+        assert p.num_prefills == 1
+        await end(pod, [*hosts, p])
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_models import make_model, save_model
 from pagoda.engine.messages import KVPeer, Role
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig
+from pagoda.pd.transport.base import TransportError
 from pagoda.pd.transport.tcp import TcpDescriptor
 from pagoda.worker import kv_exchange
 
@@ -133,7 +135,7 @@ def test_several_transfers_come_one_after_the_other(make: MakeEngine, model: Pat
 def test_small_batches_copy_the_same(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_exchange, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(kv_exchange, "BATCH_BYTES", 1)
     _, engine = both(make, model, topology(tp=2), topology())
     engine.read(SOURCES, TARGETS)
     engine.check(SOURCES, TARGETS)
@@ -249,6 +251,37 @@ def test_blocks_that_are_not_here_are_an_engines_fault(
         engine.begin([0], [block])
 
 
+def test_a_transfer_may_take_as_long_as_its_batches_come(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch of a large transfer takes nearly as long as it may."""
+    monkeypatch.setattr(kv_exchange, "BATCH_BYTES", 1)
+    skipped_s = 0.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + skipped_s
+
+    class SlowLink:
+        def read(self, _spans: object, deadline: float) -> None:
+            nonlocal skipped_s
+            skipped_s += kv_exchange.BATCH_LIMIT_S - 1
+            if Clock.monotonic() > deadline:
+                raise TransportError("it took too long")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(kv_exchange, "time", Clock)
+    prefill = make(model, topology(), Role.PREFILL)
+    engine = make(model, topology(), Role.DECODE)
+    (exchange,) = engine.exchanges
+    exchange._connect = lambda _rank, _deadline: SlowLink()
+    engine.meet(prefill.peer())
+    assert engine.read(SOURCES, TARGETS)[0].failed == []
+
+
 class Silence:
     """A door that takes connections and says nothing."""
 
@@ -321,11 +354,27 @@ def test_a_silent_peer_that_parts_ends_its_transfers(
     engine.check([], [])
 
 
+def test_an_idle_link_is_closed_by_the_thread_that_reads(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some need a while for it, and whoever parts does not wait."""
+    _, engine = both(make, model, transports=("tcp",))
+    engine.read([0], [0])
+    (exchange,) = engine.exchanges
+    (lane,) = exchange._peers["prefill-1"].lanes
+    assert lane._link is not None
+    closers: list[threading.Thread] = []
+    monkeypatch.setattr(lane._link, "close", lambda: closers.append(threading.current_thread()))
+    engine.part("prefill-1")
+    lane.join()
+    assert closers == [lane._thread]
+
+
 def test_a_peer_that_dies_in_the_middle(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came before is good, what did not is told, and nothing is left that writes."""
-    monkeypatch.setattr(kv_exchange, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(kv_exchange, "BATCH_BYTES", 1)
     prefill, engine = both(make, model, topology(tp=2), topology())
     (exchange,) = engine.exchanges
     lane = exchange._peers["prefill-1"].lanes[1]

@@ -19,7 +19,10 @@ def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
     if not is_port or not _is_host(host) or (fixed and int(port) == 0):
-        raise ConfigError(f"{flag} must be HOST:PORT, such as 10.0.0.1:5600, got {address!r}.")
+        raise ConfigError(
+            f"{flag} must be HOST:PORT, a name or an IPv4 address and a port, such as 10.0.0.1:5600, "
+            f"got {address!r}."
+        )
     return f"{host}:{'*' if int(port) == 0 else int(port)}"
 
 
@@ -37,13 +40,13 @@ class Advertised:
         Raises:
             ConfigError: it is neither HOST nor HOST:PORT.
         """
-        if ":" in address:
+        if address.count(":") == 1:
             host, _, port = parse_address(address, "--advertise", fixed=True).rpartition(":")
             return cls(host, int(port))
         if not _is_host(address):
             raise ConfigError(
-                "--advertise must be HOST or HOST:PORT, such as 10.0.0.2 or 10.0.0.2:5601, "
-                f"got {address!r}."
+                "--advertise must be HOST or HOST:PORT, a name or an IPv4 address, such as 10.0.0.2 or "
+                f"10.0.0.2:5601, got {address!r}."
             )
         return cls(address, None)
 

@@ -11,8 +11,18 @@ from typing import NamedTuple, Protocol
 
 from pagoda.errors import PagodaError
 
-TRANSFER_LIMIT_S = 60.0
-"""How long a worker tries to read the blocks of one transfer, once they may be written, before it gives up."""
+BATCH_BYTES = 2**26
+"""Of a transfer, what a worker reads at once: what came before a failure is good."""
+BATCH_LIMIT_S = 60.0
+"""How long it tries to, before it gives up. Large transfers go on as long as their batches come."""
+
+
+def longest_transfer_s(num_bytes: int) -> float:
+    """When a worker has given up a transfer of so many bytes from each rank, at the latest.
+
+    Batches are of whole blocks, so they may be only a little more than half full.
+    """
+    return BATCH_LIMIT_S * (1 + 2 * num_bytes // BATCH_BYTES)
 
 
 class TransportError(PagodaError):

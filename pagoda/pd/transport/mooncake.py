@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.readers import Readers
 from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
 
 _STAGING_BYTES = 2**24
@@ -50,15 +51,13 @@ class MooncakeTransport:
         self._kind = _load()
         self._engine = _new_engine(self._kind, access.host)
         """For all links."""
-        self._abandoned: deque[tuple[float, _Staging]] = deque()
+        self._abandoned = _Abandoned()
 
     def open_door(self) -> MooncakeDoor:
         return MooncakeDoor(self._kind, self._host, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> MooncakeLink:
-        now = time.monotonic()
-        while self._abandoned and self._abandoned[0][0] < now - _LATE_WRITES_S:
-            self._abandoned.popleft()
+        self._abandoned.close_old(time.monotonic())
         link = MooncakeLink(self._engine, descriptor, self._abandoned)
         link.probe(deadline)
         return link
@@ -101,20 +100,36 @@ class _Staging:
         self._engine.unregister_memory(self.address)
 
 
+class _Abandoned:
+    """Memory that something may still be written to, for a while."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: deque[tuple[float, _Staging]] = deque()
+
+    def add(self, staging: _Staging, now: float) -> None:
+        with self._lock:
+            self._since.append((now, staging))
+
+    def close_old(self, now: float) -> None:
+        with self._lock:
+            while self._since and self._since[0][0] <= now - _LATE_WRITES_S:
+                self._since.popleft()[1].close()
+
+
 class MooncakeLink:
-    def __init__(
-        self, engine: Any, descriptor: bytes, abandoned: deque[tuple[float, _Staging]]
-    ) -> None:
-        """`abandoned` keeps memory that something may still be written to."""
+    def __init__(self, engine: Any, descriptor: bytes, abandoned: _Abandoned) -> None:
         door = read_descriptor(descriptor, MooncakeDescriptor)
         self._engine = engine
         self._session = door.session
         self._regions = door.regions
         self._abandoned = abandoned
         self._staging = _Staging(engine)
-        self._lock = threading.Lock()
-        """Held by whoever reads."""
-        self._is_closed = False
+        self._may_be_written = False
+        """To the memory that it reads into, after an error."""
+        self._turn = threading.Lock()
+        """Of whoever reads."""
+        self._readers = Readers(self._let_go)
 
     def probe(self, deadline: float) -> None:
         """Reads a byte, to find out whether somebody is there.
@@ -131,15 +146,12 @@ class MooncakeLink:
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         pieces = find_pieces(self._regions, spans)
-        with self._lock:
+        with self._readers.reading(), self._turn:
             for batch in batches(pieces, _STAGING_BYTES, _BATCH_PIECES):
-                if self._is_closed:
-                    raise TransportError("the connection was closed")
+                self._readers.check()
                 if time.monotonic() > deadline:
                     raise TransportError("it took too long")
                 self._read(batch)
-            if self._is_closed:
-                raise TransportError("the connection was closed")
 
     def _read(self, batch: list[Piece]) -> None:
         places = []
@@ -154,17 +166,20 @@ class MooncakeLink:
             [piece.num_bytes for piece in batch],
         )
         if status:
-            self._is_closed = True
-            self._abandoned.append((time.monotonic(), self._staging))
+            self._may_be_written = True
+            self.close()
             raise TransportError(f"Mooncake could not read from {self._session}")
         for place, piece in zip(places, batch, strict=True):
             ctypes.memmove(piece.target, place, piece.num_bytes)
 
+    def _let_go(self) -> None:
+        if self._may_be_written:
+            self._abandoned.add(self._staging, time.monotonic())
+        else:
+            self._staging.close()
+
     def close(self) -> None:
-        was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
-            with self._lock:  # a batch at the most
-                self._staging.close()
+        self._readers.close()
 
 
 def _load() -> Any:

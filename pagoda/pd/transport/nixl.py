@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
+from pagoda.pd.transport.readers import Readers
 from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
 
 _BATCH_BYTES = 2**26
@@ -28,8 +29,8 @@ _AWAKE_S = 1.0
 """How long a door looks often, after somebody has said that he reads."""
 _SETTLE_TURNS = 20
 _SETTLE_PAUSE_S = 1e-3
-_FAREWELL_S = 10.0
-"""How long a batch that nobody wants any more is waited for."""
+_FAREWELL_S = 3.0
+"""How long a thread waits for what is under way once it is not wanted any more."""
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True):
@@ -107,9 +108,10 @@ class NixlLink:
         door = read_descriptor(descriptor, NixlDescriptor)
         self._regions = door.regions
         self._abandoned = abandoned
-        self._lock = threading.Lock()
-        """Held by whoever reads."""
-        self._is_closed = False
+        self._has_failed = False
+        self._turn = threading.Lock()
+        """Of whoever reads."""
+        self._readers = Readers(self._let_go)
         self._agent: Any = _new_agent(nixl, regions)
         try:
             self._peer = self._agent.add_remote_agent(door.metadata)
@@ -123,18 +125,16 @@ class NixlLink:
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         pieces = find_pieces(self._regions, spans)
-        with self._lock:
+        with self._readers.reading(), self._turn:
             for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
-                if self._is_closed:
-                    raise TransportError("the connection was closed")
+                self._readers.check()
                 if time.monotonic() > deadline:
                     raise TransportError("it took too long")
                 try:
                     self._read(batch, deadline)
                 except TransportError:
-                    self._is_closed = True
-                    self._abandoned.append(self._agent)
-                    self._agent = None
+                    self._has_failed = True
+                    self.close()
                     raise
 
     def _read(self, batch: list[Piece], deadline: float) -> None:
@@ -148,21 +148,25 @@ class NixlLink:
             while state == "PROC" and not self._is_overdue(deadline):
                 time.sleep(_PAUSE_S)
                 state = agent.check_xfer_state(handle)
-            handle.release()
+            if state == "DONE":
+                handle.release()
+                return
         except Exception as error:
             raise TransportError(f"NIXL: {_told(error)}") from error
-        if state != "DONE":
-            raise TransportError("NIXL could not read it")
+        raise TransportError("it took too long" if state == "PROC" else "NIXL could not read it")
 
     def _is_overdue(self, deadline: float) -> bool:
-        return time.monotonic() > deadline + (_FAREWELL_S if self._is_closed else 0.0)
+        return time.monotonic() > self._readers.patience(deadline, _FAREWELL_S)
+
+    def _let_go(self) -> None:
+        agent, self._agent = self._agent, None
+        if self._has_failed:
+            self._abandoned.append(agent)
+        elif agent is not None:
+            _settle(agent)
 
     def close(self) -> None:
-        self._is_closed = True
-        with self._lock:  # what has begun is read to its end, a batch at the most
-            agent, self._agent = self._agent, None
-        if agent is not None:
-            _settle(agent)
+        self._readers.close()
 
 
 def _load() -> Any:

@@ -15,14 +15,26 @@ import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from pagoda.pd.transport.base import TransportError
 
+_ATTEMPTS = 5
+_PAUSE_S = 0.05
+"""Before the second of them, and twice as much before each further one."""
 DOOR_ID_BYTES = 16
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _WISH_BYTES = 1
+
+EnteredT = TypeVar("EnteredT")
+
+
+class HungUpError(TransportError):
+    """The door did not say why."""
 
 
 def new_door_id() -> bytes:
@@ -67,7 +79,7 @@ class Prover:
         try:
             given = receive(stream, _PROOF_BYTES, deadline)
         except ConnectionError:
-            raise TransportError(
+            raise HungUpError(
                 "it is another's by now, or the cluster's key is not the same there"
             ) from None
         if not hmac.compare_digest(given, self._proof(b"door", channel, transcript)):
@@ -76,6 +88,25 @@ class Prover:
     def _proof(self, who: bytes, channel: bytes, transcript: bytes) -> bytes:
         parts = (who.ljust(8), self._door_id, hashlib.sha256(channel).digest(), transcript)
         return hmac.digest(self._key, b"".join(parts), "sha256")
+
+
+def keep_trying(enter: Callable[[], EnteredT], deadline: float) -> EnteredT:
+    """What `enter` returns, which a door may hang up on although it knows the secret: when many come who do not.
+
+    Raises:
+        OSError, TransportError: as `enter`, the last time.
+    """
+    for attempt in range(_ATTEMPTS - 1):
+        try:
+            return enter()
+        except ConnectionRefusedError:
+            raise
+        except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError, HungUpError):
+            pause_s = _PAUSE_S * 2**attempt
+            if time.monotonic() + pause_s >= deadline:
+                raise
+            time.sleep(pause_s)
+    return enter()
 
 
 def receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:

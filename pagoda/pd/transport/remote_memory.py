@@ -1,4 +1,4 @@
-"""What libraries that read memory by its address need to know of a door, besides what they say of themselves."""
+"""What is common to links that read memory by its address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Piece(NamedTuple):
     """A contiguous piece to read, by addresses."""
 
     source: int
-    """In the other process."""
+    """An address in the other process, or of its memory where this one has it."""
     target: int
     num_bytes: int
 
@@ -33,7 +33,7 @@ def read_descriptor(descriptor: bytes, kind: type[DescriptorT]) -> DescriptorT:
 
 
 def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]:
-    """Where spans of the other side's regions lie there.
+    """Where spans of the other side's regions lie.
 
     Raises:
         TransportError: there is no such memory.

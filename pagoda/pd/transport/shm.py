@@ -7,6 +7,7 @@ While the door is open the socket stays connected; a read counts only if it stil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import math
@@ -15,16 +16,24 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pagoda.pd.transport.base import Access, MemoryFile, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
-from pagoda.pd.transport.remote_memory import read_descriptor
+from pagoda.pd.transport.proof import (
+    Prover,
+    keep_trying,
+    new_door_id,
+    receive,
+    send_all,
+    wait_until,
+)
+from pagoda.pd.transport.readers import Readers
+from pagoda.pd.transport.remote_memory import Piece, find_pieces, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 _PIECE = 2**26
@@ -136,38 +145,38 @@ class ShmLink:
         door = read_descriptor(descriptor, ShmDescriptor)
         if door.boot_id != _boot_id():
             raise TransportError("it is on another host")
-        self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._enter(door, Prover(secret, door.door_id), deadline)
-        except OSError as error:
-            self._stream.close()
-            raise TransportError(f"its process cannot be reached: {error}") from None
-        except BaseException:
-            self._stream.close()
-            raise
-        self._state = threading.Condition()
-        """Guards all that follows."""
-        self._num_reads = 0
-        self._is_closed = False
-
-    def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> None:
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        # Waits for its turn in the queue, which a socket with a time limit of Python's would not.
-        limit = struct.pack("ll", math.ceil(HANDSHAKE_S), 0)
-        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._stream.connect(f"\0{door.name}")
-        _check_user(self._stream)
-        prover.enter(self._stream, b"", 0, deadline)
-        wait_until(self._stream, deadline)
-        length, descriptors, _, _ = socket.recv_fds(self._stream, 4, 1)
+        enter = partial(self._enter, door, Prover(secret, door.door_id), deadline)
+        try:
+            self._stream = keep_trying(enter, deadline)
+        except OSError as error:
+            raise TransportError(f"its process cannot be reached: {error}") from None
+        self._readers = Readers(self._unmap)
+
+    def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> socket.socket:
+        with contextlib.ExitStack() as opened:
+            stream = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            # Waits for its turn in the queue, which a socket with a time limit of Python's would not.
+            limit = struct.pack("ll", math.ceil(HANDSHAKE_S), 0)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            stream.connect(f"\0{door.name}")
+            _check_user(stream)
+            prover.enter(stream, b"", 0, deadline)
+            self._take_memory(stream, deadline)
+            opened.pop_all()
+        return stream
+
+    def _take_memory(self, stream: socket.socket, deadline: float) -> None:
+        wait_until(stream, deadline)
+        length, descriptors, _, _ = socket.recv_fds(stream, 4, 1)
         if not descriptors:
             raise ConnectionResetError("it hung up")
         (descriptor,) = descriptors
         try:
             if len(length) < 4:
-                length += receive(self._stream, 4 - len(length), deadline)
+                length += receive(stream, 4 - len(length), deadline)
             count = int.from_bytes(length, "little")
-            layout = msgspec.msgpack.decode(receive(self._stream, count, deadline), type=_Layout)
+            layout = msgspec.msgpack.decode(receive(stream, count, deadline), type=_Layout)
             self._map(descriptor, layout)
         finally:
             os.close(descriptor)
@@ -177,54 +186,34 @@ class ShmLink:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK:
             raise TransportError("its memory could be taken away while it is read")
-        self._regions = [Region(*both) for both in zip(layout.offsets, layout.sizes, strict=True)]
-        if any(region.address + region.num_bytes > self._size for region in self._regions):
+        places = list(zip(layout.offsets, layout.sizes, strict=True))
+        if any(offset + num_bytes > self._size for offset, num_bytes in places):
             raise TransportError("its memory is smaller than it says")
         address = _libc.mmap(None, self._size, _PROT_READ, _MAP_SHARED, descriptor, 0)
         if address in (None, _MAP_FAILED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address: int = address
+        self._regions = [Region(address + offset, num_bytes) for offset, num_bytes in places]
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
-        with self._state:
-            if self._is_closed:
-                raise TransportError("the connection was closed")
-            self._num_reads += 1
-        try:
-            self._copy(spans, deadline)
-        finally:
-            with self._state:
-                self._num_reads -= 1
-                self._state.notify_all()
-                is_last = self._is_closed and self._num_reads == 0
-            if is_last:
-                self._unmap()
+        with self._readers.reading():
+            self._copy(find_pieces(self._regions, spans), deadline)
 
-    def _copy(self, spans: Sequence[Span], deadline: float) -> None:
+    def _copy(self, pieces: Sequence[Piece], deadline: float) -> None:
         copied = 0
-        for span in spans:
-            source = self._source(span)
-            for start in range(0, span.num_bytes, _PIECE):
-                count = min(_PIECE, span.num_bytes - start)
-                ctypes.memmove(span.target + start, source + start, count)
+        for piece in pieces:
+            for start in range(0, piece.num_bytes, _PIECE):
+                count = min(_PIECE, piece.num_bytes - start)
+                ctypes.memmove(piece.target + start, piece.source + start, count)
                 copied += count
                 if copied >= _PIECE:
                     self._check(deadline)
                     copied = 0
         self._check(deadline)
 
-    def _source(self, span: Span) -> int:
-        if not 0 <= span.region < len(self._regions):
-            raise TransportError(f"there is no region {span.region}")
-        region = self._regions[span.region]
-        if span.offset < 0 or span.offset + span.num_bytes > region.num_bytes:
-            raise TransportError(f"region {span.region} ends before what is to be read")
-        return self._address + region.address + span.offset
-
     def _check(self, deadline: float) -> None:
         """Whether what has been copied counts, and more may be."""
-        if self._is_closed:
-            raise TransportError("the connection was closed")
+        self._readers.check()
         poller = select.poll()
         poller.register(self._stream, select.POLLIN)
         if poller.poll(0):  # the door never says anything more
@@ -233,13 +222,7 @@ class ShmLink:
             raise TransportError("it took too long")
 
     def close(self) -> None:
-        with self._state:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            is_idle = self._num_reads == 0
-        if is_idle:
-            self._unmap()
+        self._readers.close()
 
     def _unmap(self) -> None:
         """Once nobody reads any more."""

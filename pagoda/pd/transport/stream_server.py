@@ -7,13 +7,16 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 from pagoda.pd.transport.base import TransportError
 
 MAX_STRANGERS = 32
-"""Connections that have not proved anything yet; one more, and the oldest of them is closed."""
+"""Connections that have not proved anything yet; one more, and the oldest from where most come is closed."""
+_CROWD_PAUSE_S = 0.01
+"""Between two connections while there are so many: handshakes cost no more than so much, and have time."""
 MAX_GUESTS = 512
 HANDSHAKE_S = 5.0
 _BACKLOG = 128
@@ -35,7 +38,9 @@ class Admitted(NamedTuple):
 class _Connection:
     """One of them, whatever its socket is wrapped in by now."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, origin: str) -> None:
+        self.origin = origin
+        """The address of its host; empty where all are on this one."""
         self._handle = stream.dup()
         self._lock = threading.Lock()
 
@@ -83,6 +88,7 @@ class StreamServer:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._state.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(_FAREWELL_S)
@@ -97,28 +103,28 @@ class StreamServer:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                stream, _ = self._listener.accept()
+                stream, address = self._listener.accept()
             except OSError:
                 if not self._is_closed:
                     time.sleep(_PAUSE_S)
                 continue
             try:
-                self._receive(stream)
+                self._receive(stream, address[0] if isinstance(address, tuple) else "")
             except (OSError, RuntimeError):  # no descriptor or no thread is left
                 stream.close()
                 time.sleep(_PAUSE_S)
 
-    def _receive(self, stream: socket.socket) -> None:
-        connection = _Connection(stream)
+    def _receive(self, stream: socket.socket, origin: str) -> None:
+        connection = _Connection(stream, origin)
         thread = threading.Thread(
             target=self._host, args=(stream, connection), name=self._name, daemon=True
         )
         with self._state:
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                self._leaving[oldest] = self._strangers.pop(oldest)
-                oldest.hang_up()
             # Others wait in the kernel meanwhile.
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._state.wait_for(lambda: self._is_closed, _CROWD_PAUSE_S)
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._send_away_one(origin)
             self._state.wait_for(lambda: len(self._leaving) < MAX_STRANGERS, HANDSHAKE_S)
             self._strangers[connection] = thread
         try:
@@ -126,6 +132,14 @@ class StreamServer:
         except RuntimeError:
             self._forget(connection)
             raise
+
+    def _send_away_one(self, newcomer: str) -> None:
+        """The oldest from where most are from: a crowd from one place is no harm to those from elsewhere."""
+        crowds = Counter(connection.origin for connection in self._strangers)
+        crowds[newcomer] += 1
+        oldest = max(self._strangers, key=lambda connection: crowds[connection.origin])
+        self._leaving[oldest] = self._strangers.pop(oldest)
+        oldest.hang_up()
 
     def _host(self, stream: socket.socket, connection: _Connection) -> None:
         try:

@@ -1,8 +1,10 @@
 """KV over TCP: between any two hosts, without further software.
 
-A guest connects, makes a channel that nobody can listen to (TLS with anonymous Diffie-Hellman, group ffdhe2048 of
-RFC 7919) and proves over it that it knows the secret; the proof covers the channel (`tls-unique`, RFC 5929), so
-nobody in the middle can pass it on. Then TLS ends, and bytes go as they are, unless one side wants encryption.
+A guest connects, makes a channel that nobody can listen to (TLS with anonymous Diffie-Hellman over an elliptic
+curve, which costs little: strangers may ask for it) and proves over it that it knows the secret; the proof covers
+the channel (`tls-unique`, RFC 5929), so nobody in the middle can pass it on. Then TLS ends, and bytes go as they
+are. Where one side wants encryption, the same happens once more with another cipher and goes on: AES-GCM is four
+times as fast as what there is with curves, but there is only the slow group ffdhe2048 (RFC 7919) for it.
 
 A request is a count and so many (region, offset, length); the answer is these bytes, one behind the other. They go
 from the door's memory to the socket, and from the guest's socket to where they belong, without a copy in between.
@@ -18,15 +20,23 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.proof import Prover, new_door_id, receive, send_all, wait_until
+from pagoda.pd.transport.proof import (
+    Prover,
+    keep_trying,
+    new_door_id,
+    receive,
+    send_all,
+    wait_until,
+)
 from pagoda.pd.transport.remote_memory import read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
@@ -45,6 +55,8 @@ _BUFFERS = 1024
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<IQQ")
 _PLAIN, _ENCRYPTED = 0, 1
+_CIPHERS = {_PLAIN: "AECDH-AES256-SHA", _ENCRYPTED: "ADH-AES256-GCM-SHA384"}
+"""For the proof, and for KV."""
 _GROUP = Path(__file__).parent / "ffdhe2048.pem"
 
 
@@ -82,7 +94,7 @@ class TcpDoor:
             for region in regions
         ]
         self._encrypts = access.encrypts
-        self._tls = _tls(ssl.PROTOCOL_TLS_SERVER)
+        self._tls = {wish: _tls(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
         door_id = new_door_id()
         self._prover = Prover(access.secret, door_id)
         listener = _listen(access.host)
@@ -101,12 +113,21 @@ class TcpDoor:
 
     def _admit(self, stream: socket.socket, deadline: float) -> Admitted:
         _tune(stream)
-        wait_until(stream, deadline)
-        channel = self._tls.wrap_socket(stream, server_side=True)
-        wish = self._prover.admit(channel, _binding(channel), deadline)
+        channel, wish = self._prove(stream, _PLAIN, deadline)
         if self._encrypts and wish != _ENCRYPTED:
             raise TransportError("a guest wants no encryption, but this host does")
-        return Admitted(channel if wish == _ENCRYPTED else _bared(channel, deadline), wish)
+        bare = _bared(channel, deadline)
+        if wish != _ENCRYPTED:
+            return Admitted(bare, wish)
+        return Admitted(*self._prove(bare, _ENCRYPTED, deadline))
+
+    def _prove(
+        self, stream: socket.socket, kind: int, deadline: float
+    ) -> tuple[ssl.SSLSocket, int]:
+        """A channel to somebody who knows the secret, and what he wishes."""
+        wait_until(stream, deadline)
+        channel = self._tls[kind].wrap_socket(stream, server_side=True)
+        return channel, self._prover.admit(channel, _binding(channel), deadline)
 
     def _serve(self, guest: Admitted) -> None:
         stream = guest.stream
@@ -159,8 +180,7 @@ class TcpLink:
         self._door = read_descriptor(descriptor, TcpDescriptor)
         self._prover = Prover(access.secret, self._door.door_id)
         self._wish = _ENCRYPTED if access.encrypts or self._door.encrypts else _PLAIN
-        self._tls = _tls(ssl.PROTOCOL_TLS_CLIENT)
-        self._helpers = ThreadPoolExecutor(MAX_STREAMS - 1, thread_name_prefix="kv-tcp-read")
+        self._tls = {wish: _tls(ssl.PROTOCOL_TLS_CLIENT, wish) for wish in (_PLAIN, self._wish)}
         self._lock = threading.Lock()
         """Guards all that follows."""
         self._idle: list[_Stream] = []
@@ -179,20 +199,15 @@ class TcpLink:
         total = sum(span.num_bytes for span in spans)
         num_streams = max(1, min(MAX_STREAMS, total // _STREAM_BYTES))
         first, *others = _shares(spans, -(-total // num_streams))
+        readings: list[Future[None]] = []
         try:
-            readings = [self._helpers.submit(self._read, share, deadline) for share in others]
-        except RuntimeError:
-            raise TransportError("the connection was closed") from None
-        problems: list[BaseException | None] = []
-        try:
+            # Those that have begun are in the list even where one does not begin.
+            readings.extend(_beside(partial(self._read, share, deadline)) for share in others)
             self._read(first, deadline)
-        except Exception as error:
-            problems.append(error)
-        # All of them: none may write to the targets behind our back.
-        problems += [reading.exception() for reading in readings]
-        for problem in problems:
-            if problem is not None:
-                raise problem
+        finally:
+            wait(readings)  # whatever happened: none may write to the targets behind our back
+        for reading in readings:
+            reading.result()
 
     def _read(self, spans: Sequence[Span], deadline: float) -> None:
         stream = self._take(deadline)
@@ -224,30 +239,34 @@ class TcpLink:
 
     def _open(self, deadline: float) -> _Stream:
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        where = self._door.host, self._door.port
         try:
-            connection = socket.create_connection(where, max(0.001, deadline - time.monotonic()))
-        except OSError as error:
+            return _Stream(keep_trying(partial(self._enter, deadline), deadline))
+        except (OSError, TransportError) as error:
             raise TransportError(self._clause(error)) from error
-        try:
-            return _Stream(self._enter(connection, deadline))
-        except OSError as error:
-            connection.close()
-            raise TransportError(self._clause(error)) from error
-        except TransportError as error:
-            connection.close()
-            raise TransportError(self._clause(error)) from None
 
-    def _enter(self, connection: socket.socket, deadline: float) -> socket.socket:
-        _tune(connection)
-        wait_until(connection, deadline)
-        channel = self._tls.wrap_socket(connection)
+    def _enter(self, deadline: float) -> socket.socket:
+        where = self._door.host, self._door.port
+        with contextlib.ExitStack() as opened:
+            limit = max(0.001, deadline - time.monotonic())
+            stream = opened.enter_context(socket.create_connection(where, limit))
+            _tune(stream)
+            channel = opened.enter_context(self._prove(stream, _PLAIN, deadline))
+            stream = opened.enter_context(_bared(channel, deadline))
+            if self._wish == _ENCRYPTED:
+                stream = opened.enter_context(self._prove(stream, _ENCRYPTED, deadline))
+            opened.pop_all()
+        return stream
+
+    def _prove(self, stream: socket.socket, kind: int, deadline: float) -> ssl.SSLSocket:
+        """A channel to the door, which has proved that it is the one."""
+        wait_until(stream, deadline)
+        channel = self._tls[kind].wrap_socket(stream)
         try:
             self._prover.enter(channel, _binding(channel), self._wish, deadline)
-            return channel if self._wish == _ENCRYPTED else _bared(channel, deadline)
         except BaseException:
             channel.close()
             raise
+        return channel
 
     def _clause(self, error: Exception) -> str:
         return f"{self._door.host}:{self._door.port}: {error}"
@@ -273,7 +292,6 @@ class TcpLink:
                 stream.hang_up()
         for stream in idle:
             stream.close()
-        self._helpers.shutdown(wait=False)
 
 
 class _Stream:
@@ -329,6 +347,26 @@ class _Stream:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _beside(work: Callable[[], None]) -> Future[None]:
+    """`work`, in a thread of its own.
+
+    Raises:
+        RuntimeError: there can be no further thread; nothing was begun.
+    """
+    end: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            end.set_exception(error)
+        else:
+            end.set_result(None)
+
+    threading.Thread(target=run, name="kv-tcp-read", daemon=True).start()
+    return end
 
 
 def _send(stream: socket.socket, pieces: list[memoryview]) -> None:
@@ -399,7 +437,7 @@ def _split(span: Span, count: int) -> tuple[Span, Span]:
 def _listen(host: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, 0, socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
@@ -412,7 +450,11 @@ def _listen(host: str) -> socket.socket:
     return listener
 
 
-def _tls(side: int) -> ssl.SSLContext:
+def _tls(side: int, kind: int = _PLAIN) -> ssl.SSLContext:
+    """
+    Raises:
+        TransportError: this OpenSSL was made without what it takes.
+    """
     context = ssl.SSLContext(side)
     context.check_hostname = False
     context.verify_mode = (
@@ -420,9 +462,12 @@ def _tls(side: int) -> ssl.SSLContext:
     )  # who is there is proved by the secret, over this very channel
     # The last version with anonymous key exchange and with a name for the channel that Python can tell.
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers("ADH-AES256-GCM-SHA384:@SECLEVEL=0")  # level 1 has no anonymous ones
+    try:
+        context.set_ciphers(f"{_CIPHERS[kind]}:@SECLEVEL=0")  # level 1 has no anonymous ones
+    except ssl.SSLError:
+        raise TransportError(f"this OpenSSL does not have {_CIPHERS[kind]}") from None
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
-    if side == ssl.PROTOCOL_TLS_SERVER:
+    if side == ssl.PROTOCOL_TLS_SERVER and kind == _ENCRYPTED:
         context.load_dh_params(str(_GROUP))
     return context
 

@@ -1,0 +1,177 @@
+"""Closing a link waits for nobody: who reads lets go of what it reads by. Libraries are scripted here."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagoda.pd.transport import mooncake, nixl
+from pagoda.pd.transport.base import Region, Span, TransportError
+from pagoda.pd.transport.mooncake import MooncakeDescriptor, MooncakeLink
+from pagoda.pd.transport.nixl import NixlDescriptor, NixlLink
+from pagoda.pd.transport.readers import Readers
+
+REGION = Region(4096, 4096)
+FAR = 1000.0
+
+
+def test_the_last_who_reads_lets_go_and_only_once() -> None:
+    let_go: list[int] = []
+    readers = Readers(lambda: let_go.append(1))
+
+    def read(closes: bool) -> None:
+        with readers.reading():
+            if closes:
+                readers.close()
+                readers.close()
+
+    def read_twice() -> None:
+        with readers.reading():
+            with pytest.raises(TransportError):
+                read(closes=True)
+            assert not let_go, "somebody reads still"
+
+    with pytest.raises(TransportError):
+        read_twice()
+    assert let_go == [1]
+    with pytest.raises(TransportError):
+        read(closes=False)
+    readers.close()
+    assert let_go == [1]
+
+
+def test_who_closes_what_nobody_reads_lets_go() -> None:
+    let_go: list[int] = []
+    readers = Readers(lambda: let_go.append(1))
+    with readers.reading():
+        pass
+    readers.close()
+    readers.close()
+    assert let_go == [1]
+
+
+def test_closing_shortens_patience_and_never_lengthens_it() -> None:
+    readers = Readers(lambda: None)
+    assert readers.patience(FAR, 3) == FAR
+    readers.close()
+    now = time.monotonic()
+    assert now - 1 < readers.patience(now + FAR, 3) <= now + 3
+    assert readers.patience(now - FAR, 3) == now - FAR
+
+
+class Agent:
+    """Of NIXL, with a read that does not end by itself."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def transfer(self, _handle: object) -> str:
+        self.begun.set()
+        return "PROC"
+
+    def check_xfer_state(self, _handle: object) -> str:
+        return "PROC"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args: SimpleNamespace(release=lambda: None)
+
+
+def nixl_link(agent: Agent, abandoned: list[Any]) -> NixlLink:
+    library = SimpleNamespace(
+        nixl_agent_config=lambda **_fields: None, nixl_agent=lambda _name, _config: agent
+    )
+    descriptor = msgspec.msgpack.encode(NixlDescriptor(b"", [REGION]))
+    return NixlLink(library, [], descriptor, time.monotonic() + FAR, abandoned)
+
+
+def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_FAREWELL_S", 0.01)
+    agent = Agent()
+    abandoned: list[Any] = []
+    link = nixl_link(agent, abandoned)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
+        assert agent.begun.wait(20)
+        link.close()
+        with pytest.raises(TransportError):
+            reading.result(20)
+    assert link._agent is None
+    assert abandoned == [agent]
+
+
+def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
+    agent = Agent()
+    abandoned: list[Any] = []
+    link = nixl_link(agent, abandoned)
+    is_over = threading.Event()
+
+    def check(_handle: object) -> str:
+        assert is_over.wait(20)
+        return "DONE"
+
+    agent.check_xfer_state = check  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(link.read, [Span(0, 0, 8, 0)], time.monotonic() + FAR)
+        assert agent.begun.wait(20)
+        link.close()
+        assert not reading.done()
+        assert link._agent is not None, "it is read by still"
+        is_over.set()
+        with pytest.raises(TransportError, match="closed"):
+            reading.result(20)
+    assert link._agent is None
+    assert not abandoned
+
+
+class Engine:
+    """Of Mooncake: a read ends when it is told to, with a status."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.begun, self.is_over = threading.Event(), threading.Event()
+        self.registered: set[int] = set()
+
+    def register_memory(self, address: int, _num_bytes: int) -> int:
+        self.registered.add(address)
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def batch_transfer_sync_read(self, *_args: object) -> int:
+        self.begun.set()
+        assert self.is_over.wait(20)
+        return self.status
+
+
+@pytest.mark.parametrize("status", [0, -1])
+def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
+    engine = Engine(status)
+    abandoned = mooncake._Abandoned()
+    descriptor = msgspec.msgpack.encode(MooncakeDescriptor("host:1", [REGION]))
+    link = MooncakeLink(engine, descriptor, abandoned)
+    target = ctypes.create_string_buffer(8)
+    span = Span(0, 0, 8, ctypes.addressof(target))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(link.read, [span], time.monotonic() + FAR)
+        assert engine.begun.wait(20)
+        link.close()
+        assert not reading.done()
+        assert len(engine.registered) == 1, "it is written to still"
+        engine.is_over.set()
+        with pytest.raises(TransportError):
+            reading.result(20)
+    late = time.monotonic() + mooncake._LATE_WRITES_S
+    assert len(engine.registered) == (1 if status else 0), "a read that failed may write later"
+    abandoned.close_old(late - mooncake._LATE_WRITES_S)
+    assert len(engine.registered) == (1 if status else 0)
+    abandoned.close_old(late)
+    assert not engine.registered
