@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -39,6 +40,16 @@ class Call:
     @property
     def session_header(self) -> str | None:
         return self.http.headers.get("X-Session-ID")
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the client may use the server: it has sent the API key, or none is asked for."""
+        key = self.service.config.api_key
+        if key is None:
+            return True
+        scheme, _, given = self.http.headers.get("Authorization", "").partition(" ")
+        known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
+        return scheme.lower() == "bearer" and known
 
     async def body(self) -> bytes:
         """The whole body.

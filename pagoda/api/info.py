@@ -23,11 +23,13 @@ async def health_live(call: Call) -> web.StreamResponse:
 
 
 async def health_ready(call: Call) -> web.StreamResponse:
-    """The model makes progress; 503 with the reason if it does not."""
+    """The model makes progress; 503 if it does not, with the reason for those who have the API key."""
     generator = call.service.ready_generator()
     if call.service.draining:
         raise unavailable("The server is shutting down.")
     health = await generator.endpoint.health()
+    if not health.ready and not call.has_key:
+        raise unavailable("The server is not ready.")
     if not health.ready:
         raise unavailable(f"{health.reason[:1].upper()}{health.reason[1:]}.")
     return call.json({"status": "ready"})

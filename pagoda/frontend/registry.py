@@ -224,6 +224,13 @@ class Registry:
             raise ConfigError(_DISMISSAL)
         if entry.record.host_id not in ("", limits.host_id):
             raise ConfigError(f"Another host is at {host.address} now.")
+        for other in self._entries.values():
+            if other.host is None or other.host.limits.block_size == limits.block_size:
+                continue
+            raise ConfigError(
+                f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this router "
+                f"{other.host.limits.block_size}; give all the same --block-size."
+            )
 
     async def _use(self, entry: _Entry, host: RemoteHost) -> None:
         """Until it has finished and is to get nothing more, or is lost.

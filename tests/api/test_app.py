@@ -196,6 +196,21 @@ async def test_stuck(api) -> None:
     assert (await api.get("/health/live")).status == 200
 
 
+async def test_health_is_told_without_a_key_and_its_reason_with_one(serve_api) -> None:
+    api = await serve_api(api_key="secret")
+    for path in ("/health", "/health/ready"):
+        assert (await api.get(path)).status == 200
+    api.endpoint.healthy = Health(False, "the host at 10.0.0.1 hung up")
+    for headers, reason in (
+        ({}, "The server is not ready."),
+        ({"Authorization": "Bearer wrong"}, "The server is not ready."),
+        ({"Authorization": "Bearer secret"}, "The host at 10.0.0.1 hung up."),
+    ):
+        for path in ("/health", "/health/ready"):
+            answer = await api.get(path, headers=headers)
+            assert (answer.status, answer.error()["message"]) == (503, reason)
+
+
 async def test_loading(serve_api) -> None:
     api = await serve_api(loading=True)
     assert (await api.get("/health/live")).status == 200
@@ -226,11 +241,11 @@ async def test_refused_by_an_endpoint_that_drains(api) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Basic secret", "é"])
-async def test_every_route_but_liveness_asks_for_the_key(serve_api, given: str | None) -> None:
+async def test_every_route_but_health_asks_for_the_key(serve_api, given: str | None) -> None:
     api = await serve_api(api_key="secret")
     headers = {"Authorization": given} if given else {}
     paths = {path.replace("*", "tiny") for path in ROUTES} | {"/nothing", "/health/live/x"}
-    for path in sorted(paths - {"/health/live"}):
+    for path in sorted(paths - {"/health", "/health/live", "/health/ready"}):
         for method in ("GET", "POST", "OPTIONS"):
             answer = await api.request(method, path, headers=headers)
             assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")

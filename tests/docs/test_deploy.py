@@ -12,6 +12,9 @@ import yaml
 
 from pagoda.cli.main import build_app
 from pagoda.frontend.discovery.addresses import Advertised, parse_address
+from pagoda.frontend.discovery.flags import registering
+from pagoda.frontend.handoff_options import HandoffOptions
+from pagoda.ipc.curve import keys_of
 
 MANIFESTS = sorted((Path(__file__).parents[2] / "deploy" / "kubernetes").glob("*.yaml"))
 
@@ -36,7 +39,9 @@ def test_every_object_has_the_form_that_kubernetes_asks_for(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_every_command_is_understood(path: Path) -> None:
+def test_every_command_is_understood(path: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "cluster.key"
+    secret.write_text("a secret of all hosts and routers")
     for _, container in workloads(path):
         arguments = [text.replace("$(POD_IP)", "10.0.0.2") for text in container["args"]]
         _, bound, *_ = build_app().parse_args(arguments, exit_on_error=False, print_error=False)
@@ -46,6 +51,13 @@ def test_every_command_is_understood(path: Path) -> None:
             assert Advertised.parse(join.advertise).port in ports
             for router in join.join.split(","):
                 parse_address(router, "--join", fixed=True)
+            registering(join.join, keys_of(b"a secret of all hosts and routers"))
+            handed = bound.arguments.get("handoff", HandoffOptions()).config(
+                cluster_key_file=secret,
+                advertise=Advertised.parse(join.advertise).host,
+                num_replicas=1,
+            )
+            assert handed is None or handed.engine.port in {0, *ports}
         assert bound.arguments["server"].port in ports
         [mount] = container["volumeMounts"]
         assert str(join.cluster_key_file) == f"{mount['mountPath']}/cluster.key"

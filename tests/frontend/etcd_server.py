@@ -17,7 +17,12 @@ from pathlib import Path
 
 import pytest
 
-_FETCH_TIMEOUT_S = 60
+_FETCH_TIMEOUT_S = 30
+_APT = (
+    *("apt-get", "--quiet", "--option=Acquire::Retries=0"),
+    *(f"--option=Acquire::{scheme}::Timeout=3" for scheme in ("http", "https")),
+)
+"""Gives up soon where nothing can be reached."""
 _START_TIMEOUT_S = 20.0
 
 
@@ -41,10 +46,10 @@ def etcd_program() -> str:
 
 def _fetch(directory: str) -> str:
     """Why there is no etcd in `directory` now; empty if there is."""
-    problem = _run(directory, "apt-get", "--quiet", "download", "etcd-server")
+    problem = _run(directory, *_APT, "download", "etcd-server")
     if problem and os.geteuid() == 0:
-        problem = _run(directory, "apt-get", "--quiet", "update")
-        problem = problem or _run(directory, "apt-get", "--quiet", "download", "etcd-server")
+        problem = _run(directory, *_APT, "--error-on=any", "update")
+        problem = problem or _run(directory, *_APT, "download", "etcd-server")
     for package in Path(directory).glob("*.deb"):
         return _run(directory, "dpkg-deb", "--extract", package.name, ".")
     return problem

@@ -103,11 +103,19 @@ async def test_a_host_that_does_not_renew_its_lease_is_gone(shared: EtcdServer) 
 
 async def test_prefixes_do_not_mix(shared: EtcdServer) -> None:
     host = EtcdRegistration(place(shared, "one"), record("a"))
-    other = EtcdRegistration(place(shared, "onetwo"), record("b"))
+    others = [
+        EtcdRegistration(place(shared, prefix), record("b")) for prefix in ("onetwo", "one/two")
+    ]
+    async with viewed(place(shared, "one/two")) as view:
+        await until(lambda: view.ids == {"b"})
     async with viewed(place(shared, "one")) as view:
         await until(lambda: view.ids == {"a"})
-    await host.close()
-    await other.close()
+        late = EtcdRegistration(place(shared, "one/two"), record("c"))
+        last = EtcdRegistration(place(shared, "one"), record("d"))
+        await until(lambda: len(view.ids or ()) == 2)
+        assert view.ids == {"a", "d"}
+    for registration in (host, late, last, *others):
+        await registration.close()
 
 
 async def test_what_is_no_host_is_told_of_and_left_out(
@@ -197,9 +205,42 @@ async def test_a_host_that_was_dismissed_stays_away_from_all(
         await until(lambda: view.ids == other.ids == set())
         await until(lambda: host._beating.done())
         assert "let go by a router" in caplog.text
-        client = EtcdClient(at.servers)
-        assert await client.get("dismissed/a") is None
-        await client.close()
+    await host.close()
+
+
+async def test_a_host_that_was_late_reads_its_dismissal_all_the_same(
+    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = place(shared, "late")
+    host = EtcdRegistration(at, record("a"))
+    async with viewed(at) as view:
+        await until(lambda: view.ids == {"a"})
+        host._beating.cancel()
+        await until(lambda: view.ids == set())  # its lease has run out
+        view.discovery.dismiss(record("a"), "Go.")
+        await until(lambda: not view.discovery._dismissals)
+        await host._beat()
+        assert "let go by a router" in caplog.text
+        assert view.ids == set()
+    await host.close()
+
+
+async def test_a_host_writes_itself_anew_where_something_else_stands(
+    shared: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = place(shared, "overwritten")
+    host = EtcdRegistration(at, record("a"))
+    client = EtcdClient(at.servers)
+    async with viewed(at) as view:
+        await until(lambda: view.ids == {"a"})
+        for garbage in (b"nonsense", b'{"host": "\xff"}', b"[" * 9999):
+            await client.replace("overwritten/a", garbage)
+            async with asyncio.timeout(20):
+                while await client.get("overwritten/a") == garbage:
+                    await asyncio.sleep(0.02)
+        assert not host._beating.done()
+        assert "overwritten/a in etcd at" in caplog.text
+    await client.close()
     await host.close()
 
 

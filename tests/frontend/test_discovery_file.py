@@ -46,6 +46,7 @@ def test_empty_lines_and_comments_do_not_count(path: Path) -> None:
         (":5\n", r"line 1, must be HOST:PORT"),
         ("http://a:5\n", r"line 1, must be HOST:PORT"),
         ("a:1\nb:1\na:01\n", r"line 3, names a:01 a second time"),
+        ("10.0.0.1:5601\n10.0.0.2:56", r"must end with a line break"),
     ],
 )
 def test_a_wrong_line_is_refused_by_its_number(path: Path, text: str, reason: str) -> None:
@@ -74,6 +75,8 @@ async def test_hosts_follow_the_file(path: Path, caplog: pytest.LogCaptureFixtur
         await until(lambda: "line 2, must be HOST:PORT" in caplog.text)
         path.unlink()
         await until(lambda: "No such file" in caplog.text)
+        path.write_text("# none\n")
+        await until(lambda: "lists no host any more" in caplog.text)
         assert len(router.dispatcher.replicas) == 2
         path.write_text(f"{hosts[1].address}\n")
         await router.until_hosts(1)
@@ -86,16 +89,16 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
     endpoint = ScriptedEndpoint("abcdef")
     endpoint.pause_after = 2
     host = Host(endpoint)
-    path.write_text(host.address)
+    path.write_text(f"{host.address}\n")
     async with routed(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         asking = asyncio.create_task(router.ask("r1"))
         await endpoint.paused.wait()
-        path.write_text("")
+        path.write_text("127.0.0.1:9\n")
         await until(lambda: not router.dispatcher._members[0].takes_requests)
-        path.write_text(host.address)  # and back, before it has finished
+        path.write_text(f"{host.address}\n")  # and back, before it has finished
         await until(lambda: router.dispatcher._members[0].takes_requests)
-        path.write_text("# none")
+        path.write_text("127.0.0.1:9\n")
         await until(lambda: not router.dispatcher._members[0].takes_requests)
         endpoint.go_on.set()
         assert await asking == ("abcdef", FinishReason.STOP)
@@ -105,7 +108,7 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
 
 async def test_a_host_that_was_started_anew_is_used_again(path: Path) -> None:
     host = Host(ScriptedEndpoint("old"))
-    path.write_text(host.address)
+    path.write_text(f"{host.address}\n")
     async with routed(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         await host.leave()
@@ -119,15 +122,15 @@ async def test_a_host_that_was_started_anew_is_used_again(path: Path) -> None:
 
 async def test_a_dismissed_host_comes_back_only_when_it_was_started_anew(path: Path) -> None:
     host = Host(ScriptedEndpoint("old"))
-    path.write_text(host.address)
+    path.write_text(f"{host.address}\n")
     async with routed(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         assert not router.registry.dismiss("nobody")
         assert router.registry.dismiss(host.identity.id)
         await router.until_hosts(0)
-        path.write_text("")
-        await until(lambda: not router.registry._entries)
-        path.write_text(host.address)
+        path.write_text("127.0.0.1:9\n")
+        await until(lambda: len(router.registry._entries) == 1 and not router.dispatcher.replicas)
+        path.write_text(f"{host.address}\n")
         await until(lambda: any(entry.problem for entry in router.registry._entries.values()))
         [report] = await router.registry.hosts()
         assert (report.state, report.reason[:15]) == ("refused", "It was let go w")
@@ -148,7 +151,7 @@ async def test_another_model_or_key_is_refused_with_the_reason(
     path: Path, fields: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Host(ScriptedEndpoint("ok"), **fields)  # type: ignore[arg-type]
-    path.write_text(host.address)
+    path.write_text(f"{host.address}\n")
     async with routed(lambda _: FileDiscovery(path)) as router:
         await until(lambda: reason in caplog.text)
         assert router.dispatcher.replicas == []
@@ -195,13 +198,13 @@ async def test_a_host_whose_line_is_cut_is_lost_and_found_again(
     cut, whole = Host(scripted := _resuming("abcdef")), Host(_resuming("abcdef"))
     relay = _Relay()
     await relay.start(cut.address)
-    path.write_text(relay.address)
+    path.write_text(f"{relay.address}\n")
     async with routed(lambda _: FileDiscovery(path)) as router:
         await router.until_hosts(1)
         scripted.pause_after = 3
         asking = asyncio.create_task(router.ask("r1"))
         await scripted.paused.wait()
-        path.write_text(f"{relay.address}\n{whole.address}")
+        path.write_text(f"{relay.address}\n{whole.address}\n")
         await router.until_hosts(2)
         relay.flows.clear()
         assert await asking == ("abcdef", FinishReason.STOP)

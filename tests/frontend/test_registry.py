@@ -363,3 +363,24 @@ async def test_joins_do_not_heap_up_while_the_router_is_away(
             num_more += 1
         assert num_more <= 1
         await member.close()
+
+
+async def test_a_host_with_other_blocks_than_the_others_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = _Told()
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.limits = msgspec.structs.replace(endpoint.limits, block_size=32)
+    hosts = [Host(ScriptedEndpoint("ok")), Host(endpoint)]
+    async with routed(lambda _: told) as router:
+        await asyncio.sleep(0)
+        told.tell([hosts[0].record])
+        await router.until_hosts(1)
+        told.tell([host.record for host in hosts])
+        problem = (
+            "blocks of 32 tokens, and other hosts of this router 16; give all the same --block-size"
+        )
+        await until(lambda: problem in caplog.text)
+        assert len(router.dispatcher.replicas) == 1
+    for host in hosts:
+        await host.close()

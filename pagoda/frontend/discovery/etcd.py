@@ -1,7 +1,8 @@
 """Hosts write themselves into an etcd, and routers read it: all of these have one view.
 
-A key is `PREFIX/HOST_ID`, and hangs on a lease that the host renews. While etcd is away, hosts stay as they were
-known last; afterwards they have the time of a lease to say that they are there.
+A key is `PREFIX/HOST_ID`, and hangs on a lease that the host renews; what is further below belongs to others.
+While etcd is away, hosts stay as they were known last; afterwards they have the time of a lease to say that they
+are there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _RETRY_S = 0.5
 _LOOK_S = 2.0
 """How often a router that hears nothing makes sure that etcd is there."""
 _LAST_WORD_S = 1.0
+_DISMISSAL_S = 3600.0
+"""How long a dismissal waits for its host, which may be cut off from etcd."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ class _Value(msgspec.Struct, frozen=True):
 
     host: HostRecord
     dismissal: str = ""
-    """Written by a router: why the host is not to come back. It ends its lease when it has read that."""
+    """Written by a router, under a lease of its own: why the host is not to come back."""
 
 
 class EtcdDiscovery:
@@ -91,13 +94,12 @@ class EtcdDiscovery:
             await self._client.get(self._prefix)
 
     async def _dismiss(self, host: HostRecord, reason: str) -> None:
-        """Until it is said, or the host is gone."""
+        """Until it is said; also when the host is not there: it may be late, and come back."""
         key = self._prefix + host.host_id
         value = msgspec.json.encode(_Value(host, reason))
         while True:
             with contextlib.suppress(EtcdError):
-                if await self._client.get(key) is not None:
-                    await self._client.replace(key, value)
+                await self._client.put(key, value, await self._client.grant(_DISMISSAL_S))
                 return
             await asyncio.sleep(_RETRY_S)
 
@@ -129,9 +131,11 @@ class EtcdDiscovery:
         self._tell(self._hosts.values())
 
     def _put(self, kv: KeyValue) -> None:
+        if "/" in _name(kv).removeprefix(self._prefix):
+            return  # of another prefix, below this one
         try:
             value = msgspec.json.decode(kv.value, type=_Value)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             _log.warning("%s has no host at %s: %s", self._name, _name(kv), error)
             return
         if value.dismissal:
@@ -182,17 +186,26 @@ class EtcdRegistration:
 
     async def _renew(self) -> str:
         """Makes sure that the host stands there; returns why it is not to, or nothing."""
+        is_new = False
         if self._lease is not None and not await self._client.keep_alive(self._lease):
             self._lease = None
         if self._lease is None:
             self._lease = await self._client.grant(TTL_S)
-            written = None
-        else:
-            written = await self._client.get(self._key)
-        if written is None:
+            is_new = True
+        written = await self._client.get(self._key)
+        value = None if written is None else self._decode(written)
+        if value is not None and value.dismissal:
+            return value.dismissal
+        if value is None or is_new:
             await self._client.put(self._key, self._value, self._lease)
-            return ""
-        return msgspec.json.decode(written, type=_Value).dismissal
+        return ""
+
+    def _decode(self, written: bytes) -> _Value | None:
+        try:
+            return msgspec.json.decode(written, type=_Value)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._notices.warn(f"{self._key} in {self._name} was no host ({error})")
+            return None
 
     async def _end_lease(self) -> None:
         if self._lease is not None:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileDiscovery:
-    """The router's side; hosts need not know of it. A file that is not right changes nothing."""
+    """The router's side; hosts need not know of it. A file that is not right, or empty, changes nothing."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -53,10 +53,13 @@ class FileDiscovery:
                 continue
             self._stamp = stamp
             try:
-                self._hosts = read_hosts(self._path)
+                hosts = read_hosts(self._path)
+                if not hosts and self._hosts:
+                    raise ConfigError(f"--discovery {self._path} lists no host any more.")
             except ConfigError as error:
                 self._notices.warn(f"{error} The hosts stay those that it had before.")
                 continue
+            self._hosts = hosts
             self._notices.inform(f"{self._path} lists {len(self._hosts)} hosts")
             return
 
@@ -65,7 +68,7 @@ def read_hosts(path: Path) -> list[HostRecord]:
     """The hosts in a file. Empty lines, and what follows a `#`, do not count.
 
     Raises:
-        ConfigError: it cannot be read, or a line is wrong; names the line.
+        ConfigError: it cannot be read, a line is wrong, or the last one has no end; names the line.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -75,6 +78,10 @@ def read_hosts(path: Path) -> list[HostRecord]:
         raise ConfigError(f"--discovery {path} cannot be read ({reason}).") from None
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"--discovery {path} is longer than {_MAX_BYTES} characters.")
+    if text and not text.endswith("\n"):
+        raise ConfigError(
+            f"--discovery {path} must end with a line break: who writes it may not have finished."
+        )
     hosts: dict[str, HostRecord] = {}
     for number, line in enumerate(text.splitlines(), 1):
         address = line.partition("#")[0].strip()
