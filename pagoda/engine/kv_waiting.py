@@ -225,6 +225,7 @@ class KVWaiting:
         requests = [*self._unanswered.values(), *self._loading.values()]
         self._unanswered.clear()
         self._loading.clear()
+        self._staying.clear()
         for request in requests:
             self._kv.free(request.table)
         return requests

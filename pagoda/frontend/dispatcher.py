@@ -79,15 +79,21 @@ class Dispatcher:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], policy: Policy, preparation: Preparation | None = None
+        self,
+        replicas: Sequence[Replica],
+        policy: Policy,
+        preparation: Preparation | None = None,
+        *,
+        keeps_half: bool = True,
     ) -> None:
+        """`keeps_half` as `OutlierDetector` says it."""
         self._members: list[_Member] = []
         self._policy = policy
         self._preparation = preparation
         self._ledger = Ledger(0)
         self._cache = CacheUnion()
         self._clock = LoopClock()
-        self._outliers = OutlierDetector(self._clock)
+        self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
         self._judging: asyncio.TimerHandle | None = None
         self._limits: EngineReady | None = None
         self._requests: dict[str, _Held] = {}
@@ -131,23 +137,17 @@ class Dispatcher:
         return self._limits
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a replica takes requests and computes."""
-        return any(
-            member.takes_requests and member.replica.state is ReplicaState.READY
-            for member in self._members
-        )
-
-    @property
-    def least_pending_tokens(self) -> int:
-        """Of the replicas that take requests and compute; 0 where there is none."""
+    def least_pending_tokens(self) -> int | None:
+        """Of the replicas that take requests, compute and are not left out; None where there is none."""
         return min(
             (
                 self._ledger.pending_tokens[member.index]
                 for member in self._members
-                if member.takes_requests and member.replica.state is ReplicaState.READY
+                if member.takes_requests
+                and member.replica.state is ReplicaState.READY
+                and self._outliers.share(member.index) > 0
             ),
-            default=0,
+            default=None,
         )
 
     async def start(self) -> None:
@@ -275,7 +275,7 @@ class Dispatcher:
                                 yield chunk
                                 held.waits_since = self._clock.now()
                                 continue
-                            if chunk.finish_reason is FinishReason.ABORT and not held.aborted:
+                            if chunk.finish_reason is FinishReason.ABORT and held.is_let_go:
                                 raise _LetGoError("The replica has let go of the request.")
                             chunk = self._take(held, member, chunk)
                             yield chunk
@@ -472,10 +472,10 @@ class Dispatcher:
         self._num_placed += 1
         chosen = self._policy.choose(arrival, choices)
         member = candidates[chosen]
-        held.num_sent = member.prefixes.add(keys)
+        held.sent_keys, held.num_sent = keys, member.prefixes.add(keys)
         held.member = member
         held.num_cached_tokens_there = member.prefixes.num_told(keys) * block_size
-        held.leaves = False
+        held.leaves = held.lost_worker = False
         held.num_tokens_there = 0
         held.fetches_kv = held.request.kv_source is not None
         held.account = self._ledger.open(
@@ -577,8 +577,8 @@ class Dispatcher:
         member = held.member
         if member is None:
             return
-        if held.keys:
-            member.prefixes.end(held.num_sent, held.keys)
+        if held.sent_keys:
+            member.prefixes.end(held.num_sent, held.sent_keys)
         self._outliers.end(member.index, held.request_id)
         held.member = None
         held.waits_since = None
@@ -600,7 +600,7 @@ class Dispatcher:
         if not is_ready:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
-            self._move_requests_of(member)
+            self._move_requests_of(member, lost_worker=True)
         if self._limits is not None and member.limits != member.replica.limits:
             member.limits = member.replica.limits
             member.prefixes.resize(member.limits.num_blocks)
@@ -655,7 +655,7 @@ class Dispatcher:
             self._tell(ejection)
         for member in self._members:
             if member.index in verdicts.stuck:
-                self._move_requests_of(member)
+                self._move_requests_of(member, lost_worker=False)
 
     def _kv_s(self, held: _Held) -> float:
         if held.has_begun or held.account.num_tokens <= self.limits.block_size:
@@ -674,14 +674,17 @@ class Dispatcher:
                     ejection.reason,
                 )
 
-    def _move_requests_of(self, member: _Member) -> None:
+    def _move_requests_of(self, member: _Member, *, lost_worker: bool) -> None:
         """It computes nothing, or will do so without their KV: another replica has their tokens sooner."""
-        others = (m for m in self._members if m is not member and m.takes_requests)
-        if not any(m.replica.state is ReplicaState.READY for m in others):
-            return
+        others = [
+            m
+            for m in self._members
+            if m is not member and m.takes_requests and m.replica.state is ReplicaState.READY
+        ]
         for held in self._requests.values():
-            if held.member is member:
+            if held.member is member and any(m.has_part_in(held.request) for m in others):
                 held.leaves = True
+                held.lost_worker = lost_worker
                 move = asyncio.ensure_future(member.replica.abort(held.request_id))
                 self._moves.add(move)
                 move.add_done_callback(self._moves.discard)
@@ -796,8 +799,10 @@ class _Held:
         """Short ones, of the blocks of its prompt."""
         self.waits_since: float | None = None
         """When its replica was last asked for more; None while its client is not, or it is at none."""
+        self.sent_keys: list[int] = []
+        """That the `PrefixIndex` of its replica was told of."""
         self.num_sent = 0
-        """Of the `PrefixIndex` of its replica."""
+        """Of that `PrefixIndex`."""
         self.refusals: dict[int, int] = {}
         """Replicas that were full, and after how many seconds to come again."""
         self.deaths = 0
@@ -805,6 +810,8 @@ class _Held:
         self.aborted = False
         self.leaves = False
         """Its replica was told to let it go, so that another takes it."""
+        self.lost_worker = False
+        """That was because a worker died, for which the request may be to blame."""
 
     @property
     def num_tokens_left(self) -> int:
@@ -842,12 +849,18 @@ class _Held:
         self.returns = True
         self.refusals.clear()
 
+    @property
+    def is_let_go(self) -> bool:
+        """Whether its replica, when it ends it, leaves it to others. A prompt that is computed for someone else
+        ends when nobody wants it any more."""
+        return not self.aborted and (self.leaves or not self.request.holds_kv)
+
     def was_let_go(self, member: _Member) -> None:
-        """It is at `member` no more, though nothing died; one that lets go unasked is not asked again soon."""
+        """It is at `member` no more, which is not asked again soon."""
+        if self.lost_worker:
+            self.lost_an_engine()
         self.returns = True
-        self.refusals.clear()
-        if not self.leaves:
-            self.refusals[member.index] = _LET_GO_RETRY_S
+        self.refusals[member.index] = _LET_GO_RETRY_S
 
     def ending(self) -> TokenChunk:
         """The last chunk of a request that is tried no more."""

@@ -101,8 +101,10 @@ class Verdicts(NamedTuple):
 class OutlierDetector:
     """Is told what members do, and says who is left out. Has no timers: whoever asks decides when."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, keeps_half: bool = True) -> None:
+        """Half of a group at least is never left out, unless somebody else does the work of those that are."""
         self._clock = clock
+        self._keeps_half = keeps_half
         self._members: dict[int, _Member] = {}
 
     def add(self, member: int, group: Hashable) -> None:
@@ -222,11 +224,12 @@ class OutlierDetector:
         ]
 
     def _eject(self, one: _Member, reason: str) -> Ejection | None:
-        """Unless more than half of its group would be left out then."""
+        """Unless more of its group would be left out than may be."""
         now = self._clock.now()
         group = [other for other in self._members.values() if other.group == one.group]
         num_out = sum(self._is_out(other) for other in group)
-        if self._is_out(one) or 2 * (num_out + 1) > len(group):
+        is_one_too_many = self._keeps_half and 2 * (num_out + 1) > len(group)
+        if self._is_out(one) or is_one_too_many:
             return None
         if one.out_until is not None:
             one.num_ejections -= min(one.num_ejections, int((now - one.out_until) / FORGIVEN_S))

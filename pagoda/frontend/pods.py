@@ -67,7 +67,8 @@ class Pod:
 
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
         """
-        self._prefill = Dispatcher([], POLICIES["least-pending-tokens"])
+        # Decode hosts compute what no prefill host does, so all of these may be left out.
+        self._prefill = Dispatcher([], POLICIES["least-pending-tokens"], keeps_half=False)
         self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
         self._prefill.watch(self.dispatcher.reconsider)
         self._homes: dict[Replica, list[Dispatcher]] = {}
@@ -141,7 +142,7 @@ class RemotePrefill:
 
     @property
     def needs_prefixes(self) -> bool:
-        return self._prefill.is_ready
+        return bool(self._prefill.replicas)
 
     @asynccontextmanager
     async def prepare(
@@ -175,9 +176,10 @@ class RemotePrefill:
             return False  # somebody else has arranged it
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         num_left = num_tokens - place.num_cached_tokens
-        if num_left < self._min_tokens or not place.role.fetches_kv or not self._prefill.is_ready:
+        if num_left < self._min_tokens or not place.role.fetches_kv:
             return False
-        return not is_better_here(num_left, place, self._prefill.least_pending_tokens)
+        pending_tokens = self._prefill.least_pending_tokens
+        return pending_tokens is not None and not is_better_here(num_left, place, pending_tokens)
 
     async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
         """Has a prefill host compute `copy`, and says where as soon as that is known."""

@@ -179,6 +179,7 @@ class Holders:
         holder.heard_at = self._clock.now()
         match message:
             case PeerLost():
+                self._links.hang_up(holder.address)  # there may be another connection by now
                 self._lose(holder, message.reason)
             case KVWelcome():
                 self._meet(holder, message)

@@ -95,10 +95,3 @@ class LeaseBook:
             expired.append(transfer_id)
         self.num_expired += len(expired)
         return expired
-
-    def end_all(self) -> list[str]:
-        """Ends all of them: the memory that they hold is lost. Returns which."""
-        ended = list(self._blocks)
-        for transfer_id in ended:
-            self.end(transfer_id)
-        return ended

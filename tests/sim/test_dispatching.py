@@ -126,6 +126,26 @@ def poisoned(endpoint: SimEndpoint) -> SimEndpoint:
     return endpoint
 
 
+def worker_breaking(endpoint: SimEndpoint) -> SimEndpoint:
+    """As `poisoned`, but it is the worker that dies: the engine goes on, and takes requests meanwhile."""
+    inner = endpoint.generate
+
+    def lose_worker() -> None:
+        endpoint.hang(0.5)
+        endpoint._enter(ReplicaState.DEGRADED)
+        asyncio.get_running_loop().call_later(0.5, endpoint._enter, ReplicaState.READY)
+
+    async def generate(asked: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if POISON in asked.prompt_token_ids:
+            asyncio.get_running_loop().call_later(0.005, lose_worker)
+        async with aclosing(inner(asked)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+    endpoint.generate = generate  # type: ignore[method-assign]
+    return endpoint
+
+
 def assert_nothing_left(dispatcher: Dispatcher) -> None:
     assert not any(dispatcher.ledger.pending_tokens)
     assert not any(dispatcher.ledger.num_requests)
@@ -320,9 +340,9 @@ def test_a_request_that_is_moved_often_kills_no_engines() -> None:
             endpoint.hang(10)
         asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
         for _ in range(5):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(1.1)
             [member] = [m for m in dispatcher._members if dispatcher.ledger.num_requests[m.index]]
-            dispatcher._move_requests_of(member)
+            dispatcher._move_requests_of(member, lost_worker=False)
         assert (await asking).complete
         assert_nothing_left(dispatcher)
         await dispatcher.close()
@@ -339,6 +359,22 @@ def test_a_request_that_kills_engines_fails_alone() -> None:
         assert all(answer.complete for answer in answers)
         assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
         assert failed.error == "3 engines in a row died while this request was running."
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_that_kills_workers_fails_alone() -> None:
+    async def main() -> None:
+        endpoints = [worker_breaking(SimEndpoint(engine())) for _ in range(3)]
+        dispatcher = Dispatcher(endpoints, POLICIES["round-robin"])
+        await dispatcher.start()
+        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
+        bad = request("bad", [POISON])
+        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
+        assert all(answer.complete for answer in answers)
+        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
         assert_nothing_left(dispatcher)
         await dispatcher.close()
 

@@ -50,7 +50,8 @@ class EtcdDiscovery:
         """Keys that were gone when etcd was back; dropped after the time of a lease."""
         self._forgetting: asyncio.TimerHandle | None = None
         self._tell: Tell = _tell_nobody
-        self._dismissals: set[asyncio.Task[None]] = set()
+        self._dismissals: dict[str, asyncio.Task[None]] = {}
+        """By host."""
 
     async def follow(self, tell: Tell) -> None:
         self._tell = tell
@@ -65,14 +66,15 @@ class EtcdDiscovery:
         """Not here: another router may well use it."""
 
     def dismiss(self, host: HostRecord, reason: str) -> None:
-        task = asyncio.create_task(self._dismiss(host, reason))
-        self._dismissals.add(task)
-        task.add_done_callback(self._dismissals.discard)
+        if host.host_id not in self._dismissals:
+            task = asyncio.create_task(self._dismiss(host, reason))
+            self._dismissals[host.host_id] = task
+            task.add_done_callback(lambda _: self._dismissals.pop(host.host_id, None))
 
     async def close(self) -> None:
         if self._forgetting is not None:
             self._forgetting.cancel()
-        await cancel_all(list(self._dismissals))
+        await cancel_all(list(self._dismissals.values()))
         await self._client.close()
 
     async def _follow_once(self) -> None:
@@ -97,9 +99,11 @@ class EtcdDiscovery:
         """Until it is said; also when the host is not there: it may be late, and come back."""
         key = self._prefix + host.host_id
         value = msgspec.json.encode(_Value(host, reason))
+        lease: str | None = None
         while True:
             with contextlib.suppress(EtcdError):
-                await self._client.put(key, value, await self._client.grant(_DISMISSAL_S))
+                lease = lease or await self._client.grant(_DISMISSAL_S)
+                await self._client.put(key, value, lease)
                 return
             await asyncio.sleep(_RETRY_S)
 

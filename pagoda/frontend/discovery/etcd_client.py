@@ -101,12 +101,6 @@ class EtcdClient:
     async def put(self, key: str, value: bytes, lease: str) -> None:
         await self._call("kv/put", {"key": key.encode(), "value": value, "lease": lease}, dict)
 
-    async def replace(self, key: str, value: bytes) -> None:
-        """Another value for a key that there is; its lease stays."""
-        await self._call(
-            "kv/put", {"key": key.encode(), "value": value, "ignore_lease": True}, dict
-        )
-
     async def get(self, key: str) -> bytes | None:
         listing = await self._call("kv/range", {"key": key.encode()}, Listing)
         return listing.kvs[0].value if listing.kvs else None
