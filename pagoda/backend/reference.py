@@ -40,6 +40,7 @@ KEYS = 128
 """Cached tokens of one attention tile; a multiple of every block size."""
 TILES_PER_PASS = 8
 """Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
+_HAS_BF16_PRODUCTS: bool = torch.cpu._is_avx512_bf16_supported()
 
 
 @dataclass(frozen=True)
@@ -356,8 +357,9 @@ def _routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
 
 
 def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:
-    if matrix.dtype == torch.float16:
-        # Half-precision products are slow on CPUs, and would be summed in half precision.
+    if matrix.dtype == torch.float16 or (matrix.dtype == torch.bfloat16 and not _HAS_BF16_PRODUCTS):
+        # Half-precision products are slow on CPUs, and would be summed in half precision. Those of bfloat16 that a
+        # processor has no instruction for are cut up by rows and threads, and each part is rounded in its own way.
         matrix, x = matrix.float(), x.float()
     num_tokens = x.shape[0]
     x = F.pad(x, (0, 0, 0, -num_tokens % ROWS))
