@@ -6,10 +6,10 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -49,6 +49,24 @@ class PodProcesses:
         listen = ["--join-listen", self._join, "--cluster-key-file", str(self._key)]
         few = ["--remote-prefill-min-tokens", "32", "--policy", "round-robin"]
         return self._stack.enter_context(server_process([*listen, *few, *QUIET, *flags], "route"))
+
+
+class Standing(NamedTuple):
+    """The addresses of a pod that tests share as long as they harm nobody."""
+
+    prefill: str
+    decode: str
+    router: str
+
+
+@contextmanager
+def standing_pod(directory: Path) -> Iterator[Standing]:
+    with ExitStack() as stack:
+        pod = PodProcesses(directory, stack)
+        urls = [pod.host(role).base_url for role in ("prefill", "decode")]
+        router = pod.route().base_url
+        asyncio.run(until_hosts(router, 2))
+        yield Standing(*urls, router)
 
 
 async def load_of(url: str) -> dict[str, Any]:

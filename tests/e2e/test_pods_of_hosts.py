@@ -9,17 +9,19 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import pytest
 from network_hosts import missing_for_namespaces, two_hosts
 from pod_processes import (
     PodProcesses,
+    Standing,
     ask_both,
     ask_decode,
     ask_prefill,
     load_of,
+    standing_pod,
     until_free,
     until_hosts,
 )
@@ -30,22 +32,10 @@ from pagoda.cli.server_process import ServerProcess
 CUT_S = 5
 
 
-class Standing(NamedTuple):
-    """A pod that tests share as long as they harm nobody."""
-
-    prefill: str
-    decode: str
-    router: str
-
-
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    with ExitStack() as stack:
-        pod = PodProcesses(tmp_path_factory.mktemp("pod"), stack)
-        urls = [pod.host(role).base_url for role in ("prefill", "decode")]
-        router = pod.route().base_url
-        asyncio.run(until_hosts(router, 2))
-        yield Standing(*urls, router)
+    with standing_pod(tmp_path_factory.mktemp("pod")) as standing:
+        yield standing
 
 
 @pytest.fixture

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import pytest
 from pod_processes import (
     LEASE_S,
-    PodProcesses,
+    Standing,
     ask_decode,
     ask_prefill,
     load_of,
+    standing_pod,
     until_free,
-    until_hosts,
 )
 
 PATH = "/v1/completions"
@@ -27,24 +26,14 @@ PROMPT = "One sentence, again and again. " * 20
 BODY = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, "temperature": 1.0, "return_token_ids": True}
 
 
-class Servers(NamedTuple):
-    prefill: str
-    decode: str
-    router: str
-
-
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with ExitStack() as stack:
-        pod = PodProcesses(tmp_path_factory.mktemp("pod"), stack)
-        urls = [pod.host(role).base_url for role in ("prefill", "decode")]
-        router = pod.route().base_url
-        asyncio.run(until_hosts(router, 2))
-        yield Servers(*urls, router)
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
+    with standing_pod(tmp_path_factory.mktemp("pod")) as standing:
+        yield standing
 
 
 @pytest.fixture
-async def session(servers: Servers) -> AsyncIterator[aiohttp.ClientSession]:
+async def session(servers: Standing) -> AsyncIterator[aiohttp.ClientSession]:
     """Behind every test, nothing is held on either side for longer than a lease."""
     async with aiohttp.ClientSession() as session:
         yield session
@@ -65,13 +54,13 @@ def tokens_of(answer: Any) -> list[int]:
     return ids
 
 
-async def alone(session: aiohttp.ClientSession, servers: Servers, **fields: Any) -> list[int]:
+async def alone(session: aiohttp.ClientSession, servers: Standing, **fields: Any) -> list[int]:
     """What one host answers."""
     return tokens_of(await ask_decode(session, servers.decode, PATH, salted(**fields)))
 
 
 async def params_of(
-    session: aiohttp.ClientSession, servers: Servers, body: dict[str, Any]
+    session: aiohttp.ClientSession, servers: Standing, body: dict[str, Any]
 ) -> dict[str, Any]:
     answer = await ask_prefill(session, servers.prefill, PATH, body)
     params: dict[str, Any] = answer["kv_transfer_params"]
@@ -79,7 +68,7 @@ async def params_of(
 
 
 async def test_a_length_of_null_is_nothing_to_count_down(
-    session: aiohttp.ClientSession, servers: Servers
+    session: aiohttp.ClientSession, servers: Standing
 ) -> None:
     """ATOM #253: `max_tokens -= 1` for the token that prefill had sampled."""
     body = salted(max_tokens=None)
@@ -91,7 +80,7 @@ async def test_a_length_of_null_is_nothing_to_count_down(
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "router"])
 async def test_a_stream_is_an_event_stream_and_an_answer_is_json(
-    session: aiohttp.ClientSession, servers: Servers, name: str
+    session: aiohttp.ClientSession, servers: Standing, name: str
 ) -> None:
     """ATOM #253: the content type of a stream was that of JSON."""
     url = getattr(servers, name)
@@ -102,7 +91,7 @@ async def test_a_stream_is_an_event_stream_and_an_answer_is_json(
 
 
 async def test_a_prompt_that_prefill_refuses_is_refused_everywhere(
-    session: aiohttp.ClientSession, servers: Servers
+    session: aiohttp.ClientSession, servers: Standing
 ) -> None:
     """sglang#30233: prefill refused a prompt that was too long, and decode made something up."""
     source = {"remote_engine_id": "e", "remote_host": "127.0.0.1", "remote_port": 1}
@@ -131,7 +120,7 @@ async def test_a_prompt_that_prefill_refuses_is_refused_everywhere(
     ids=str,
 )
 async def test_what_cannot_be_fetched_is_computed(
-    session: aiohttp.ClientSession, servers: Servers, wrong: dict[str, Any]
+    session: aiohttp.ClientSession, servers: Standing, wrong: dict[str, Any]
 ) -> None:
     """vllm#52234: an answer of HTTP 200 with wrong tokens; vllm#26171: decode waited for ever."""
     body = salted()
@@ -146,7 +135,7 @@ async def test_what_cannot_be_fetched_is_computed(
 
 
 async def test_decode_refuses_and_prefill_lets_go(
-    session: aiohttp.ClientSession, servers: Servers
+    session: aiohttp.ClientSession, servers: Standing
 ) -> None:
     """vllm#41269: decode refused a request before it had taken it, and prefill held its blocks for ever."""
     body = salted()
@@ -161,7 +150,7 @@ async def test_decode_refuses_and_prefill_lets_go(
 
 @pytest.mark.parametrize("num_events", [0, 1])
 async def test_the_client_leaves_and_both_let_go(
-    session: aiohttp.ClientSession, servers: Servers, num_events: int
+    session: aiohttp.ClientSession, servers: Standing, num_events: int
 ) -> None:
     """vllm#46283: decode aborted, and prefill held its blocks for ever. Here it is told before the lease ends."""
     body = salted(stream=True, max_tokens=500, ignore_eos=True)
@@ -174,7 +163,7 @@ async def test_the_client_leaves_and_both_let_go(
 
 
 async def test_the_same_parameters_again_and_twice_at_once(
-    session: aiohttp.ClientSession, servers: Servers
+    session: aiohttp.ClientSession, servers: Standing
 ) -> None:
     """vllm#46240: what was done twice ended the engine."""
     body = salted()
@@ -189,7 +178,7 @@ async def test_the_same_parameters_again_and_twice_at_once(
 
 
 async def test_ids_of_requests_are_the_clients_own_matter(
-    session: aiohttp.ClientSession, servers: Servers
+    session: aiohttp.ClientSession, servers: Standing
 ) -> None:
     """ATOM #253: an id was text on one side and a number on the other, so what was done never matched."""
     body = salted()
@@ -208,7 +197,7 @@ async def test_ids_of_requests_are_the_clients_own_matter(
 
 
 async def test_a_router_arranges_handoffs_itself(
-    session: aiohttp.ClientSession, servers: Servers
+    session: aiohttp.ClientSession, servers: Standing
 ) -> None:
     """Its clients are end users, who have nothing to say about where KV comes from."""
     body = {**salted(), "kv_transfer_params": {"do_remote_decode": True}}

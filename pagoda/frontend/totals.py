@@ -1,0 +1,100 @@
+"""What several replicas are together: one engine to whoever looks from above."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from pagoda.engine.messages import EngineReady, LoadReport, ReplicaLoad, Role, TierLoad
+
+_SUMS = (
+    "num_running",
+    "num_waiting",
+    "num_awaiting_kv",
+    "num_pending_tokens",
+    "num_free_blocks",
+    "num_blocks",
+    "num_steps",
+    "num_preemptions",
+    "num_worker_restarts",
+    "num_blocks_stored",
+    "num_blocks_removed",
+    "num_prefix_hit_tokens",
+    "num_prompt_tokens",
+    "num_leases",
+    "num_wanted_leases",
+    "num_leased_blocks",
+    "num_leases_expired",
+)
+
+
+def sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadReport:
+    """`num_held` requests are with none of them."""
+    reports = [replica.report for replica in replicas if replica.report is not None]
+    sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMS}
+    sums["num_waiting"] += num_held
+    return LoadReport(
+        **sums,
+        step_time_s=max((report.step_time_s for report in reports), default=0.0),
+        stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
+        is_worker_ready=any(report.is_worker_ready for report in reports),
+        tiers=_sum_of_tiers([tier for report in reports for tier in report.tiers]),
+        expert_tokens=_added([report.expert_tokens for report in reports]),
+        expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
+        replicas=replicas,
+    )
+
+
+def _sum_of_tiers(tiers: Sequence[TierLoad]) -> tuple[TierLoad, ...]:
+    """By name, in the order of the first. What is in a tier that all replicas see counts once."""
+    sums: dict[str, TierLoad] = {}
+    for tier in tiers:
+        so_far = sums.get(tier.name)
+        if so_far is None:
+            sums[tier.name] = tier
+            continue
+        join = max if tier.is_shared else operator.add
+        sums[tier.name] = TierLoad(
+            name=tier.name,
+            num_blocks=join(so_far.num_blocks, tier.num_blocks),
+            num_total_blocks=join(so_far.num_total_blocks, tier.num_total_blocks),
+            num_stored=so_far.num_stored + tier.num_stored,
+            num_removed=so_far.num_removed + tier.num_removed,
+            num_loaded=so_far.num_loaded + tier.num_loaded,
+            num_failed=so_far.num_failed + tier.num_failed,
+            is_indexed=so_far.is_indexed and tier.is_indexed,
+            is_shared=tier.is_shared,
+        )
+    return tuple(sums.values())
+
+
+def _added(counts: Sequence[Sequence[int]]) -> list[int]:
+    """The sums over replicas; one that has computed nothing yet has an empty list."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+
+def sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
+    """What all replicas together can take, of requests that each of them can take."""
+    summaries = list(dict.fromkeys(limit.summary for limit in limits))
+    count = f"{len(limits)} replicas, each " if len(limits) > 1 else ""
+    return EngineReady(
+        max_model_len=min(limit.max_model_len for limit in limits),
+        vocab_size=min(limit.vocab_size for limit in limits),
+        num_blocks=sum(limit.num_blocks for limit in limits),
+        block_size=limits[0].block_size,
+        max_num_seqs=sum(limit.max_num_seqs for limit in limits),
+        max_num_waiting=sum(limit.max_num_waiting for limit in limits),
+        summary=count + "; ".join(summaries),
+        role=_sum_of_roles([limit.role for limit in limits]),
+        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
+    )
+
+
+def _sum_of_roles(roles: Sequence[Role]) -> Role:
+    """What can be asked of some of them can be asked of all together."""
+    holds = any(role.holds_kv for role in roles)
+    fetches = any(role.fetches_kv for role in roles)
+    if holds and fetches:
+        return Role.BOTH
+    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE
