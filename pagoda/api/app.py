@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,6 +56,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 CONNECTION_IDLE_S = 75.0
 """A connection without a complete request for this long is closed."""
 
+_ARRIVED = "pagoda.arrived_ns"
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -74,7 +76,7 @@ def make_server(service: Service) -> ApiServer:
         writer: Any,
         task: asyncio.Task[None],
     ) -> web.BaseRequest:
-        return web.BaseRequest(
+        request = web.BaseRequest(
             message,
             payload,
             protocol,
@@ -83,6 +85,8 @@ def make_server(service: Service) -> ApiServer:
             asyncio.get_running_loop(),
             client_max_size=service.config.max_body_bytes,
         )
+        request[_ARRIVED] = service.book.clock_ns()
+        return request
 
     return ApiServer(
         handle,
@@ -94,7 +98,7 @@ def make_server(service: Service) -> ApiServer:
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    call = Call(http, service, _request_id(http.headers.get("X-Request-Id", "")))
+    call = Call(http, service, _request_id(http.headers.get("X-Request-Id", "")), http[_ARRIVED])
     began = time.monotonic()
     status = 499
     try:
@@ -138,7 +142,7 @@ async def _dispatch(call: Call) -> web.StreamResponse:
         raise ApiError(
             405, f"{path} answers {allowed}, not {call.http.method}.", headers={"Allow": allowed}
         )
-    return await methods[method](Call(call.http, call.service, call.request_id, argument))
+    return await methods[method](replace(call, path_argument=argument))
 
 
 def _find(path: str) -> tuple[dict[str, Handler] | None, str]:

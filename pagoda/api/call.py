@@ -16,6 +16,7 @@ from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.protocol import parse_body
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, error_event
+from pagoda.frontend.request_book import Origin
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class Call:
     http: web.BaseRequest
     service: Service
     request_id: str
+    arrived_ns: int
+    """When its headers had been read, on the clock of the service's book."""
     path_argument: str = ""
     """What stands in the path where the route has a `*`."""
 
@@ -50,6 +53,15 @@ class Call:
         scheme, _, given = self.http.headers.get("Authorization", "").partition(" ")
         known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
         return scheme.lower() == "bearer" and known
+
+    @property
+    def origin(self) -> Origin:
+        """What its answers are known by."""
+        return Origin(
+            name=self.request_id,
+            arrived_ns=self.arrived_ns,
+            traceparent=self.http.headers.get("traceparent"),
+        )
 
     async def body(self) -> bytes:
         """The whole body.

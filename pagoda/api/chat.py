@@ -29,6 +29,7 @@ from pagoda.engine.messages import FinishReason
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import render_conversation
 from pagoda.frontend.merge import merge
+from pagoda.frontend.request_book import Origin
 from pagoda.frontend.text_generator import (
     TextDelta,
     TextGenerator,
@@ -43,7 +44,8 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     session = session_of(body, call.session_header)
     role, is_router = generator.endpoint.limits.role, call.service.is_router
     handoff = handoff_of(body, role, is_router=is_router)
-    job = await _prepare(body, generator, call.service.config.served_model_name, session, handoff)
+    model = call.service.config.served_model_name
+    job = await _prepare(body, generator, model, session, handoff, call.origin)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
@@ -55,6 +57,7 @@ async def _prepare(
     model: str,
     session: str | None,
     handoff: Handoff,
+    origin: Origin,
 ) -> _Job:
     template = generator.text.require_template()
     tools = body.tools if body.tool_choice != "none" else None
@@ -89,6 +92,7 @@ async def _prepare(
             session=session,
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
+            origin=origin,
         )
     return _Job(
         body=body,

@@ -27,6 +27,7 @@ from pagoda.api.sse import DONE, EventStream, EventTemplate, event
 from pagoda.engine.messages import TokenLogprobs
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.merge import merge
+from pagoda.frontend.request_book import Origin
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 
 
@@ -37,7 +38,8 @@ async def completions(call: Call) -> web.StreamResponse:
     session = session_of(body, call.session_header)
     role, is_router = generator.endpoint.limits.role, call.service.is_router
     handoff = handoff_of(body, role, is_router=is_router)
-    job = await _prepare(body, generator, call.service.config.served_model_name, session, handoff)
+    model = call.service.config.served_model_name
+    job = await _prepare(body, generator, model, session, handoff, call.origin)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
@@ -49,6 +51,7 @@ async def _prepare(
     model: str,
     session: str | None,
     handoff: Handoff,
+    origin: Origin,
 ) -> _Job:
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
@@ -77,6 +80,7 @@ async def _prepare(
             session=session,
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
+            origin=origin,
         )
     return _Job(body, generator, requests, model)
 

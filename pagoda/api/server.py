@@ -80,7 +80,7 @@ async def serve(
     dispatcher = fleet.dispatcher
     try:
         url = await _listen(runner, server)
-        loading = asyncio.ensure_future(start_generator(fleet, load_text))
+        loading = asyncio.ensure_future(start_generator(fleet, load_text, service.book))
         if not await signals.before(loading):
             return
         service.generator = loading.result()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
+from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.text_generator import TextGenerator
 
 
@@ -39,6 +40,8 @@ class Service:
     draining: bool = False
     fleet: Fleet | None = None
     """What is behind the API, as soon as it is being started."""
+    book: RequestBook = field(default_factory=RequestBook)
+    """The answers that are being given."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

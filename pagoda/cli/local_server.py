@@ -24,6 +24,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.policies import PolicyName
+from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.text_generator import start_generator
 from pagoda.models.resolve import ModelFiles
 
@@ -103,7 +104,7 @@ async def _load(
         ApiConfig(
             served_model_name=files.served_name, api_key=api_key, allowed_hosts=hosts_for(_HOST)
         ),
-        await start_generator(fleet, text),
+        await start_generator(fleet, text, RequestBook()),
     )
 
 

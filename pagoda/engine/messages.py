@@ -17,7 +17,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever a message changes in a way that an older process would misread."""
 
 MIN_TEMPERATURE = 1e-5
@@ -227,6 +227,8 @@ class GenerateRequest(
     where it is by `TokenChunk.kv_source`."""
     kv_source: KVSource | None = None
     """Where KV of the prompt, and the first token, may be fetched from. What does not come is computed."""
+    traceparent: str | None = None
+    """The span that it is part of, for whoever exports spans (https://www.w3.org/TR/trace-context/)."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -293,6 +295,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     kv_source: KVSource | None = None
     """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be.
     Again in the last one, if it is there."""
+    queue_time_s: float | None = None
+    """In an engine's first chunk with tokens: how long the request had waited there before its first step."""
 
     @property
     def is_news(self) -> bool:

@@ -22,6 +22,7 @@ from pagoda.frontend.merge import merge
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
+from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.models.resolve import ModelFiles
@@ -94,7 +95,7 @@ class AsyncLLM:
         """
         fleet = self._fleet = EngineFleet(self._engine, self._policy)
         try:
-            self._generator = await start_generator(fleet, self._load_text)
+            self._generator = await start_generator(fleet, self._load_text, RequestBook())
         except BaseException:
             await self.close()
             raise

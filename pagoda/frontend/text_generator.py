@@ -21,10 +21,11 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -63,6 +64,7 @@ class TextRequest:
     """As the user gave it, with stop strings."""
     prompt: str | None
     """The prompt's text, where it was given as text."""
+    origin: Origin
     index: int = 0
     """Which of the `sampling.n` answers to the prompt."""
 
@@ -76,7 +78,9 @@ class TextRequest:
         return len(self.request.prompt_token_ids)
 
 
-async def start_generator(fleet: Fleet, load: Callable[[], ModelText]) -> TextGenerator:
+async def start_generator(
+    fleet: Fleet, load: Callable[[], ModelText], book: RequestBook
+) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
     Raises:
@@ -90,15 +94,17 @@ async def start_generator(fleet: Fleet, load: Callable[[], ModelText]) -> TextGe
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(fleet.dispatcher, text)
+    return TextGenerator(fleet.dispatcher, text, book)
 
 
 class TextGenerator:
     """Makes requests of prompts, and text of their tokens."""
 
-    def __init__(self, endpoint: Endpoint, text: ModelText) -> None:
+    def __init__(self, endpoint: Endpoint, text: ModelText, book: RequestBook) -> None:
+        """`book` is told of each answer."""
         self.endpoint = endpoint
         self.text = text
+        self.book = book
         self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
 
     async def encode(
@@ -139,17 +145,21 @@ class TextGenerator:
         session: str | None = None,
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
+        origin: Origin | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
         fit into the context instead of refusing it. `session` is what requests have in common that one replica
-        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`.
+        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`. Without an `origin` it comes from here,
+        now.
 
         Raises:
             InvalidRequestError: something does not fit the model; names the field.
         """
         limits = self.endpoint.limits
+        if origin is None:
+            origin = Origin(name=uuid.uuid4().hex, arrived_ns=self.book.clock_ns())
         text = prompt if isinstance(prompt, str) else None
         token_ids = (
             await self.encode(prompt, add_special_tokens=add_special_tokens, param=param)
@@ -168,7 +178,8 @@ class TextGenerator:
         return [
             TextRequest(
                 request=GenerateRequest(
-                    request_id=uuid.uuid4().hex,
+                    # Names are the clients' to choose, and may be those of others.
+                    request_id=f"{origin.name}-{secrets.token_hex(4)}",
                     prompt_token_ids=token_ids,
                     sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
                     eos_token_ids=eos,
@@ -177,9 +188,11 @@ class TextGenerator:
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
+                    traceparent=origin.traceparent,
                 ),
                 sampling=sampling,
                 prompt=text,
+                origin=origin,
                 index=index,
             )
             for index in range(sampling.n)
@@ -193,18 +206,47 @@ class TextGenerator:
         """
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
-        chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                source = chunk.kv_source or source
-                if chunk.is_news:
-                    continue
-                delta = assembler.push(chunk)
-                if source is not None and delta.finish_reason is not None:
-                    delta = msgspec.structs.replace(delta, kv_source=source)
-                yield delta
-                if delta.finish_reason is not None:
+        record = self._open(request)
+        reason, error = str(FinishReason.ABORT), ""
+        try:
+            chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    source = chunk.kv_source or source
+                    if chunk.is_news:
+                        continue
+                    delta = assembler.push(chunk)
+                    self._note(record, chunk, delta)
+                    if delta.finish_reason is None:
+                        yield delta
+                        continue
+                    reason, error = delta.finish_reason, delta.error or ""
+                    yield msgspec.structs.replace(delta, kv_source=source)
                     return
+        except OverloadedError as refusal:
+            reason, error = "refused", str(refusal)
+            raise
+        except EngineDeadError as death:
+            reason, error = str(FinishReason.ERROR), str(death)
+            raise
+        finally:
+            self.book.close(record, reason, error)
+
+    def _open(self, request: TextRequest) -> RequestRecord:
+        value = request.request
+        return self.book.open(
+            value.request_id,
+            request.origin,
+            num_prompt_tokens=len(value.prompt_token_ids),
+            max_tokens=value.sampling.max_tokens or 0,
+        )
+
+    def _note(self, record: RequestRecord, chunk: TokenChunk, delta: TextDelta) -> None:
+        if record.queue_time_s is None:
+            record.queue_time_s = chunk.queue_time_s
+        record.num_cached_tokens = chunk.num_cached_tokens
+        if delta.token_ids:
+            self.book.grow(record, len(delta.token_ids))
 
 
 def derive_seed(seed: int, index: int) -> int:

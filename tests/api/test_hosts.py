@@ -36,7 +36,7 @@ async def routed(serve_api: Any, **config: object) -> AsyncIterator[tuple[Any, H
     host = Host(ScriptedEndpoint("hello"))
     membership = Membership(host.context, f"127.0.0.1:{discoveries[0].port}", KEYS, host.record)
     await starting
-    api.service.generator = TextGenerator(fleet.dispatcher, TEXT)
+    api.service.generator = TextGenerator(fleet.dispatcher, TEXT, api.service.book)
     try:
         yield api, host
     finally:

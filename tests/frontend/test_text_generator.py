@@ -7,6 +7,7 @@ from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
 
 from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from pagoda.errors import InvalidRequestError, OverloadedError
+from pagoda.frontend.request_book import Origin, RequestBook
 from pagoda.frontend.text_generator import (
     PromptTooLongError,
     TextAssembler,
@@ -16,10 +17,12 @@ from pagoda.frontend.text_generator import (
     derive_seed,
 )
 
+ORIGIN = Origin(name="test", arrived_ns=0)
+
 
 def generator(answer: str = "ok") -> tuple[TextGenerator, ScriptedEndpoint]:
     endpoint = ScriptedEndpoint(answer)
-    return TextGenerator(endpoint, TEXT), endpoint
+    return TextGenerator(endpoint, TEXT, RequestBook()), endpoint
 
 
 async def answer_of(texts: TextGenerator, **params: object) -> tuple[str, TextDelta]:
@@ -145,7 +148,7 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
-    texts = TextGenerator(ScriptedEndpoint(max_model_len=20_001), TEXT)
+    texts = TextGenerator(ScriptedEndpoint(max_model_len=20_001), TEXT, RequestBook())
     assert await texts.encode("x" * 20_000, add_special_tokens=True) == [120] * 20_000
 
 
@@ -181,7 +184,7 @@ def test_text_does_not_depend_on_how_tokens_are_chunked(
     params = SamplingParams(stop=tuple(stop))
 
     def run(cut: list[list[int]]) -> tuple[str, object, int]:
-        request = TextRequest(request=_wire(params), sampling=params, prompt=None)
+        request = TextRequest(request=_wire(params), sampling=params, prompt=None, origin=ORIGIN)
         assembler = TextAssembler(TEXT.tokenizer, request)
         text, count = "", 0
         for i, part in enumerate(cut):

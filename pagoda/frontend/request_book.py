@@ -1,0 +1,136 @@
+"""What becomes of each answer, as the frontend sees it: for the log, the metrics, the traces and the live page.
+
+Counting is all that happens here; whoever wants to know more observes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request comes from."""
+
+    name: str
+    """What the client calls it (`X-Request-Id`), or what it is called for the client; its answers' ids begin so."""
+    arrived_ns: int
+    """When its first byte was read, on the clock of the book."""
+    key: str = ""
+    """Which API key it came with, as operators know it; never the key itself."""
+    traceparent: str | None = None
+    """The client's span (https://www.w3.org/TR/trace-context/), if it has one."""
+
+
+class RequestRecord:
+    """One answer, from its arrival to its last byte. Times are nanoseconds of the book's clock."""
+
+    __slots__ = (
+        "ended_ns",
+        "error",
+        "finish_reason",
+        "first_token_ns",
+        "last_token_ns",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "origin",
+        "queue_time_s",
+        "request_id",
+        "started_ns",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        origin: Origin,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        started_ns: int,
+    ) -> None:
+        self.request_id = request_id
+        self.origin = origin
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.started_ns = started_ns
+        """When it was tokenized and checked, and went to an engine."""
+        self.queue_time_s: float | None = None
+        """How long it waited in the engine before its first step; None until that is known."""
+        self.first_token_ns: int | None = None
+        self.last_token_ns: int | None = None
+        self.ended_ns: int | None = None
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason = ""
+        """`stop`, `length`, `abort` or `error`; `refused` if no engine took it; empty while it runs."""
+        self.error = ""
+        """Why, with `error` and `refused`."""
+
+
+class RequestObserver(Protocol):
+    """Is told of each answer, in the event loop, at once; must not raise."""
+
+    def began(self, record: RequestRecord) -> None: ...
+
+    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+        """By so many tokens at once, at `record.last_token_ns`; `since_ns` is when those before, or the request, came."""
+        ...
+
+    def ended(self, record: RequestRecord) -> None: ...
+
+
+class RequestBook:
+    """The answers that are being given, in the order of their arrival."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock_ns = clock_ns
+        self.live: dict[str, RequestRecord] = {}
+        self._observers: list[RequestObserver] = []
+
+    def observe(self, observer: RequestObserver) -> Callable[[], None]:
+        """Until the function returned is called. Answers that run already go on."""
+        self._observers.append(observer)
+        return partial(self._observers.remove, observer)
+
+    def open(
+        self, request_id: str, origin: Origin, *, num_prompt_tokens: int, max_tokens: int
+    ) -> RequestRecord:
+        """An answer goes to an engine."""
+        record = RequestRecord(
+            request_id,
+            origin,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            started_ns=self.clock_ns(),
+        )
+        self.live[request_id] = record
+        for observer in self._observers:
+            observer.began(record)
+        return record
+
+    def grow(self, record: RequestRecord, num_tokens: int) -> None:
+        """New tokens are there, as text."""
+        now = self.clock_ns()
+        since = record.last_token_ns or record.origin.arrived_ns
+        record.last_token_ns = now
+        if record.first_token_ns is None:
+            record.first_token_ns = now
+        record.num_output_tokens += num_tokens
+        for observer in self._observers:
+            observer.grew(record, num_tokens, since)
+
+    def close(self, record: RequestRecord, finish_reason: str, error: str = "") -> None:
+        """The client has the last byte, or will never have it. Only the first call counts."""
+        if record.finish_reason:
+            return
+        record.finish_reason, record.error = finish_reason, error
+        record.ended_ns = self.clock_ns()
+        self.live.pop(record.request_id, None)
+        for observer in self._observers:
+            observer.ended(record)

@@ -1,0 +1,207 @@
+"""Spans, instants and counters of one process, in Chrome's trace-event format.
+
+Off, a span costs one call that gives 0 and one test of it:
+
+    began = tracer.e2e()
+    plan = scheduler.schedule()
+    if began:
+        tracer.span("schedule", began, {"tokens": 17})
+
+There are three clocks, one for each level; each gives nanoseconds of the process's clock while tracing is on at
+its level or above, else 0. Whoever holds a tracer may emit at any time; what is emitted while it is off goes nowhere.
+
+Events are kept in memory and written by a thread of their own a few times a second (`pagoda.telemetry.fragments`),
+so that what a process loses when it is killed is what it did in its last moments. What cannot be written ends
+tracing, never the process.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pagoda.telemetry.fragments import FragmentWriter, ProcessHeader
+
+_log = logging.getLogger(__name__)
+
+MAIN_ROW = 0
+"""The row of what a process does by itself: one thing at a time."""
+
+Args = Mapping[str, Any]
+"""What is said of an event; values are what JSON has."""
+
+
+class TraceLevel(enum.IntEnum):
+    """How much is traced; each level has all of those before it."""
+
+    E2E = 1
+    """Requests and steps."""
+    KERNEL = 2
+    """And the operations of each forward pass."""
+    VERBOSE = 3
+    """And each token on its way out."""
+
+
+LEVELS = {level.name.lower(): level for level in TraceLevel}
+
+
+class TraceSession(msgspec.Struct, frozen=True, kw_only=True):
+    """One time of tracing, as all processes of a server are told of it."""
+
+    level: TraceLevel
+    directory: str
+    """Of the fragments, on the host of each process."""
+    run: str
+    """Tells the fragments of this server from those of others in the directory."""
+
+
+def _off() -> int:
+    return 0
+
+
+class Tracer:
+    """One for each process, made at its start and handed to whoever has something to tell."""
+
+    def __init__(self, role: str, *, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        """`role` is how rows of this process are headed: `frontend`, `engine dp0`, `worker dp0 tp1 pp0`.
+
+        `clock_ns` gives nanoseconds of a clock that never goes back; other processes have other clocks
+        (`clock_offset`).
+        """
+        self.role = role
+        self.clock_ns = clock_ns
+        self.process = ProcessHeader.of_this_process(role)
+        self.e2e: Callable[[], int] = _off
+        self.kernel: Callable[[], int] = _off
+        self.verbose: Callable[[], int] = _off
+        self._session: TraceSession | None = None
+        self._events: deque[dict[str, Any]] = deque()
+        self._writer: FragmentWriter | None = None
+        self._rows: dict[int, str] = {MAIN_ROW: "main"}
+        self._row_numbers = itertools.count(1)
+
+    @property
+    def session(self) -> TraceSession | None:
+        """What is being traced; None while tracing is off."""
+        return self._session
+
+    # ---- on and off
+
+    def start(self, session: TraceSession) -> None:
+        """Traces into a new fragment. What runs already goes on in the rows that it has."""
+        self.stop()
+        header = self.process.began(session.run, session.level.name.lower(), self.clock_ns())
+        self._writer = FragmentWriter(session.directory, header, self._events, self._fail)
+        self._session = session
+        self.e2e = self.clock_ns
+        self.kernel = self.clock_ns if session.level >= TraceLevel.KERNEL else _off
+        self.verbose = self.clock_ns if session.level >= TraceLevel.VERBOSE else _off
+        for row, name in self._rows.items():
+            self._name_row(row, name)
+        self._writer.start()
+
+    def stop(self) -> None:
+        """Returns when all that was emitted is written. May be called twice."""
+        self._turn_off()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        self._events.clear()
+
+    def _turn_off(self) -> None:
+        self._session = None
+        self.e2e = self.kernel = self.verbose = _off
+
+    def _fail(self, reason: str) -> None:
+        """Called by the writer's thread."""
+        self._turn_off()
+        _log.warning("tracing has stopped: %s", reason)
+
+    # ---- rows
+
+    def open_row(self, name: str) -> int:
+        """A row of its own for something that goes on beside other things, until `close_row`."""
+        row = next(self._row_numbers)
+        self._rows[row] = name
+        if self._session is not None:
+            self._name_row(row, name)
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Nothing more comes in that row."""
+        self._rows.pop(row, None)
+
+    def _name_row(self, row: int, name: str) -> None:
+        self._events.append({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
+
+    # ---- events
+
+    def span(
+        self,
+        name: str,
+        began: int,
+        args: Args | None = None,
+        *,
+        row: int = MAIN_ROW,
+        ended: int | None = None,
+    ) -> None:
+        """From `began` to `ended` (now), both in nanoseconds of the clock. Nothing if `began` is 0.
+
+        Spans of a row nest: of two that overlap, one has the other within it.
+        """
+        if not began or self._session is None:
+            return
+        end = self.clock_ns() if ended is None else ended
+        event = {
+            "ph": "X",
+            "name": name,
+            "ts": began / 1000,
+            "dur": max(0, end - began) / 1000,
+            "tid": row,
+        }
+        if args:
+            event["args"] = args
+        self._events.append(event)
+
+    def instant(self, name: str, args: Args | None = None, *, row: int = MAIN_ROW) -> None:
+        """Something that happened now."""
+        if self._session is None:
+            return
+        event: dict[str, Any] = {
+            "ph": "i",
+            "name": name,
+            "ts": self.clock_ns() / 1000,
+            "tid": row,
+            "s": "t",
+        }
+        if args:
+            event["args"] = args
+        self._events.append(event)
+
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        """What some figures are from now on; those of one name are drawn together."""
+        if self._session is None:
+            return
+        at = self.clock_ns() / 1000
+        self._events.append(
+            {"ph": "C", "name": name, "ts": at, "tid": MAIN_ROW, "args": dict(values)}
+        )
+
+    def describe(self, name: str, args: Args) -> None:
+        """Says once what events of this fragment refer to, such as the operations of a forward pass."""
+        if self._session is not None:
+            self._events.append({"ph": "M", "name": name, "tid": MAIN_ROW, "args": args})
+
+    def clock_offset(self, peer: str, offset_ns: int, round_trip_ns: int) -> None:
+        """Was measured: the clock of the process `peer` (`ProcessHeader.uid`) is ahead of this one's by
+        `offset_ns`, give or take half of `round_trip_ns`."""
+        if self._session is not None:
+            clock = {"peer": peer, "offset_ns": offset_ns, "round_trip_ns": round_trip_ns}
+            self._events.append({"clock": clock})
