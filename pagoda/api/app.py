@@ -56,7 +56,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 CONNECTION_IDLE_S = 75.0
 """A connection without a complete request for this long is closed."""
 
-_ARRIVED = "pagoda.arrived_ns"
+_ARRIVED = web.RequestKey("arrived_ns", int)
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")

@@ -17,7 +17,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request comes from."""
 
     name: str
-    """What the client calls it (`X-Request-Id`), or what it is called for the client; its answers' ids begin so."""
+    """What the client calls it (`X-Request-Id`), or what it is called here; ids of its answers begin with it."""
     arrived_ns: int
     """When its first byte was read, on the clock of the book."""
     key: str = ""
@@ -79,7 +79,10 @@ class RequestObserver(Protocol):
     def began(self, record: RequestRecord) -> None: ...
 
     def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
-        """By so many tokens at once, at `record.last_token_ns`; `since_ns` is when those before, or the request, came."""
+        """By so many tokens at once, at `record.last_token_ns`.
+
+        `since_ns` is when those before them came, or for the first ones the request.
+        """
         ...
 
     def ended(self, record: RequestRecord) -> None: ...

@@ -1,8 +1,9 @@
 """A fragment: what one process traced, one JSON object a line.
 
 The first line says whose it is (`ProcessHeader`, under the key `fragment`). The others are trace events as Chrome
-has them (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), without `pid`, with `ts`
-and `dur` in microseconds of the process's own clock; or measured offsets to others' clocks, under the key `clock`.
+has them (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), without `pid`, with
+`ts` and `dur` in microseconds of the process's own clock; or what the clocks of others are ahead of it, under the
+key `clock`.
 `pagoda trace merge` makes one trace of all fragments in a directory.
 
 A fragment of a process that was killed ends in the middle of a line, or some moments too early.

@@ -8,7 +8,7 @@ Off, a span costs one call that gives 0 and one test of it:
         tracer.span("schedule", began, {"tokens": 17})
 
 There are three clocks, one for each level; each gives nanoseconds of the process's clock while tracing is on at
-its level or above, else 0. Whoever holds a tracer may emit at any time; what is emitted while it is off goes nowhere.
+its level or above, else 0. Whoever holds a tracer may emit at any time; while it is off that goes nowhere.
 
 Events are kept in memory and written by a thread of their own a few times a second (`pagoda.telemetry.fragments`),
 so that what a process loses when it is killed is what it did in its last moments. What cannot be written ends
