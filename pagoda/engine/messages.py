@@ -893,6 +893,11 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """By slot: what broke for this request alone. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
     """What it took to compute; the times of several stages together."""
+    prepare_time_s: float = 0.0
+    """Of that, until the input of the forward pass was ready."""
+    forward_time_s: float = 0.0
+    sample_time_s: float = 0.0
+    """From hidden states to tokens."""
     expert_tokens: list[int] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 

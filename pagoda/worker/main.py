@@ -68,10 +68,11 @@ def main() -> NoReturn:
     set_thread_waiting(os.environ)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = EngineLink(context, address, config)
-    tracer = Tracer(f"worker dp{config.place.dp} tp{config.place.tp} pp{config.place.pp}")
+    place = config.place
+    tracer = Tracer(f"worker dp{place.dp} tp{place.tp} pp{place.pp}")
     if config.trace is not None:
         _start_trace(tracer, engine, config.trace)
-    worker = _start(config, engine, context, address)
+    worker = _start(config, engine, context, address, tracer)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
     else:
@@ -122,15 +123,16 @@ def _start(
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    tracer: Tracer,
 ) -> _Worker | WorkerFailed:
     try:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = settle(config)
         if config.parallel.replica_size == 1:
-            worker, plan, loaded = _start_alone(config)
+            worker, plan, loaded = _start_alone(config, tracer)
         else:
-            worker, plan, loaded = _start_with_peers(config, engine, context, address)
+            worker, plan, loaded = _start_with_peers(config, engine, context, address, tracer)
         if config.has_transfer_link:
             with free_threads(cores):
                 worker = _with_transfers(worker, plan, loaded, context, address)
@@ -145,11 +147,11 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_alone(config: WorkerConfig) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+def _start_alone(config: WorkerConfig, tracer: Tracer) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     from pagoda.worker.loading import load_runner, plan_worker
 
     plan = plan_worker(config)
-    loaded = load_runner(plan)
+    loaded = load_runner(plan, tracer)
     return _Worker(loaded.runner, loaded.ready), plan, loaded
 
 
@@ -158,6 +160,7 @@ def _start_with_peers(
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    tracer: Tracer,
 ) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     from pagoda.worker.loading import load_runner, plan_worker
     from pagoda.worker.meeting import Meeting
@@ -168,7 +171,7 @@ def _start_with_peers(
     )
     peers = engine.meet_peers(meeting.hello(plan.num_blocks))
     group = meeting.form_group(peers)
-    loaded = load_runner(plan, peers.num_blocks, group)
+    loaded = load_runner(plan, tracer, peers.num_blocks, group)
     parallel, place = config.parallel, config.place
     worker = _Worker(
         loaded.runner,
