@@ -346,6 +346,50 @@ class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
     chunks: list[TokenChunk]
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Steps are counted by their tokens: those with up to so many, and more than one bound less."""
+STEP_SEQUENCE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class StepTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What steps computed and where their time went, since start."""
+
+    num_tokens: int = 0
+    """Computed: of prompts and answers, also those that were computed again."""
+    num_sequences: int = 0
+    """Each counts once in each step."""
+    by_tokens: list[int] = []
+    """Steps by how many tokens they had (`STEP_TOKEN_BOUNDS`); the last entry is of those above all bounds. Empty
+    before the first step."""
+    by_sequences: list[int] = []
+    """The same by sequences (`STEP_SEQUENCE_BOUNDS`)."""
+    schedule_s: float = 0.0
+    """Seconds in which the engine made plans."""
+    submit_s: float = 0.0
+    """Seconds in which it handed them over."""
+    wait_s: float = 0.0
+    """Seconds from when plans were handed over until their results were there, without those of computing: steps
+    wait for the one before, and messages are on their way."""
+    prepare_s: float = 0.0
+    """Seconds in which workers made inputs of plans."""
+    forward_s: float = 0.0
+    """Seconds in which they ran the model."""
+    sample_s: float = 0.0
+    """Seconds in which they chose tokens."""
+    update_s: float = 0.0
+    """Seconds in which the engine took results."""
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What one process takes of its host's memory."""
+
+    role: str
+    """Such as `engine dp0` or `worker dp0 tp1 pp0`."""
+    pid: int
+    resident_bytes: int
+    """What several processes share counts in each."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """What a dispatcher and `/health` need to know about an engine."""
 
@@ -389,6 +433,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Blocks of them; one of two requests counts twice."""
     num_leases_expired: int = 0
     """Since start: nobody fetched them, or said that they were fetched."""
+    num_generated_tokens: int = 0
+    """Sampled since start."""
+    steps: StepTotals = StepTotals()
+    processes: tuple[ProcessMemory, ...] = ()
+    """Of the engine and of its workers on the same host; of what is behind a dispatcher, all."""
     query_id: int | None = None
     """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
     replicas: tuple[ReplicaLoad, ...] = ()

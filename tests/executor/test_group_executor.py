@@ -176,6 +176,16 @@ def test_all_ranks_become_ready_as_one(make_executor: MakeExecutor) -> None:
     assert executor.max_in_flight == 3
 
 
+def test_workers_are_known_by_their_roles_while_they_run(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", SQUARE)
+    next_event(executor)
+    roles = [f"worker dp0 tp{tp} pp{pp}" for pp in range(2) for tp in range(2)]
+    assert list(executor.pids()) == roles
+    assert list(executor.pids().values()) == list(pids(executor).values())
+    executor.close()
+    assert executor.pids() == {}
+
+
 def test_one_rank_answers_for_all(make_executor: MakeExecutor) -> None:
     executor = make_executor("obeys", SQUARE)
     next_event(executor)
