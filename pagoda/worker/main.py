@@ -17,11 +17,20 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from pagoda.engine.messages import StepResult, WorkerConfig, WorkerFailed, WorkerReady
+from pagoda.engine.messages import (
+    StartTrace,
+    StepPlan,
+    StepResult,
+    StopTrace,
+    TraceStopped,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
 from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.telemetry.logging import configure_logging
-from pagoda.telemetry.tracer import Tracer
+from pagoda.telemetry.tracer import Tracer, TraceSession
 from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import free_threads, settle
 from pagoda.worker.threads import set_thread_waiting
@@ -61,34 +70,52 @@ def main() -> NoReturn:
     engine = EngineLink(context, address, config)
     place = config.place
     tracer = Tracer(f"worker dp{place.dp} tp{place.tp} pp{place.pp}")
+    if config.trace is not None:
+        _start_trace(tracer, engine, config.trace)
     worker = _start(config, engine, context, address, tracer)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
     else:
         engine.send(worker.ready)
         try:
-            _run(worker, engine)
+            _run(worker, engine, tracer)
         except Exception:
             _log.exception("a step broke this worker")
         if worker.transfers is not None:
             worker.transfers.close()
+    tracer.stop()
     context.destroy()  # waits until the engine has fetched the last message
     # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
     os._exit(1)
 
 
-def _run(worker: _Worker, engine: EngineLink) -> NoReturn:
+def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
     while True:
-        plan = engine.receive_plan()
-        before = None if worker.source is None else worker.source.receive(plan)
-        output = worker.runner.step(plan, before)
-        if worker.transfers is not None:
-            worker.transfers.half.step_done(plan.step)
-        if isinstance(output, StepResult):
-            if worker.answers:
-                engine.send(output)
-        elif worker.target is not None:
-            worker.target.send(plan.step, output)
+        match engine.receive():
+            case StepPlan() as plan:
+                _step(worker, engine, plan)
+            case StartTrace(session=session):
+                _start_trace(tracer, engine, session)
+            case StopTrace():
+                tracer.stop()
+                engine.send(TraceStopped(tracer.problems))
+
+
+def _step(worker: _Worker, engine: EngineLink, plan: StepPlan) -> None:
+    before = None if worker.source is None else worker.source.receive(plan)
+    output = worker.runner.step(plan, before)
+    if worker.transfers is not None:
+        worker.transfers.half.step_done(plan.step)
+    if isinstance(output, StepResult):
+        if worker.answers:
+            engine.send(output)
+    elif worker.target is not None:
+        worker.target.send(plan.step, output)
+
+
+def _start_trace(tracer: Tracer, engine: EngineLink, session: TraceSession) -> None:
+    tracer.start(session)
+    engine.compare_clocks(tracer)
 
 
 def _start(
