@@ -151,7 +151,7 @@ def _start(
             worker, plan, loaded = _start_with_peers(config, engine, context, address, tracer)
         if config.has_transfer_link:
             with free_threads(cores):
-                worker = _with_transfers(worker, plan, loaded, context, address)
+                worker = _with_transfers(worker, plan, loaded, context, address, tracer)
         return worker
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
@@ -213,19 +213,23 @@ def _with_transfers(
     loaded: LoadedWorker,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    tracer: Tracer,
 ) -> _Worker:
     """The worker with the KV tiers, and the part in handoff, that it is to have."""
     from pagoda.worker.kv_handoff import open_handoff
     from pagoda.worker.kv_places import KVPlaces
     from pagoda.worker.kv_tiers import open_tiers
     from pagoda.worker.transfer_link import TransferThread
+    from pagoda.worker.transfer_spans import TransferSpans
 
     tiers = open_tiers(plan, loaded)
     handoff = None if plan.config.kv_handoff is None else open_handoff(plan, loaded)
     ready = tiers.described(worker.ready)
     if handoff is not None:
         ready = handoff.described(ready)
-    transfers = TransferThread(context, address, plan.config, partial(KVPlaces, tiers, handoff))
+    spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
+    open_half = partial(KVPlaces, tiers, handoff)
+    transfers = TransferThread(context, address, plan.config, open_half, spans)
     return replace(worker, ready=ready, transfers=transfers)
 
 
