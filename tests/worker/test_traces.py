@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 from driver import Driver
+from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
 from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
-from pagoda.engine.messages import SamplingParams, StepPlan, WorkerConfig
+from pagoda.engine.messages import (
+    SamplingParams,
+    StepPlan,
+    TraceStopped,
+    WorkerConfig,
+    WorkerReady,
+)
+from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker
 
@@ -67,7 +75,11 @@ class _Traced:
     def events(self) -> list[dict[str, Any]]:
         self.tracer.stop()
         (fragment,) = self._fragments.iterdir()
-        return [json.loads(line) for line in fragment.read_bytes().splitlines()]
+        return _read(fragment)
+
+
+def _read(fragment: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in fragment.read_bytes().splitlines()]
 
 
 def _spans(events: list[dict[str, Any]]) -> list[_Span]:
@@ -164,6 +176,54 @@ def test_operations_of_a_direct_pass_are_spans(tmp_path: Path) -> None:
     for before, after in pairwise(inside):
         assert before.ended <= after.began
     assert all(span.args["kind"] for span in inside)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_workers_trace_from_their_start_until_they_are_told(tmp_path: Path, backend: str) -> None:
+    save_model("qwen3", tmp_path / "model")
+    session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path / "fragments"), run="run")
+    config = WorkerConfig(
+        model=str(tmp_path / "model"),
+        backend=backend,
+        num_blocks=32,
+        num_threads=1,
+        parallel=ParallelConfig(pipeline_parallel_size=2),
+        trace=session,
+    )
+    executor = new_executor(config, tmp_path)
+    try:
+        executor.start()
+        ready = next_event(executor)
+        assert isinstance(ready, WorkerReady)
+        replica = Replica(executor, ready, generation=0)
+        replica.answer([3, 4, 5, 6], [0])
+        replica.answer([7, 8], [1])
+        executor.stop_trace()
+        assert next_event(executor) == TraceStopped()
+        replica.answer([9], [2])  # is not traced
+    finally:
+        executor.close()
+    fragments = sorted((tmp_path / "fragments").iterdir())
+    assert [path.name.split(".")[1] for path in fragments] == [
+        "worker-dp0-tp0-pp0",
+        "worker-dp0-tp0-pp1",
+    ]
+    for stage, path in enumerate(fragments):
+        events = _read(path)
+        assert _described(events, "model")["weight_bytes"] > 0
+        spans = _spans(events)
+        assert {"import torch", "meet peers", "load weights"} <= {span.name for span in spans}
+        steps = _named(spans, "step")
+        assert [step.args for step in steps] == [
+            {"step": 0, "tokens": 4, "seqs": 1, "context_tokens": 4},
+            {"step": 1, "tokens": 2, "seqs": 1, "context_tokens": 2},
+        ]
+        phases = (["prepare", "forward"], ["await stage", "prepare", "forward", "sample"])[stage]
+        for step in steps:
+            inside = [span for span in spans if span is not step and step.has(span)]
+            assert [span.name for span in inside] == phases
+            for before, after in pairwise(inside):
+                assert before.ended <= after.began
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
