@@ -104,6 +104,7 @@ class EngineCore:
         self._last_progress = clock.now()
         self._tracer = tracer or Tracer("engine")
         self._tracing = EngineTracing(self._tracer, executor.max_in_flight)
+        self._trace_number = 0
         self._stops_trace = False
         """Whether the workers are being waited for, so that the trace can end."""
         self._trace_ends: list[TraceStopped] = []
@@ -352,6 +353,7 @@ class EngineCore:
     def start_trace(self, order: StartTrace) -> None:
         """Traces from now on, with all workers."""
         self._stops_trace = False
+        self._trace_number = order.number
         self._tracing.start(order, self._scheduler)
         self._executor.start_trace(order.session)
 
@@ -364,7 +366,8 @@ class EngineCore:
         if self._stops_trace:
             self._stops_trace = False
             self._tracing.stop()
-            self._trace_ends.append(TraceStopped([*self._tracer.problems, *workers.problems]))
+            problems = [*self._tracer.problems, *workers.problems]
+            self._trace_ends.append(TraceStopped(problems, self._trace_number))
 
     def take_trace_ends(self) -> list[TraceStopped]:
         """Traces that have ended since the last call."""
