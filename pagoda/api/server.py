@@ -19,6 +19,8 @@ from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.text_generator import start_generator
+from pagoda.frontend.trace_control import TraceControl
+from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 _log = logging.getLogger("pagoda.api")
 
@@ -44,6 +46,15 @@ class ServerConfig:
     """Further names under which a server on the loopback interface may be asked, such as a proxy's."""
 
 
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Where traces go, and whether the server traces from its start."""
+
+    directory: Path = Path("pagoda-trace")
+    level: TraceLevel | None = None
+    """None begins when somebody asks for it."""
+
+
 async def serve(
     server: ServerConfig,
     make_fleet: Callable[[], Fleet],
@@ -51,11 +62,14 @@ async def serve(
     *,
     model_name: str,
     on_ready: Callable[[str, EngineReady], None],
+    profile: ProfileConfig,
+    tracer: Tracer,
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
     and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
+    `tracer` is that of this process; what `make_fleet` makes has it too.
 
     Raises:
         ConfigError: the port is in use, or the model cannot be loaded.
@@ -68,15 +82,21 @@ async def serve(
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         )
     )
+    tracing = service.tracing = TraceControl(
+        tracer, service.book, profile.directory, _run_name(tracer, server.port)
+    )
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
+        if profile.level is not None:
+            tracing.start(profile.level)
         fleet = make_fleet()
     except BaseException:
         await runner.cleanup()
         raise
     service.fleet = fleet
+    tracing.join(fleet)
     dispatcher = fleet.dispatcher
     try:
         url = await _listen(runner, server)
@@ -97,8 +117,16 @@ async def serve(
     finally:
         service.draining = True
         await runner.cleanup()
+        if tracing.session is not None:
+            await tracing.stop()
         await fleet.close()
         signals.restore()
+
+
+def _run_name(tracer: Tracer, port: int) -> str:
+    """The same for a server that is started again: it takes the place of the one before it."""
+    server = str(port) if port else tracer.process.uid
+    return f"{tracer.role}-{tracer.process.host}-{server}"
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:

@@ -11,6 +11,7 @@ from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.frontend.trace_control import TraceControl
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Service:
     """What is behind the API, as soon as it is being started."""
     book: RequestBook = field(default_factory=RequestBook)
     """The answers that are being given."""
+    tracing: TraceControl | None = None
+    """None in a server that cannot be traced."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
