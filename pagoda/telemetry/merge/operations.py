@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Span
+from pagoda.telemetry.merge.model import Process, Row, Span, arguments
 
 
 class _Durations(msgspec.Struct):
@@ -47,6 +47,27 @@ def operation_spans(forward: Span, operations: Operations) -> Iterator[tuple[Spa
         end = min(at + max(0, ns), forward.end)
         yield Span(at, end, operations.name(index), b""), operations.kind(index)
         at = end
+
+
+def operations_within(
+    row: Row, index: int, operations: Operations
+) -> Iterator[tuple[str, str, int]]:
+    """Name, kind and nanoseconds of each operation of the forward pass that is the span at `index`.
+
+    They are in what is said of it, or are spans within it.
+    """
+    forward = row.spans[index]
+    if b'"ops_ns"' in forward.args:
+        for span, kind in operation_spans(forward, operations):
+            yield span.name, kind, span.end - span.start
+        return
+    kinds = dict(zip(operations.names, operations.kinds, strict=False))
+    for position in range(index + 1, len(row.spans)):
+        span = row.spans[position]
+        if span.start >= forward.end:
+            return
+        kind = kinds.get(span.name) or str(arguments(span.args).get("kind", "operation"))
+        yield span.name, kind, span.end - span.start
 
 
 def _durations(args: bytes) -> list[int]:

@@ -62,7 +62,7 @@ def steps_of(trace: Trace) -> dict[int, list[Step]]:
     numbered = {pid: _numbered(found) for pid, found in steps.items()}
     for worker in trace.processes:
         if worker.origin.storey == "worker" and worker.main is not None:
-            own = [numbered[engine.pid] for engine in _engines_of(worker, engines)]
+            own = [numbered[engine.pid] for engine in engines_of(worker, engines)]
             for number, place in _worker_steps(worker, worker.main):
                 step = _nearest([it for index in own for it in index.get(number, ())], place.span)
                 if step is not None:
@@ -89,8 +89,8 @@ def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
     return index
 
 
-def _engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
-    """The one that it measured its clock against; else any that had its part of the model."""
+def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
+    """The engine that a worker measured its clock against; else all that had its part of the model."""
     measured = [engine for engine in engines if engine.pid == worker.parent]
     origin = worker.origin
     return measured or [
@@ -123,8 +123,3 @@ def _nearest(candidates: Sequence[Step], span: Span) -> Step | None:
         default=None,
     )
     return None if best is None or apart(best) > _TOLERATED_NS else best
-
-
-def requests_of(engine: Process) -> dict[int, str]:
-    """The id of the request of each row, by `tid`."""
-    return {row.tid: row.request for row in engine.rows if row.request is not None}
