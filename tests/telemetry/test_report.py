@@ -178,7 +178,7 @@ def test_other_files_are_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with pytest.raises(ConfigError, match="cannot be read"):
         load_trace(path)
-    for text in ("", "[]", '{"traceEvents": []}', "\x1f\x8b"):
+    for text in ("", "[]", '{"traceEvents": [', '{"traceEvents": []}'):
         path.write_text(text)
         with pytest.raises(ConfigError, match="no trace that `pagoda trace merge` made"):
             load_trace(path)

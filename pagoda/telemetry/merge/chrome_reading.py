@@ -1,17 +1,20 @@
-"""A trace back from the file that it was written to."""
+"""A trace back from the file that it was written to, which has an event in each line."""
 
 from __future__ import annotations
 
 import gzip
 import sys
 import zlib
-from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 
 import msgspec
 
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.model import Moment, Origin, Process, Row, Span, Trace
+
+_GZIP = b"\x1f\x8b"
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -34,7 +37,7 @@ class _OtherData(msgspec.Struct):
     notes: tuple[str, ...] = ()
 
 
-class _File(msgspec.Struct, rename="camel"):
+class _Head(msgspec.Struct, rename="camel"):
     other_data: _OtherData
     trace_events: list[_Event]
 
@@ -50,45 +53,58 @@ def read_chrome_trace(path: Path) -> Trace:
         ConfigError: the file cannot be read, or somebody else has written it.
     """
     try:
-        data = path.read_bytes()
-        file = msgspec.json.decode(gzip.decompress(data) if _is_gzip(data) else data, type=_File)
+        with _open(path) as file:
+            return _read(file)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read: {reason}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
         raise ConfigError(
             f"{path} is no trace that `pagoda trace merge` made ({error})."
         ) from error
-    events: defaultdict[int, list[_Event]] = defaultdict(list)
-    for event in file.trace_events:
-        events[event.pid].append(event)
-    told = file.other_data
-    processes = [_process(pid, told.processes[pid], events[pid]) for pid in sorted(told.processes)]
-    return Trace(processes, told.began_ns, told.notes)
 
 
-def _is_gzip(data: bytes) -> bool:
-    return data.startswith(b"\x1f\x8b")
+def _open(path: Path) -> BufferedReader | gzip.GzipFile:
+    with open(path, "rb") as file:
+        is_packed = file.read(len(_GZIP)) == _GZIP
+    return gzip.open(path) if is_packed else open(path, "rb")
 
 
-def _process(pid: int, origin: _Origin, events: list[_Event]) -> Process:
-    process = Process(pid, origin.role, origin, origin.parent)
-    rows: dict[int, Row] = {}
-    for event in events:
-        args = bytes(event.args)
-        at = round(event.ts * 1000)
-        match event.ph:
-            case "M" if event.name == "process_name":
-                process.name = msgspec.json.decode(args, type=_Named).name
-            case "M" if event.name == "thread_name":
-                name = msgspec.json.decode(args, type=_Named).name
-                rows[event.tid] = Row(event.tid, name, [])
-            case "X" if event.tid in rows:
-                end = at + round(event.dur * 1000)
-                rows[event.tid].spans.append(Span(at, end, sys.intern(event.name), args))
-            case "i":
-                process.instants.append(Moment(at, event.name, event.tid, args))
-            case "C":
-                process.counters.append(Moment(at, event.name, event.tid, args))
-    process.rows = list(rows.values())
-    return process
+def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
+    head = msgspec.json.decode(file.readline().rstrip() + b"]}", type=_Head).other_data
+    processes = {
+        pid: Process(pid, origin.role, origin, origin.parent)
+        for pid, origin in sorted(head.processes.items())
+    }
+    rows: dict[tuple[int, int], Row] = {}
+    for event in _events(file):
+        _place(event, processes[event.pid], rows)
+    return Trace(list(processes.values()), head.began_ns, head.notes)
+
+
+def _events(file: Iterable[bytes]) -> Iterator[_Event]:
+    decoder = msgspec.json.Decoder(_Event)
+    for line in file:
+        if line.startswith(b"]"):
+            return
+        yield decoder.decode(line.rstrip(b",\n"))
+
+
+def _place(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) -> None:
+    args = bytes(event.args)
+    at = round(event.ts * 1000)
+    match event.ph:
+        case "M" if event.name == "process_name":
+            process.name = msgspec.json.decode(args, type=_Named).name
+        case "M" if event.name == "thread_name":
+            row = Row(event.tid, msgspec.json.decode(args, type=_Named).name, [])
+            rows[event.pid, event.tid] = row
+            process.rows.append(row)
+        case "X":
+            end = at + round(event.dur * 1000)
+            span = Span(at, end, sys.intern(event.name), args)
+            rows[event.pid, event.tid].spans.append(span)
+        case "i":
+            process.instants.append(Moment(at, event.name, event.tid, args))
+        case "C":
+            process.counters.append(Moment(at, event.name, event.tid, args))

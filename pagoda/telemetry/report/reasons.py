@@ -10,6 +10,7 @@ from pagoda.telemetry.report.data import RequestReport
 
 _NOTABLE = 0.1
 """Share of the request's time."""
+_INTERRUPTIONS = (("preempted", "preempted {}"), ("recovering", "a worker was lost {}"))
 _TIMES = {1: "once", 2: "twice"}
 
 
@@ -43,10 +44,11 @@ def _reasons(evidence: Evidence) -> Iterator[tuple[float, str]]:
     ):
         if took[name] > notable:
             yield took[name], sentence.format(seconds(took[name]))
-    if took["prefill"] > notable:
+    again = sum(_computed_again(request, name) for name, _ in _INTERRUPTIONS)
+    prefill = took["prefill"] - again
+    if prefill > notable:
         computed = request.prompt_tokens - request.cached_tokens
-        sentence = f"{computed:,} prompt tokens took {seconds(took['prefill'])} to compute"
-        yield took["prefill"], sentence
+        yield prefill, f"{computed:,} prompt tokens took {seconds(prefill)} to compute"
     if request.write > notable:
         yield request.write, f"the client took {seconds(request.write)} to take the answer"
     num_tokens, shared = evidence.shared
@@ -60,7 +62,7 @@ def _reasons(evidence: Evidence) -> Iterator[tuple[float, str]]:
 
 def _interruptions(request: RequestReport) -> Iterator[tuple[float, str]]:
     """These are told however short they were."""
-    for name, told in (("preempted", "preempted {}"), ("recovering", "a worker was lost {}")):
+    for name, told in _INTERRUPTIONS:
         times = [it for it in request.phases if it.name == name]
         if not times:
             continue
