@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.app import hosts_for, make_server
+from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
@@ -35,7 +36,7 @@ class ServerConfig:
     """0 takes a free one."""
     served_model_name: str | None = None
     """None takes the model's own."""
-    api_key: str | None = None
+    api_keys: ApiKeys = NO_KEYS
     chat_template: Path | None = None
     """A Jinja file that replaces the model's own template."""
     drain_timeout_s: float = 30.0
@@ -64,7 +65,7 @@ async def serve(
     service = Service(
         ApiConfig(
             served_model_name=server.served_model_name or model_name,
-            api_key=server.api_key,
+            api_keys=server.api_keys,
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         )
     )

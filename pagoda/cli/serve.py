@@ -15,6 +15,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop, output
@@ -58,8 +59,10 @@ class ServerOptions:
     """The port to listen on; 0 takes a free one."""
     served_model_name: str | None = None
     """What the API calls the model; by default as it was named here."""
-    api_key: str | None = None
-    """Refuse requests without this bearer token."""
+    api_key: Annotated[
+        tuple[str, ...], Parameter(metavar="[NAME=]KEY", negative=(), show_default=False)
+    ] = ()
+    """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     drain_timeout: Seconds = 30.0
@@ -72,7 +75,7 @@ class ServerOptions:
             host=self.host,
             port=self.port,
             served_model_name=self.served_model_name,
-            api_key=self.api_key,
+            api_keys=ApiKeys(self.api_key),
             chat_template=self.chat_template,
             drain_timeout_s=self.drain_timeout,
             allowed_hosts=self.allowed_hosts,
@@ -200,7 +203,7 @@ def announce(
     name = server.served_model_name or files.served_name
     console.print(output.facts(_facts(name, files, tiers, limits)))
     console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
-    console.print(f"\n{curl_line(url, name, server.api_key)}\n", soft_wrap=True)
+    console.print(f"\n{curl_line(url, name, asks_for_key=bool(server.api_keys))}\n", soft_wrap=True)
     sys.stdout.flush()
 
 
@@ -230,9 +233,9 @@ def _tiers(tiers: KVTiersConfig) -> Iterator[str]:
         yield f"{format_bytes(tiers.disk_bytes)} in {tiers.disk_path}"
 
 
-def curl_line(url: str, model: str, api_key: str | None) -> str:
+def curl_line(url: str, model: str, *, asks_for_key: bool) -> str:
     """A command that asks the server one question."""
     body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
-    key = "" if api_key is None else ' -H "Authorization: Bearer $PAGODA_API_KEY"'
+    key = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if asks_for_key else ""
     data = shlex.quote(json.dumps(body))
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"
