@@ -3,7 +3,8 @@
     GenerateRequest ─> engine ─> StepPlan ─> worker ─> StepResult ─> engine ─> TokenChunk
 
 All of them are `msgspec.Struct`s, written as msgpack (`pagoda.ipc.codec`); nothing is pickled. This module is on
-the ground floor: it imports nothing of Pagoda but errors and topology, and both ends of every wire import it.
+the ground floor: it imports nothing of Pagoda but errors, topology and what a trace is, and both ends of every
+wire import it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from pagoda.errors import InvalidRequestError
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import TraceSession
 
 PROTOCOL_VERSION = 6
 """Raised whenever a message changes in a way that an older process would misread."""
@@ -261,6 +263,40 @@ class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
+
+
+class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_trace"):
+    """Trace from now on, with all processes that you have started; what they start later traces as well."""
+
+    session: TraceSession
+    num_steps: int | None = None
+    """An engine stops by itself after so many steps; a worker does not read it."""
+
+
+class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
+    """Trace no longer. Answered by `TraceStopped`, also by those that do not trace."""
+
+
+class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_stopped"):
+    """The fragment is closed, and so are those of all processes that this one has started."""
+
+    problems: list[str] = []
+    """Why tracing had ended before somewhere: sentences."""
+
+
+class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):
+    """What does your clock say? To whoever started this process, or sends it requests; answered at once."""
+
+    number: int
+
+
+class ClockPong(msgspec.Struct, frozen=True, tag="clock_pong"):
+    """Answers a `ClockPing`."""
+
+    number: int
+    uid: str
+    """Whose clock it is (`ProcessHeader.uid`)."""
+    now_ns: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -544,8 +580,27 @@ class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
     """A host takes no new requests from this router; it finishes those that it has."""
 
 
-FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | FollowCache | Shutdown
-EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport | CacheNews
+FrontendMessage = (
+    Hello
+    | GenerateRequest
+    | AbortRequests
+    | LoadQuery
+    | FollowCache
+    | Shutdown
+    | StartTrace
+    | StopTrace
+    | ClockPong
+)
+EngineMessage = (
+    EngineReady
+    | EngineFailed
+    | RequestRefused
+    | TokenChunks
+    | LoadReport
+    | CacheNews
+    | TraceStopped
+    | ClockPing
+)
 HostMessage = EngineMessage | HostLeave
 """What a host says to a router."""
 
@@ -651,6 +706,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where blocks are kept that outlive the server; None for nowhere."""
     kv_handoff: KVHandoffConfig | None = None
     """How KV goes to workers of other engines, or comes from there; None for not at all."""
+    trace: TraceSession | None = None
+    """What is being traced when the worker starts."""
 
     @property
     def has_transfer_link(self) -> bool:
@@ -854,7 +911,7 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     """For the log."""
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """One step of one batch. Carries only what changed, so its size does not grow with context length.
 
     The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
@@ -890,12 +947,16 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     step_time_s: float = 0.0
     """What it took to compute; the times of several stages together."""
     prepare_time_s: float = 0.0
+    """Of that, until the input of the forward pass was ready."""
     forward_time_s: float = 0.0
     sample_time_s: float = 0.0
+    """From hidden states to tokens."""
     expert_tokens: list[int] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult
+WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
+"""What an engine says to a worker that knows its peers."""
+WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult | ClockPing | TraceStopped
 TransferMessage = TransferLink | TransferEnd
 """What a worker says on its second connection."""

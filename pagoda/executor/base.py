@@ -11,10 +11,12 @@ from pagoda.engine.messages import (
     KVPeer,
     StepPlan,
     StepResult,
+    TraceStopped,
     Transfer,
     TransferEnd,
     WorkerReady,
 )
+from pagoda.telemetry.tracer import TraceSession
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -26,7 +28,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """The worker could not start for a reason that trying again does not mend; `reason` is a sentence."""
 
 
-ExecutorEvent = WorkerReady | StepResult | TransferEnd | WorkerLost
+ExecutorEvent = WorkerReady | StepResult | TransferEnd | TraceStopped | WorkerLost
 
 
 class Executor(Protocol):
@@ -58,6 +60,14 @@ class Executor(Protocol):
         Transfers from now on, these included, may name the peers `met`; none after these names those `parted`,
         and what still runs from there fails.
         """
+        ...
+
+    def start_trace(self, session: TraceSession) -> None:
+        """The workers trace, these and those after them, until `stop_trace`."""
+        ...
+
+    def stop_trace(self) -> None:
+        """A `TraceStopped` or `WorkerLost` event follows."""
         ...
 
     def poll(self) -> list[ExecutorEvent]:
