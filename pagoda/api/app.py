@@ -123,15 +123,15 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         service.request_metrics.refused(Refusal(route, status, answer.code or ""))
         return call.error(answer)
     finally:
-        duration = time.monotonic() - began
-        _log.info(
-            "%s %s %d %.3f s",
-            http.method,
-            http.raw_path[:_MAX_LOGGED_PATH_CHARS],
-            status,
-            duration,
-            extra={"request_id": call.request_id},
-        )
+        if not call.origin.num_answers:  # else each of them has a line of its own
+            _log_access(call, status, time.monotonic() - began)
+
+
+def _log_access(call: Call, status: int, duration_s: float) -> None:
+    path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
+    fields = {"method": call.http.method, "path": path, "status": status}
+    extra = {"request_id": call.request_id, "fields": fields}
+    _log.info("%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
 
 
 def _call(http: web.BaseRequest, service: Service) -> Call:

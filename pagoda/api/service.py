@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pagoda.api.answer_log import AnswerLog
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.request_metrics import RequestMetrics
@@ -50,6 +51,7 @@ class Service:
     def __post_init__(self) -> None:
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
         self.book.observe(self.request_metrics)
+        self.book.observe(AnswerLog())
 
     @property
     def is_router(self) -> bool:

@@ -284,6 +284,12 @@ class Dispatcher:
                     held.was_let_go(member)
                 except EngineLostError:
                     held.lost_an_engine()
+                    _log.info(
+                        "%slost it; it goes on with the %d tokens that it has",
+                        self._prefix(member),
+                        len(held.token_ids),
+                        extra={"request_id": held.request_id},
+                    )
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
                 finally:

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class Origin(msgspec.Struct, kw_only=True):
     """Where a request comes from."""
 
     name: str
@@ -24,6 +24,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Which API key it came with, as operators know it; never the key itself."""
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if it has one."""
+    num_answers: int = 0
+    """That were begun for it; the book counts them."""
 
 
 class RequestRecord:
@@ -112,6 +114,7 @@ class RequestBook:
             max_tokens=max_tokens,
             started_ns=self.clock_ns(),
         )
+        origin.num_answers += 1
         self.live[request_id] = record
         for observer in self._observers:
             observer.began(record)
