@@ -62,7 +62,7 @@ def _words(fields: dict[str, Any]) -> Iterator[str]:
         ("duration_ms", "all in"),
     ):
         if fields[name] is not None:
-            yield f"{word} {fields[name]:g} ms"
+            yield f"{word} {fields[name]:.9g} ms"
     for name in ("key", "error"):
         if fields[name] is not None:
             yield f"{name} {fields[name]}"

@@ -119,8 +119,8 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
-        route = _route(http.path) or ""
-        service.request_metrics.refused(Refusal(route, status, answer.code or ""))
+        refusal = Refusal(call.origin.route, status, answer.code or "")
+        service.request_metrics.refused(refusal)
         return call.error(answer)
     finally:
         if not call.origin.num_answers:  # else each of them has a line of its own
@@ -142,6 +142,7 @@ def _call(http: web.BaseRequest, service: Service) -> Call:
         arrived_ns=http[_ARRIVED],
         key=key_name or "",
         traceparent=headers.get("traceparent"),
+        route=_route(http.path) or "",
     )
     return Call(http, service, key_name, origin)
 

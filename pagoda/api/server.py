@@ -19,6 +19,7 @@ from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.text_generator import start_generator
 
 _log = logging.getLogger("pagoda.api")
@@ -52,9 +53,11 @@ async def serve(
     *,
     model_name: str,
     on_ready: Callable[[str, EngineReady], None],
+    spans: RequestSpans | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
     and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
+    `spans` are made of its answers, and closed at the end.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
 
@@ -69,6 +72,8 @@ async def serve(
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         )
     )
+    if spans is not None:
+        service.book.observe(spans)
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
@@ -99,6 +104,8 @@ async def serve(
         service.draining = True
         await runner.cleanup()
         await fleet.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         signals.restore()
 
 

@@ -87,7 +87,8 @@ def route(
         policy=router.policy,
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
     )
-    joined = join.config(files)
+    spans = server.spans(files)
+    joined = join.config(files, spans)
 
     def make_fleet() -> Fleet:
         fleet = RoutedFleet(routed)
@@ -104,6 +105,7 @@ def route(
             partial(load_text, files, simulated=False, chat_template=server.chat_template),
             model_name=files.served_name,
             on_ready=on_ready,
+            spans=spans,
         )
     )
     return 0

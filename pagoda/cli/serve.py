@@ -15,6 +15,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from pagoda.api.answer_log import AnswerLog
 from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ServerConfig
 from pagoda.api.server import serve as serve_api
@@ -42,6 +43,8 @@ from pagoda.frontend.fleet import (
 )
 from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
+from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_spans import RequestSpans
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
 from pagoda.models.resolve import ModelFiles
@@ -65,10 +68,22 @@ class ServerOptions:
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
+    """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """A further Host header to answer to when listening on this machine only; may be repeated."""
+
+    def spans(self, files: ModelFiles) -> RequestSpans | None:
+        """None if they are not asked for.
+
+        Raises:
+            ConfigError: they cannot be exported.
+        """
+        if self.otlp_endpoint is None:
+            return None
+        return RequestSpans(self.otlp_endpoint, self.served_model_name or files.served_name)
 
     def config(self) -> ServerConfig:
         return ServerConfig(
@@ -94,8 +109,8 @@ class JoinOptions:
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
     """The address of this machine at which routers reach it; without a port a free one is taken."""
 
-    def config(self, files: ModelFiles) -> JoinConfig | None:
-        """None if no router is served.
+    def config(self, files: ModelFiles, spans: RequestSpans | None) -> JoinConfig | None:
+        """None if no router is served. `spans` are made of the answers to routers.
 
         Raises:
             ConfigError: a flag lacks another, or says what is not possible.
@@ -103,6 +118,10 @@ class JoinOptions:
         advertised = Advertised.parse(self.advertise)
         if self.join is None and advertised.port is None:
             return None
+        book = RequestBook()
+        book.observe(AnswerLog())
+        if spans is not None:
+            book.observe(spans)
         keys = self.keys("--join" if self.join is not None else "--advertise with a port")
         return JoinConfig(
             register=registering(self.join, keys),
@@ -110,6 +129,7 @@ class JoinOptions:
             advertised=advertised,
             model=files.served_name,
             model_digest=model_digest(files),
+            book=book,
         )
 
     def keys(self, user: str) -> CurveKeys:
@@ -162,7 +182,8 @@ def serve(
     )
     engine_config = executor.engine_config(engine, files.model, parallel, handed)
 
-    joined = join.config(files)
+    spans = server.spans(files)
+    joined = join.config(files, spans)
     if joined is None and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
@@ -185,6 +206,7 @@ def serve(
             ),
             model_name=files.served_name,
             on_ready=on_ready,
+            spans=spans,
         )
     )
     return 0
