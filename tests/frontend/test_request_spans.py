@@ -20,6 +20,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import ConfigError, OverloadedError
+from pagoda.frontend import request_spans
 from pagoda.frontend.request_book import Origin, RequestBook
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.text_generator import TextGenerator
@@ -183,7 +184,8 @@ async def test_what_names_no_span_begins_a_trace(
     [span] = collector.requests()
     assert span.parent_span_id == b""
     assert span.trace_id.hex() != TRACE_ID
-    assert endpoint.requests[0].traceparent == f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+    given = endpoint.requests[0].traceparent or ""
+    assert given.startswith(f"00-{span.trace_id.hex()}-{span.span_id.hex()}-")
 
 
 async def test_a_client_that_does_not_want_its_trace_recorded_is_heard(
@@ -241,19 +243,15 @@ async def test_the_span_of_the_router_is_the_parent_of_that_of_the_host(
 
 
 async def test_a_collector_that_is_not_there_harms_nothing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(request_spans, "_EXPORT_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     spans, endpoint = RequestSpans(f"http://127.0.0.1:{port}", "tiny"), ScriptedEndpoint()
     texts = generator(spans, endpoint)
     for _ in range(3):
         await ask(texts)
-        await asyncio.to_thread(
-            spans._provider._active_span_processor._span_processors[
-                0
-            ]._batch_processor._exporter._inner.shutdown
-        )
         await asyncio.to_thread(spans._provider.force_flush)
     await asyncio.to_thread(spans.close)
     assert len(endpoint.requests) == 3
