@@ -344,6 +344,8 @@ class EngineCore:
             loss.reason.removesuffix("."),
             self._scheduler.num_requests,
         )
+        for chunk in chunks:
+            _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
         return chunks
 
     def _count_loss(self, reason: str, *, idle: bool) -> None:

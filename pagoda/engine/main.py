@@ -310,9 +310,11 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: 
 
 def main() -> None:
     hold_lifeline()
-    configure_logging()
     directory = Path(sys.argv[1])
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    worker = config.worker
+    is_one_of_several = worker.parallel.data_parallel_size > 1
+    configure_logging(place=f"dp{worker.place.dp}" if is_one_of_several else None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     process = EngineProcess(config, directory, context)
     process.run()

@@ -440,6 +440,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     num_generated_tokens: int = 0
     """Sampled since start."""
     steps: StepTotals = StepTotals()
+    num_engine_restarts: int = 0
+    """Engines behind a dispatcher that were lost since it started, and started again if they could be."""
     processes: tuple[ProcessMemory, ...] = ()
     """Of the engine and of its workers on the same host; of what is behind a dispatcher, all."""
     query_id: int | None = None
@@ -491,6 +493,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent there and have not ended."""
     weighed_tokens: int
     """The work that these still are, as policies weigh it."""
+    num_losses: int = 0
+    """How often its engine was lost."""
     report: LoadReport | None = None
     """Its own; None while it does not answer."""
 

@@ -289,6 +289,12 @@ class Dispatcher:
                 except EngineLostError:
                     held.lost_an_engine()
                     self._tracer.instant("request moved", {"request": held.request_id})
+                    _log.info(
+                        "%slost it; it goes on with the %d tokens that it has",
+                        self._prefix(member),
+                        len(held.token_ids),
+                        extra={"request_id": held.request_id},
+                    )
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
                 finally:
@@ -329,6 +335,7 @@ class Dispatcher:
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
+                num_losses=member.num_losses,
                 report=report,
             )
             for member, report in zip(members, reports, strict=True)
@@ -600,6 +607,8 @@ class Dispatcher:
         if member.was_ready and not is_ready:
             self._tell(self._outliers.lose(member.index))
         member.was_ready = is_ready
+        member.num_losses += member.had_engine and not member.has_engine
+        member.had_engine = member.has_engine
         if not is_ready:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
@@ -747,6 +756,9 @@ class _Member:
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
         self.was_ready = False
+        self.had_engine = False
+        self.num_losses = 0
+        """How often its engine was lost."""
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unwatch: Callable[[], None] = lambda: None
