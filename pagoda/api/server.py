@@ -96,6 +96,7 @@ async def serve(
             await dispatcher.drain(0.0)
     finally:
         service.draining = True
+        service.sampler.close()
         await runner.cleanup()
         await fleet.close()
         signals.restore()

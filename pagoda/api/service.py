@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.sampler import Sampler
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_book import RequestBook
@@ -42,7 +43,12 @@ class Service:
     """What is behind the API, as soon as it is being started."""
     book: RequestBook = field(default_factory=RequestBook)
     """The answers that are being given."""
+    sampler: Sampler = field(init=False)
+    """What pages are shown."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.book)
 
     @property
     def is_router(self) -> bool:

@@ -14,12 +14,14 @@ from pagoda.engine.messages import (
     LoadReport,
     RequestRefused,
     Role,
+    StepNews,
     StepResult,
     TokenChunk,
     TransferEnd,
     WorkerReady,
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.step_news import StepReporter
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
@@ -87,6 +89,7 @@ class EngineCore:
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
+        self._step_news = StepReporter(clock)
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -186,6 +189,7 @@ class EngineCore:
             plan = scheduler.schedule()
             if plan is None:
                 return
+            self._step_news.begin(plan)
             self._executor.submit(plan)
 
     def _submit_transfers(self) -> None:
@@ -216,6 +220,7 @@ class EngineCore:
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
+        self._step_news.end(result)
         return self._scheduler.update(result)
 
     def _count_expert_tokens(self, tokens: list[int]) -> None:
@@ -321,7 +326,7 @@ class EngineCore:
         return [] if self._kv_events is None else self._kv_events.take()
 
     def follow_cache(self, frontend: bytes) -> None:
-        """From now on `frontend` is among those that `take_cache_news` names.
+        """From now on `frontend` is among those that `take_news` names.
 
         Raises RuntimeError before the engine is ready.
         """
@@ -329,9 +334,17 @@ class EngineCore:
             raise RuntimeError("The engine is not ready.")
         self._cache_news.follow(frontend)
 
-    def take_cache_news(self) -> list[tuple[bytes, CacheNews]]:
-        """What frontends are to be told now."""
-        return [] if self._cache_news is None else self._cache_news.take()
+    def follow_steps(self, frontend: bytes) -> None:
+        """From now on `frontend` is told of steps, until `unfollow_steps`."""
+        self._step_news.follow(frontend)
+
+    def unfollow_steps(self, frontend: bytes) -> None:
+        self._step_news.unfollow(frontend)
+
+    def take_news(self) -> list[tuple[bytes, CacheNews | StepNews]]:
+        """What frontends that follow something are to be told now."""
+        cache_news = [] if self._cache_news is None else self._cache_news.take()
+        return [*cache_news, *self._step_news.take()]
 
     def next_wakeup(self) -> float | None:
         """When there is something to do even if no event comes, on the clock; None for never."""
@@ -344,6 +357,7 @@ class EngineCore:
                 None if self._holder is None else self._holder.next_event_at(),
                 None if self._remote is None else self._remote.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
+                self._step_news.next_event_at(),
             )
             if instant is not None
         ]
@@ -361,6 +375,7 @@ class EngineCore:
             num_waiting=scheduler.num_waiting,
             num_pending_tokens=scheduler.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
+            num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,

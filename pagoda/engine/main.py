@@ -26,6 +26,7 @@ from pagoda.engine.messages import (
     EngineFailed,
     EngineMessage,
     FollowCache,
+    FollowSteps,
     FrontendMessage,
     GenerateRequest,
     Hello,
@@ -34,6 +35,7 @@ from pagoda.engine.messages import (
     Shutdown,
     TokenChunk,
     TokenChunks,
+    UnfollowSteps,
 )
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
@@ -115,7 +117,7 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
-                self._tell_of_the_cache()
+                self._tell_followers()
                 self._publish_kv_events()
         finally:
             self._core.close()
@@ -151,6 +153,10 @@ class EngineProcess:
                 self._send(frontend, report)
             case FollowCache():
                 self._core.follow_cache(frontend)
+            case FollowSteps():
+                self._core.follow_steps(frontend)
+            case UnfollowSteps():
+                self._core.unfollow_steps(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case Shutdown():
@@ -183,8 +189,8 @@ class EngineProcess:
         for frontend in self._frontends:
             self._send(frontend, report)
 
-    def _tell_of_the_cache(self) -> None:
-        for frontend, news in self._core.take_cache_news():
+    def _tell_followers(self) -> None:
+        for frontend, news in self._core.take_news():
             self._send(frontend, news)
 
     def _publish_kv_events(self) -> None:

@@ -259,6 +259,14 @@ class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
     """Asks for `CacheNews`, from what is cached now on. Who asks again is told from the beginning."""
 
 
+class FollowSteps(msgspec.Struct, frozen=True, tag="follow_steps"):
+    """Asks for `StepNews` of the steps from now on, until `UnfollowSteps`."""
+
+
+class UnfollowSteps(msgspec.Struct, frozen=True, tag="unfollow_steps"):
+    """Enough of `StepNews`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
 
@@ -319,6 +327,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Prompt and output tokens not yet computed."""
     num_free_blocks: int
     """Free or evictable, on the device."""
+    num_cached_blocks: int
+    """Of these, how many hold what a later request may find."""
     num_blocks: int
     num_steps: int
     """Finished since start."""
@@ -369,6 +379,32 @@ class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
     removed: bytes
     starts_anew: bool = False
     """Whether what was told before counts no longer."""
+
+
+class StepBin(msgspec.Struct, frozen=True, array_like=True):
+    """A step, or several that ended close together."""
+
+    age_s: float
+    """How long before the message the last of them ended."""
+    step: int
+    """The number of the last of them."""
+    num_steps: int
+    step_time_s: float
+    """Of the longest of them."""
+    num_prefill_tokens: int
+    """Of all of them: tokens that requests were given several at a time."""
+    num_decode_tokens: int
+    """Of all of them: tokens that requests were given one by one."""
+    num_seqs: int
+    """The most in one of them."""
+
+
+class StepNews(msgspec.Struct, frozen=True, tag="step_news"):
+    """Steps that have ended since the last such message, oldest first; a bounded number."""
+
+    bins: list[StepBin]
+    replica: str = ""
+    """Which one it was, as the dispatcher in front of it calls it; an engine does not know that."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -491,8 +527,19 @@ class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
     """A host takes no new requests from this router; it finishes those that it has."""
 
 
-FrontendMessage = Hello | GenerateRequest | AbortRequests | LoadQuery | FollowCache | Shutdown
-EngineMessage = EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport | CacheNews
+FrontendMessage = (
+    Hello
+    | GenerateRequest
+    | AbortRequests
+    | LoadQuery
+    | FollowCache
+    | FollowSteps
+    | UnfollowSteps
+    | Shutdown
+)
+EngineMessage = (
+    EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport | CacheNews | StepNews
+)
 HostMessage = EngineMessage | HostLeave
 """What a host says to a router."""
 
