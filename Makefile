@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
+
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
@@ -31,7 +33,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # The sanitizers' libraries must be there before the interpreter allocates anything.
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built
@@ -55,17 +57,21 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that nothing later in the resolution can choose another version.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
+$(VENV)/.torch: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "Pagoda needs Python 3.11 or newer as '$(PYTHON)'; name another with make PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH)"
 	@$(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	@echo "installing pagoda"
 	@$(PIP) install --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@echo "installing the test tools"
+# With all that `setup` installs: the kernels are built once.
+$(VENV)/.installed-test: $(VENV)/.torch $(SOURCES)
+	@echo "installing pagoda and the test tools"
 	@$(PIP) install --editable '.[test]'
-	@touch $@
+	@touch $(VENV)/.installed $@

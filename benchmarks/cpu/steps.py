@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 
 # Read when torch is loaded: threads wait as they do in a worker.
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.threads import SPIN_COUNT
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -65,7 +66,7 @@ def main(
         num_threads=threads or available_cores(),
     )
     began = time.perf_counter()
-    runner, ready, *_ = load_runner(plan_worker(config))
+    runner, ready, *_ = load_runner(plan_worker(config), Tracer("worker"))
     console = output.stdout()
     console.print(f"{ready.summary}; loaded in {time.perf_counter() - began:.1f} s")
     with torch.inference_mode():

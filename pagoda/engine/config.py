@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import CurveKeys, Role, SimConfig, WorkerConfig
+from pagoda.engine.messages import CurveKeys, Role, SimConfig, StartTrace, WorkerConfig
 from pagoda.errors import ConfigError
 
 
@@ -110,3 +110,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     else it is computed."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""
+    trace: StartTrace | None = None
+    """What is being traced when the engine starts."""

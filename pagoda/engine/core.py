@@ -21,6 +21,7 @@ from pagoda.engine.messages import (
     WorkerReady,
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.step_meter import StepMeter
 from pagoda.engine.step_news import StepReporter
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
@@ -98,6 +99,7 @@ class EngineCore:
         self._idle_losses_in_row = 0
         self._num_restarts = 0
         self._step_time_s = 0.0
+        self._meter = StepMeter(clock)
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
         executor.start()
@@ -186,11 +188,14 @@ class EngineCore:
         if scheduler is None or not self._is_worker_ready:
             return
         while scheduler.num_in_flight < self._executor.max_in_flight:
+            began = self._clock.now()
             plan = scheduler.schedule()
             if plan is None:
                 return
+            planned = self._clock.now()
             self._step_news.begin(plan)
             self._executor.submit(plan)
+            self._meter.submitted(plan, began, planned)
 
     def _submit_transfers(self) -> None:
         if self._tiers is not None:
@@ -221,7 +226,10 @@ class EngineCore:
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
         self._step_news.end(result)
-        return self._scheduler.update(result)
+        taken = self._last_progress
+        chunks = self._scheduler.update(result)
+        self._meter.finished(result, taken)
+        return chunks
 
     def _count_expert_tokens(self, tokens: list[int]) -> None:
         so_far = self._expert_tokens or [0] * len(tokens)
@@ -270,7 +278,7 @@ class EngineCore:
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
         self._holder = self._make_holder(kv.pool)
-        return Scheduler(limits, kv, self._tiers, self._holder)
+        return Scheduler(limits, kv, self._clock, self._tiers, self._holder)
 
     def _open_remote(self, ledger: TransferLedger) -> KVConnector:
         links, config = self._handoff, self._config.handoff
@@ -298,6 +306,7 @@ class EngineCore:
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
+        self._meter.lost()
         if self._scheduler is None:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
         self._count_loss(loss.reason, idle=self._scheduler.num_in_flight == 0)
@@ -395,6 +404,8 @@ class EngineCore:
             num_wanted_leases=0 if self._holder is None else self._holder.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            steps=self._meter.totals(),
         )
 
     def _expert_rank_tokens(self) -> list[int]:

@@ -31,6 +31,7 @@ from pagoda.engine.messages import (
     GenerateRequest,
     Hello,
     LoadQuery,
+    ProcessMemory,
     RequestRefused,
     Shutdown,
     TokenChunk,
@@ -46,6 +47,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.ipc.machine import process_memory_bytes
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.logging import configure_logging
@@ -108,8 +110,8 @@ class EngineProcess:
             sockets.close()
 
     def _run_core(self, links: HandoffLinks | None) -> None:
-        executor = _make_executor(self._config, self._directory, self._clock)
-        self._core = EngineCore(self._config, executor, self._clock, handoff=links)
+        self._executor = _make_executor(self._config, self._directory, self._clock)
+        self._core = EngineCore(self._config, self._executor, self._clock, handoff=links)
         try:
             while not self._stopping:
                 self._sleep()
@@ -149,7 +151,9 @@ class EngineProcess:
                     self._core.abort(request_id)
                     self._owners.pop(request_id, None)
             case LoadQuery():
-                report = msgspec.structs.replace(self._core.load(), query_id=message.query_id)
+                report = msgspec.structs.replace(
+                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                )
                 self._send(frontend, report)
             case FollowCache():
                 self._core.follow_cache(frontend)
@@ -205,6 +209,15 @@ class EngineProcess:
             return
         self._owners[request.request_id] = frontend
         self._send_chunks(answer)
+
+    def _processes(self) -> tuple[ProcessMemory, ...]:
+        """Those of this host, with the memory that they take now."""
+        pids = {f"engine dp{self._config.worker.place.dp}": os.getpid(), **self._executor.pids()}
+        return tuple(
+            ProcessMemory(role, pid, resident_bytes)
+            for role, pid in pids.items()
+            if (resident_bytes := process_memory_bytes(pid)) is not None
+        )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend: dict[bytes, list[TokenChunk]] = {}

@@ -3,7 +3,8 @@
     GenerateRequest ─> engine ─> StepPlan ─> worker ─> StepResult ─> engine ─> TokenChunk
 
 All of them are `msgspec.Struct`s, written as msgpack (`pagoda.ipc.codec`); nothing is pickled. This module is on
-the ground floor: it imports nothing of Pagoda but errors and topology, and both ends of every wire import it.
+the ground floor: it imports nothing of Pagoda but errors, topology and what a trace is, and both ends of every
+wire import it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from pagoda.errors import InvalidRequestError
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import TraceSession
 
 PROTOCOL_VERSION = 6
 """Raised whenever a message changes in a way that an older process would misread."""
@@ -271,6 +273,40 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
 
 
+class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_trace"):
+    """Trace from now on, with all processes that you have started; what they start later traces as well."""
+
+    session: TraceSession
+    num_steps: int | None = None
+    """An engine stops by itself after so many steps; a worker does not read it."""
+
+
+class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
+    """Trace no longer. Answered by `TraceStopped`, also by those that do not trace."""
+
+
+class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_stopped"):
+    """The fragment is closed, and so are those of all processes that this one has started."""
+
+    problems: list[str] = []
+    """Why tracing had ended before somewhere: sentences."""
+
+
+class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):
+    """What does your clock say? To whoever started this process, or sends it requests; answered at once."""
+
+    number: int
+
+
+class ClockPong(msgspec.Struct, frozen=True, tag="clock_pong"):
+    """Answers a `ClockPing`."""
+
+    number: int
+    uid: str
+    """Whose clock it is (`ProcessHeader.uid`)."""
+    now_ns: int
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before penalties and temperature)."""
 
@@ -318,6 +354,50 @@ class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
     chunks: list[TokenChunk]
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Steps are counted by their tokens: those with up to so many, and more than one bound less."""
+STEP_SEQUENCE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class StepTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What steps computed and where their time went, since start."""
+
+    num_tokens: int = 0
+    """Computed: of prompts and answers, also those that were computed again."""
+    num_sequences: int = 0
+    """Each counts once in each step."""
+    by_tokens: list[int] = []
+    """Steps by how many tokens they had (`STEP_TOKEN_BOUNDS`); the last entry is of those above all bounds. Empty
+    before the first step."""
+    by_sequences: list[int] = []
+    """The same by sequences (`STEP_SEQUENCE_BOUNDS`)."""
+    schedule_s: float = 0.0
+    """Seconds in which the engine made plans."""
+    submit_s: float = 0.0
+    """Seconds in which it handed them over."""
+    wait_s: float = 0.0
+    """Seconds from when plans were handed over until their results were there, without those of computing: steps
+    wait for the one before, and messages are on their way."""
+    prepare_s: float = 0.0
+    """Seconds in which workers made inputs of plans."""
+    forward_s: float = 0.0
+    """Seconds in which they ran the model."""
+    sample_s: float = 0.0
+    """Seconds in which they chose tokens."""
+    update_s: float = 0.0
+    """Seconds in which the engine took results."""
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What one process takes of its host's memory."""
+
+    role: str
+    """Such as `engine dp0` or `worker dp0 tp1 pp0`."""
+    pid: int
+    resident_bytes: int
+    """What several processes share counts in each."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """What a dispatcher and `/health` need to know about an engine."""
 
@@ -363,6 +443,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Blocks of them; one of two requests counts twice."""
     num_leases_expired: int = 0
     """Since start: nobody fetched them, or said that they were fetched."""
+    num_generated_tokens: int = 0
+    """Sampled since start."""
+    steps: StepTotals = StepTotals()
+    processes: tuple[ProcessMemory, ...] = ()
+    """Of the engine and of its workers on the same host; of what is behind a dispatcher, all."""
     query_id: int | None = None
     """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
     replicas: tuple[ReplicaLoad, ...] = ()
@@ -536,9 +621,20 @@ FrontendMessage = (
     | FollowSteps
     | UnfollowSteps
     | Shutdown
+    | StartTrace
+    | StopTrace
+    | ClockPong
 )
 EngineMessage = (
-    EngineReady | EngineFailed | RequestRefused | TokenChunks | LoadReport | CacheNews | StepNews
+    EngineReady
+    | EngineFailed
+    | RequestRefused
+    | TokenChunks
+    | LoadReport
+    | CacheNews
+    | StepNews
+    | TraceStopped
+    | ClockPing
 )
 HostMessage = EngineMessage | HostLeave
 """What a host says to a router."""
@@ -645,6 +741,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where blocks are kept that outlive the server; None for nowhere."""
     kv_handoff: KVHandoffConfig | None = None
     """How KV goes to workers of other engines, or comes from there; None for not at all."""
+    trace: TraceSession | None = None
+    """What is being traced when the worker starts."""
 
     @property
     def has_transfer_link(self) -> bool:
@@ -848,7 +946,7 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     """For the log."""
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """One step of one batch. Carries only what changed, so its size does not grow with context length.
 
     The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
@@ -883,10 +981,17 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     """By slot: what broke for this request alone. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
     """What it took to compute; the times of several stages together."""
+    prepare_time_s: float = 0.0
+    """Of that, until the input of the forward pass was ready."""
+    forward_time_s: float = 0.0
+    sample_time_s: float = 0.0
+    """From hidden states to tokens."""
     expert_tokens: list[int] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
-WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult
+WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
+"""What an engine says to a worker that knows its peers."""
+WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult | ClockPing | TraceStopped
 TransferMessage = TransferLink | TransferEnd
 """What a worker says on its second connection."""

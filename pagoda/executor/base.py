@@ -11,10 +11,12 @@ from pagoda.engine.messages import (
     KVPeer,
     StepPlan,
     StepResult,
+    TraceStopped,
     Transfer,
     TransferEnd,
     WorkerReady,
 )
+from pagoda.telemetry.tracer import TraceSession
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -26,7 +28,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """The worker could not start for a reason that trying again does not mend; `reason` is a sentence."""
 
 
-ExecutorEvent = WorkerReady | StepResult | TransferEnd | WorkerLost
+ExecutorEvent = WorkerReady | StepResult | TransferEnd | TraceStopped | WorkerLost
 
 
 class Executor(Protocol):
@@ -60,12 +62,24 @@ class Executor(Protocol):
         """
         ...
 
+    def start_trace(self, session: TraceSession) -> None:
+        """The workers trace, these and those after them, until `stop_trace`."""
+        ...
+
+    def stop_trace(self) -> None:
+        """A `TraceStopped` or `WorkerLost` event follows."""
+        ...
+
     def poll(self) -> list[ExecutorEvent]:
         """What has happened since the last call. Never waits."""
         ...
 
     def pollables(self) -> list[object]:
         """File descriptors and sockets (as `zmq.Poller` takes them) that become readable with news."""
+        ...
+
+    def pids(self) -> dict[str, int]:
+        """The workers on this host that run now, by role: `worker dp0 tp1 pp0`."""
         ...
 
     def next_event_at(self) -> float | None:

@@ -11,10 +11,15 @@ import msgspec
 import zmq
 
 from pagoda.engine.messages import (
+    ClockPing,
+    ClockPong,
     CurveKeys,
     KVPeer,
+    StartTrace,
     StepPlan,
     StepResult,
+    StopTrace,
+    TraceStopped,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -24,16 +29,18 @@ from pagoda.engine.messages import (
     WorkerFailed,
     WorkerHello,
     WorkerMessage,
+    WorkerOrder,
     WorkerPeers,
     WorkerReady,
 )
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.group_transfers import GroupTransfers
-from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.executor.launcher import Launcher, WorkerSet, worker_name, worker_role
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig
+from pagoda.telemetry.tracer import Tracer, TraceSession
 
 _log = logging.getLogger(__name__)
 
@@ -63,22 +70,26 @@ class GroupExecutor:
         address: str,
         step_timeout_s: float,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         """`config.place` says which replica this is; the ranks' own places are filled in.
 
         `address` is where workers reach the engine: `ipc://` and a path in a private directory, to which a
         number is appended per start, or `tcp://` and an address of this host, at which each start takes a free
-        port, with new keys.
+        port, with new keys. `tracer` has the clock that workers compare theirs with.
         """
         self._config = config
         self._launcher = launcher
         self._address = address
         self._step_timeout_s = step_timeout_s
         self._clock = clock
-        self._encode_plan = Codec[StepPlan](StepPlan).encode
+        self._tracer = tracer or Tracer("engine")
+        self._encode_order = Codec[WorkerOrder](WorkerOrder).encode
         self._encode_transfers = Codec[Transfers](Transfers).encode
         self._num_starts = 0
         self._group: _Group | None = None
+        self._news: list[ExecutorEvent] = []
+        """What `poll` has to tell besides what workers say."""
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
 
     def start(self, num_blocks: int | None = None) -> None:
@@ -108,7 +119,7 @@ class GroupExecutor:
         if group is None:
             raise RuntimeError("A plan was submitted without a worker.")
         now = self._clock.now()
-        group.send_to_ranks(self._encode_plan(plan), now)
+        group.send_to_ranks(self._encode_order(plan), now)
         group.num_in_flight += 1
         if group.num_in_flight == 1:
             group.deadline = now + self._step_timeout_s
@@ -124,7 +135,33 @@ class GroupExecutor:
         group.send_to_links(self._encode_transfers(message), now)
         group.transfers.begin(transfers, now)
 
+    def start_trace(self, session: TraceSession) -> None:
+        self._config = msgspec.structs.replace(self._config, trace=session)
+        self._tell_of_trace()
+
+    def stop_trace(self) -> None:
+        self._config = msgspec.structs.replace(self._config, trace=None)
+        group = self._group
+        if group is None or not group.is_ready:
+            self._news.append(TraceStopped())  # those that still start will be told
+        else:
+            self._tell_of_trace()
+            group.await_trace_end()
+
+    def _tell_of_trace(self) -> None:
+        """Workers that start listen only when they are ready."""
+        group, session = self._group, self._config.trace
+        if group is None or not group.is_ready:
+            return
+        group.trace = session
+        order = StopTrace() if session is None else StartTrace(session)
+        group.send_to_ranks(self._encode_order(order), self._clock.now())
+
     def poll(self) -> list[ExecutorEvent]:
+        news, self._news = self._news, []
+        return [*news, *self._poll_group()]
+
+    def _poll_group(self) -> list[ExecutorEvent]:
         group = self._group
         if group is None:
             return []
@@ -142,7 +179,15 @@ class GroupExecutor:
                     event = group.take_ready(rank, message)
                     if isinstance(event, WorkerLost):
                         return [*events, self._lose(event)]
-                    events += [event] if event is not None else []
+                    if event is not None:
+                        events.append(event)
+                        if self._config.trace != group.trace:
+                            self._tell_of_trace()
+                case ClockPing(number):
+                    pong = ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns())
+                    group.send(rank, self._encode_order(pong), self._clock.now())
+                case TraceStopped():
+                    events += group.take_trace_end(rank, message)
                 case TransferEnd():
                     end = group.transfers.end(rank, message, self._clock.now())
                     events += [end] if end is not None else []
@@ -174,6 +219,9 @@ class GroupExecutor:
 
     def pollables(self) -> list[object]:
         return [self._group.socket, *self._group.workers.pollables()] if self._group else []
+
+    def pids(self) -> dict[str, int]:
+        return self._group.pids() if self._group else {}
 
     def next_event_at(self) -> float | None:
         group = self._group
@@ -235,8 +283,30 @@ class _Group:
         self.num_in_flight = 0
         self.deadline: float | None = None
         """When the step that is being executed has taken too long; None when there is none."""
+        self.trace = configs[0].trace
+        """What the workers have been told to trace."""
+        self._trace_ends_of: set[int] = set()
+        """Ranks whose fragments are to be closed."""
+        self._trace_problems: list[str] = []
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all ranks are, apart from their connections for transfers."""
+        return len(self._readies) == len(self._configs)
+
+    def send(self, rank: int, payload: bytes, now: float) -> None:
+        self._send(self._configs[rank], self._identities[rank], payload, now)
+
+    def pids(self) -> dict[str, int]:
+        """Of the workers on this host, by role."""
+        pids = self.workers.pids
+        return {
+            worker_role(config): pids[name]
+            for config in self._configs
+            if (name := worker_name(config)) in pids
+        }
 
     def send_to_ranks(self, payload: bytes, now: float) -> None:
         self._send_to_all(self._identities, payload, now)
@@ -246,14 +316,17 @@ class _Group:
 
     def _send_to_all(self, identities: list[bytes], payload: bytes, now: float) -> None:
         for config, identity in zip(self._configs, identities, strict=True):
-            try:
-                self.socket.send_multipart([identity, payload])
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                if self.unreachable is None:
-                    self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
-                    self.give_up_at = now + _HANG_UP_S
+            self._send(config, identity, payload, now)
+
+    def _send(self, config: WorkerConfig, identity: bytes, payload: bytes, now: float) -> None:
+        try:
+            self.socket.send_multipart([identity, payload])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if self.unreachable is None:
+                self.unreachable = WorkerLost(f"{worker_name(config)} hung up")
+                self.give_up_at = now + _HANG_UP_S
 
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
         """What has come, with the rank that said it.
@@ -307,6 +380,18 @@ class _Group:
             kv_directories=tuple(chain.from_iterable(ready.kv_directories for ready in readies)),
             kv_ranks=kv_ranks,
         )
+
+    def await_trace_end(self) -> None:
+        self._trace_ends_of = set(range(len(self._configs)))
+        self._trace_problems = []
+
+    def take_trace_end(self, rank: int, message: TraceStopped) -> list[TraceStopped]:
+        """What is to be said of all workers, once the last of them that was asked has stopped."""
+        if rank not in self._trace_ends_of:
+            return []
+        self._trace_ends_of.discard(rank)
+        self._trace_problems += message.problems
+        return [] if self._trace_ends_of else [TraceStopped(self._trace_problems)]
 
     def _disagreement(self) -> str | None:
         readies = self._readies.values()

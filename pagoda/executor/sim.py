@@ -36,6 +36,7 @@ from pagoda.engine.messages import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TraceStopped,
     Transfer,
     TransferEnd,
     TransferPlace,
@@ -43,6 +44,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
+from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
 
@@ -198,6 +200,12 @@ class SimExecutor:
         for peer_id in parted:
             del self._peers[peer_id]
 
+    def start_trace(self, session: TraceSession) -> None:
+        """There is no process that could trace."""
+
+    def stop_trace(self) -> None:
+        self._foresee(self._clock.now(), TraceStopped())
+
     def _executed_at(self, step: int) -> float:
         """When the worker will have executed all steps up to this one.
 
@@ -246,6 +254,9 @@ class SimExecutor:
 
     def pollables(self) -> list[object]:
         return []
+
+    def pids(self) -> dict[str, int]:
+        return {}
 
     def next_event_at(self) -> float | None:
         return self._events[0][0] if self._events else None

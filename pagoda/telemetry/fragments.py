@@ -29,6 +29,8 @@ MAX_FRAGMENT_BYTES = 2 * 2**30
 _PERIOD_S = 0.25
 _BATCH = 200
 """Events that are encoded together: for this long a thread that waits for the interpreter is held up."""
+_CLOSING_S = 5.0
+"""How long a slow disk may take for what is left at the end."""
 
 
 class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,19 +78,22 @@ def clear_fragments(directory: Path, run: str) -> None:
 
 
 class FragmentWriter:
-    """Empties a queue into a file, in a thread of its own."""
+    """Empties a queue into a file, in a thread of its own.
+
+    Whatever goes wrong is told once, as a sentence, and then nothing more is written.
+    """
 
     def __init__(
         self,
         directory: str,
         header: ProcessHeader,
-        events: deque[dict[str, Any]],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[FragmentWriter, str], None],
     ) -> None:
-        """`on_failure` is told once, in the writer's thread, why nothing more is written."""
-        self._path = Path(directory) / header.file_name
+        """`on_failure` is told in the writer's thread, or in that of `start` or `close`."""
+        self.events: deque[dict[str, Any]] = deque()
+        """What is to be written; any thread may append."""
+        self.path = Path(directory) / header.file_name
         self._header = header
-        self._events = events
         self._on_failure = on_failure
         self._encoder = msgspec.json.Encoder()
         self._ends = threading.Event()
@@ -96,34 +101,38 @@ class FragmentWriter:
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # there are too many threads
+            self._ends.set()
+            self._on_failure(self, f"{self.path} cannot be written ({error}).")
 
     def close(self) -> None:
-        """Returns when all events are written, or cannot be."""
+        """Returns when all events are written, or cannot be; after some seconds in any case."""
         self._ends.set()
-        self._thread.join()
+        if self._thread.ident is None:
+            return
+        self._thread.join(_CLOSING_S)
+        if self._thread.is_alive():
+            self._on_failure(self, f"{self.path} could not be written within {_CLOSING_S:g} s.")
 
     def _run(self) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "xb", buffering=0) as file:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "xb", buffering=0) as file:
                 self._write(file.write, [{"fragment": msgspec.to_builtins(self._header)}])
                 while not self._ends.wait(_PERIOD_S):
                     self._drain(file.write)
                 self._drain(file.write)
         except OSError as error:
-            self._give_up(f"{self._path} cannot be written ({error.strerror or error}).")
-        except (TypeError, ValueError, OverflowError) as error:
-            self._give_up(f"an event cannot be written ({error}).")
-
-    def _give_up(self, reason: str) -> None:
-        self._on_failure(reason)
-        self._events.clear()
+            self._on_failure(self, f"{self.path} cannot be written ({error.strerror or error}).")
+        except Exception as error:  # tracing ends, serving goes on
+            self._on_failure(self, f"{self.path} lacks an event ({type(error).__name__}: {error}).")
 
     def _drain(self, write: Callable[[bytes], int]) -> None:
-        while self._events:
-            count = min(_BATCH, len(self._events))
-            self._write(write, [self._events.popleft() for _ in range(count)])
+        while self.events:
+            count = min(_BATCH, len(self.events))
+            self._write(write, [self.events.popleft() for _ in range(count)])
 
     def _write(self, write: Callable[[bytes], int], events: list[dict[str, Any]]) -> None:
         data = self._encoder.encode_lines(events)

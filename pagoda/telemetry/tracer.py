@@ -20,8 +20,8 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 MAIN_ROW = 0
 """The row of what a process does by itself: one thing at a time."""
+
+MAX_QUEUED_EVENTS = 500_000
+"""A disk that does not keep up ends tracing before memory is full: some hundred bytes each."""
 
 Args = Mapping[str, Any]
 """What is said of an event; values are what JSON has."""
@@ -82,8 +85,11 @@ class Tracer:
         self.kernel: Callable[[], int] = _off
         self.verbose: Callable[[], int] = _off
         self._session: TraceSession | None = None
-        self._events: deque[dict[str, Any]] = deque()
+        self.problems: list[str] = []
+        """Why tracing ended by itself since it was last started: sentences."""
         self._writer: FragmentWriter | None = None
+        self._lock = threading.Lock()
+        """Of what is on or off: a writer that fails says so in a thread of its own."""
         self._rows: dict[int, str] = {MAIN_ROW: "main"}
         self._row_numbers = itertools.count(1)
 
@@ -98,31 +104,47 @@ class Tracer:
         """Traces into a new fragment. What runs already goes on in the rows that it has."""
         self.stop()
         header = self.process.began(session.run, session.level.name.lower(), self.clock_ns())
-        self._writer = FragmentWriter(session.directory, header, self._events, self._fail)
-        self._session = session
+        writer = FragmentWriter(session.directory, header, self._fail)
+        with self._lock:
+            self.problems = []
+            self._writer = writer
+            self._session = session
+        for row, name in self._rows.items():
+            self._name_row(row, name)
         self.e2e = self.clock_ns
         self.kernel = self.clock_ns if session.level >= TraceLevel.KERNEL else _off
         self.verbose = self.clock_ns if session.level >= TraceLevel.VERBOSE else _off
-        for row, name in self._rows.items():
-            self._name_row(row, name)
-        self._writer.start()
+        writer.start()
 
     def stop(self) -> None:
-        """Returns when all that was emitted is written. May be called twice."""
+        """Returns when all that was emitted is written, or some seconds later. May be called twice."""
         self._turn_off()
-        writer, self._writer = self._writer, None
+        writer = self._writer
         if writer is not None:
             writer.close()
-        self._events.clear()
+        self._writer = None
 
     def _turn_off(self) -> None:
         self._session = None
         self.e2e = self.kernel = self.verbose = _off
 
-    def _fail(self, reason: str) -> None:
-        """Called by the writer's thread."""
-        self._turn_off()
+    def _fail(self, writer: FragmentWriter, reason: str) -> None:
+        """Called by any thread. What a writer of an earlier fragment says is not about this one."""
+        with self._lock:
+            if writer is not self._writer or self.problems:
+                return
+            self._turn_off()
+            self.problems = [f"{self.role}: {reason}"]
+        writer.events.clear()
         _log.warning("tracing has stopped: %s", reason)
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        writer = self._writer
+        if writer is None:
+            return
+        writer.events.append(event)
+        if len(writer.events) > MAX_QUEUED_EVENTS:
+            self._fail(writer, f"{writer.path} is written too slowly.")
 
     # ---- rows
 
@@ -139,7 +161,7 @@ class Tracer:
         self._rows.pop(row, None)
 
     def _name_row(self, row: int, name: str) -> None:
-        self._events.append({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
+        self._emit({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
 
     # ---- events
 
@@ -168,7 +190,7 @@ class Tracer:
         }
         if args:
             event["args"] = args
-        self._events.append(event)
+        self._emit(event)
 
     def instant(self, name: str, args: Args | None = None, *, row: int = MAIN_ROW) -> None:
         """Something that happened now."""
@@ -183,25 +205,23 @@ class Tracer:
         }
         if args:
             event["args"] = args
-        self._events.append(event)
+        self._emit(event)
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
         """What some figures are from now on; those of one name are drawn together."""
         if self._session is None:
             return
         at = self.clock_ns() / 1000
-        self._events.append(
-            {"ph": "C", "name": name, "ts": at, "tid": MAIN_ROW, "args": dict(values)}
-        )
+        self._emit({"ph": "C", "name": name, "ts": at, "tid": MAIN_ROW, "args": dict(values)})
 
     def describe(self, name: str, args: Args) -> None:
         """Says once what events of this fragment refer to, such as the operations of a forward pass."""
         if self._session is not None:
-            self._events.append({"ph": "M", "name": name, "tid": MAIN_ROW, "args": args})
+            self._emit({"ph": "M", "name": name, "tid": MAIN_ROW, "args": args})
 
     def clock_offset(self, peer: str, offset_ns: int, round_trip_ns: int) -> None:
         """Was measured: the clock of the process `peer` (`ProcessHeader.uid`) is ahead of this one's by
         `offset_ns`, give or take half of `round_trip_ns`."""
         if self._session is not None:
             clock = {"peer": peer, "offset_ns": offset_ns, "round_trip_ns": round_trip_ns}
-            self._events.append({"clock": clock})
+            self._emit({"clock": clock})

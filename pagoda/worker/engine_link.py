@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 import zmq
 
 from pagoda.engine.messages import (
+    ClockPing,
+    ClockPong,
+    StartTrace,
     StepPlan,
+    StopTrace,
     WorkerConfig,
     WorkerHello,
     WorkerMessage,
+    WorkerOrder,
     WorkerPeers,
 )
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
+from pagoda.telemetry.clocks import ClockComparison
+from pagoda.telemetry.tracer import Tracer
 
 _FAREWELL_MS = 5000
 """How long a last message may wait for the engine to fetch it."""
+_PONG_MS = 1000
+"""An engine that does not tell its time within this is not asked again: steps are more important."""
+
+Order = StepPlan | StartTrace | StopTrace
 
 
 class EngineLink:
@@ -28,7 +41,9 @@ class EngineLink:
         rank = config.parallel.rank_in_replica(config.place)
         self._socket = connect(context, address, config, str(rank))
         self._encode = Codec[WorkerMessage](WorkerMessage).encode
-        self._decode_plan = Codec[StepPlan](StepPlan).decode
+        self._decode = Codec[WorkerOrder](WorkerOrder).decode
+        self._kept: deque[Order] = deque()
+        """What came while the clocks were compared."""
 
     def close(self) -> None:
         self._socket.close()
@@ -41,9 +56,32 @@ class EngineLink:
         self.send(hello)
         return msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers)
 
-    def receive_plan(self) -> StepPlan:
-        plan: StepPlan = self._decode_plan(self._socket.recv())
-        return plan
+    def receive(self) -> Order:
+        """What is to be done next."""
+        if self._kept:
+            return self._kept.popleft()
+        while True:
+            order: WorkerOrder = self._decode(self._socket.recv())
+            if not isinstance(order, ClockPong):
+                return order
+
+    def compare_clocks(self, tracer: Tracer) -> None:
+        """Measures how far the engine's clock is ahead, for the trace."""
+        comparison = ClockComparison(tracer.clock_ns)
+        while (number := comparison.next_ping()) is not None:
+            self.send(ClockPing(number))
+            if not self._hear_pong(comparison):
+                break
+        comparison.note(tracer)
+
+    def _hear_pong(self, comparison: ClockComparison) -> bool:
+        while self._socket.poll(_PONG_MS):
+            order: WorkerOrder = self._decode(self._socket.recv())
+            if not isinstance(order, ClockPong):
+                self._kept.append(order)
+            elif comparison.pong(order.number, order.uid, order.now_ns):
+                return True
+        return False
 
 
 def connect(

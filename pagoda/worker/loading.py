@@ -38,6 +38,7 @@ from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.models.gguf import is_gguf, read_gguf
 from pagoda.models.presets import PRESETS
 from pagoda.parallel.collectives import Alone, Collectives
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.heads import FollowingHead, Head, LeadingHead, OwnHead
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
@@ -132,7 +133,10 @@ class LoadedWorker(NamedTuple):
 
 
 def load_runner(
-    plan: WorkerPlan, num_blocks: int | None = None, group: Collectives | None = None
+    plan: WorkerPlan,
+    tracer: Tracer,
+    num_blocks: int | None = None,
+    group: Collectives | None = None,
 ) -> LoadedWorker:
     """Loads weights and allocates a KV cache of `num_blocks`, by default as large as there is room for.
 
@@ -171,9 +175,9 @@ def load_runner(
     )
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:
-        return LoadedWorker(StageRunner(model, batch), ready, caches, shared)
+        return LoadedWorker(StageRunner(model, batch, tracer), ready, caches, shared)
     alone = shard.is_first and group.size == 1
-    runner = Runner(model, batch, _head(shard, group, alone=alone), alone=alone)
+    runner = Runner(model, batch, _head(shard, group, alone=alone), tracer, alone=alone)
     return LoadedWorker(runner, ready, caches, shared)
 
 

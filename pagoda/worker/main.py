@@ -17,10 +17,20 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from pagoda.engine.messages import StepResult, WorkerConfig, WorkerFailed, WorkerReady
+from pagoda.engine.messages import (
+    StartTrace,
+    StepPlan,
+    StepResult,
+    StopTrace,
+    TraceStopped,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
 from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.telemetry.logging import configure_logging
+from pagoda.telemetry.tracer import Tracer, TraceSession
 from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import free_threads, settle
 from pagoda.worker.threads import set_thread_waiting
@@ -58,34 +68,54 @@ def main() -> NoReturn:
     set_thread_waiting(os.environ)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = EngineLink(context, address, config)
-    worker = _start(config, engine, context, address)
+    place = config.place
+    tracer = Tracer(f"worker dp{place.dp} tp{place.tp} pp{place.pp}")
+    if config.trace is not None:
+        _start_trace(tracer, engine, config.trace)
+    worker = _start(config, engine, context, address, tracer)
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
     else:
         engine.send(worker.ready)
         try:
-            _run(worker, engine)
+            _run(worker, engine, tracer)
         except Exception:
             _log.exception("a step broke this worker")
         if worker.transfers is not None:
             worker.transfers.close()
+    tracer.stop()
     context.destroy()  # waits until the engine has fetched the last message
     # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
     os._exit(1)
 
 
-def _run(worker: _Worker, engine: EngineLink) -> NoReturn:
+def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
     while True:
-        plan = engine.receive_plan()
-        before = None if worker.source is None else worker.source.receive(plan)
-        output = worker.runner.step(plan, before)
-        if worker.transfers is not None:
-            worker.transfers.half.step_done(plan.step)
-        if isinstance(output, StepResult):
-            if worker.answers:
-                engine.send(output)
-        elif worker.target is not None:
-            worker.target.send(plan.step, output)
+        match engine.receive():
+            case StepPlan() as plan:
+                _step(worker, engine, plan)
+            case StartTrace(session=session):
+                _start_trace(tracer, engine, session)
+            case StopTrace():
+                tracer.stop()
+                engine.send(TraceStopped(tracer.problems))
+
+
+def _step(worker: _Worker, engine: EngineLink, plan: StepPlan) -> None:
+    before = None if worker.source is None else worker.source.receive(plan)
+    output = worker.runner.step(plan, before)
+    if worker.transfers is not None:
+        worker.transfers.half.step_done(plan.step)
+    if isinstance(output, StepResult):
+        if worker.answers:
+            engine.send(output)
+    elif worker.target is not None:
+        worker.target.send(plan.step, output)
+
+
+def _start_trace(tracer: Tracer, engine: EngineLink, session: TraceSession) -> None:
+    tracer.start(session)
+    engine.compare_clocks(tracer)
 
 
 def _start(
@@ -93,15 +123,16 @@ def _start(
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    tracer: Tracer,
 ) -> _Worker | WorkerFailed:
     try:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = settle(config)
         if config.parallel.replica_size == 1:
-            worker, plan, loaded = _start_alone(config)
+            worker, plan, loaded = _start_alone(config, tracer)
         else:
-            worker, plan, loaded = _start_with_peers(config, engine, context, address)
+            worker, plan, loaded = _start_with_peers(config, engine, context, address, tracer)
         if config.has_transfer_link:
             with free_threads(cores):
                 worker = _with_transfers(worker, plan, loaded, context, address)
@@ -116,11 +147,11 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_alone(config: WorkerConfig) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+def _start_alone(config: WorkerConfig, tracer: Tracer) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     from pagoda.worker.loading import load_runner, plan_worker
 
     plan = plan_worker(config)
-    loaded = load_runner(plan)
+    loaded = load_runner(plan, tracer)
     return _Worker(loaded.runner, loaded.ready), plan, loaded
 
 
@@ -129,6 +160,7 @@ def _start_with_peers(
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    tracer: Tracer,
 ) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     from pagoda.worker.loading import load_runner, plan_worker
     from pagoda.worker.meeting import Meeting
@@ -139,7 +171,7 @@ def _start_with_peers(
     )
     peers = engine.meet_peers(meeting.hello(plan.num_blocks))
     group = meeting.form_group(peers)
-    loaded = load_runner(plan, peers.num_blocks, group)
+    loaded = load_runner(plan, tracer, peers.num_blocks, group)
     parallel, place = config.parallel, config.place
     worker = _Worker(
         loaded.runner,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Set
 from functools import reduce
 from operator import add
@@ -14,10 +13,12 @@ from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import StepPlan, StepResult
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.heads import BROKE_A_STEP, Head, Logits
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.sampler import Sampled, joined
 from pagoda.worker.stages import StageState
+from pagoda.worker.step_clock import StepClock
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +61,10 @@ class _Slots:
 class StageRunner:
     """A stage before the last: tokens or hidden states in, hidden states out."""
 
-    def __init__(self, model: Model, batch: InputBatch) -> None:
+    def __init__(self, model: Model, batch: InputBatch, tracer: Tracer) -> None:
         self._model = model
         self._slots = _Slots(batch)
+        self._clock = StepClock(tracer)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, before: StageState | None = None) -> StageState:
@@ -71,21 +73,23 @@ class StageRunner:
         Raises:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
         """
-        began = time.perf_counter()
+        self._clock.start()
         batch = self._slots.batch
         self._slots.apply(plan)
         for slot, token_id in plan.appended:
             batch.append(slot, token_id)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
+        self._clock.ended("prepare")
         computed = self._model.forward(tokens, None if before is None else before.hidden)
         for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
             batch.advance(slot, count)
         expert_tokens = self._model.take_expert_tokens()
-        time_s = time.perf_counter() - began
+        self._clock.ended("forward")
+        times = self._clock.times
         if before is None:
-            return StageState(computed, expert_tokens, time_s)
+            return StageState(computed, expert_tokens, times)
         return StageState(
-            computed, _sum(before.expert_tokens, expert_tokens), before.time_s + time_s
+            computed, _sum(before.expert_tokens, expert_tokens), times.behind(before.times)
         )
 
 
@@ -96,11 +100,14 @@ def _sum(one: list[int], other: list[int]) -> list[int]:
 class Runner:
     """The last stage, or the only one, which samples."""
 
-    def __init__(self, model: Model, batch: InputBatch, head: Head, *, alone: bool = True) -> None:
+    def __init__(
+        self, model: Model, batch: InputBatch, head: Head, tracer: Tracer, *, alone: bool = True
+    ) -> None:
         """`alone`: no other rank takes part in a step, so that it can be tried again in parts."""
         self._model = model
         self._slots = _Slots(batch)
         self._head = head
+        self._clock = StepClock(tracer)
         self._alone = alone
         self._failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them."""
@@ -115,7 +122,7 @@ class Runner:
         Raises:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
         """
-        began = time.perf_counter()
+        self._clock.start()
         self._apply(plan)
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
         errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
@@ -128,17 +135,21 @@ class Runner:
         self._failed |= sampled.errors
         self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
-        time_s = time.perf_counter() - began
+        self._clock.ended("sample")
+        times = self._clock.times
         if before is not None:
             expert_tokens = _sum(before.expert_tokens, expert_tokens)
-            time_s += before.time_s
+            times = times.behind(before.times)
         return StepResult(
             step=plan.step,
             slots=drawn,
             token_ids=[sampled.token_ids[slot] for slot in drawn],
             logprobs=sampled.logprobs,
             errors=errors | sampled.errors,
-            step_time_s=time_s,
+            step_time_s=times.total,
+            prepare_time_s=times.prepare,
+            forward_time_s=times.forward,
+            sample_time_s=times.sample,
             expert_tokens=expert_tokens,
         )
 
@@ -178,10 +189,13 @@ class Runner:
     def _compute(self, counts: dict[int, int], hidden: Tensor | None) -> tuple[Sampled, list[int]]:
         """What the slots drew, and how many tokens went to each expert."""
         if not counts:
+            self._clock.ended("prepare")
             return Sampled(), self._model.take_expert_tokens()
         batch = self._slots.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
+        self._clock.ended("prepare")
         hidden = self._model.forward(tokens, hidden)
+        self._clock.ended("forward")
         last_tokens = (tokens.query_lens.cumsum(0) - 1).tolist()
         rows = {
             slot: last

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagoda.engine.messages import CurveKeys, StepPlan
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.worker.step_clock import StepTimes
 
 _STEP_BYTES = 8
 
@@ -28,8 +29,8 @@ class StageState:
     """[n, hidden] of the step's tokens."""
     expert_tokens: list[int]
     """Tokens given to each expert, in all layers so far; empty without experts."""
-    time_s: float
-    """What this stage and all before it took, without the ways between them."""
+    times: StepTimes
+    """Of this stage and all before it, without the ways between them."""
 
 
 class StageInput:
@@ -71,8 +72,8 @@ class StageInput:
             raise ValueError(
                 f"{hidden.numel()} elements came for the {sum(plan.num_tokens)} tokens of step {plan.step}."
             )
-        expert_tokens, time_s = msgspec.msgpack.decode(rest.buffer, type=tuple[list[int], float])
-        return StageState(hidden.view(-1, self._hidden_size), expert_tokens, time_s)
+        expert_tokens, times = msgspec.msgpack.decode(rest.buffer, type=tuple[list[int], StepTimes])
+        return StageState(hidden.view(-1, self._hidden_size), expert_tokens, times)
 
 
 class StageOutput:
@@ -91,5 +92,5 @@ class StageOutput:
         """Copies the hidden states: the next step may overwrite them before they are on the wire."""
         contiguous = state.hidden.contiguous()
         elements = (ctypes.c_char * contiguous.nbytes).from_address(contiguous.data_ptr())
-        rest = msgspec.msgpack.encode((state.expert_tokens, state.time_s))
+        rest = msgspec.msgpack.encode((state.expert_tokens, state.times))
         self._socket.send_multipart([step.to_bytes(_STEP_BYTES, "little"), elements, rest])

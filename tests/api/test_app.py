@@ -241,7 +241,9 @@ async def test_refused_by_an_endpoint_that_drains(api) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Basic secret", "é"])
-async def test_every_route_but_health_and_the_page_asks_for_the_key(serve_api, given: str | None) -> None:
+async def test_every_route_but_health_and_the_page_asks_for_the_key(
+    serve_api, given: str | None
+) -> None:
     api = await serve_api(api_key="secret")
     headers = {"Authorization": given} if given else {}
     closed = {path.replace("*", "tiny") for path in ROUTES.keys() - OPEN_PATHS}

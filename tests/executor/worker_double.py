@@ -20,6 +20,7 @@ from pagoda.engine.messages import (
     KVRank,
     RemoteBlocks,
     SimConfig,
+    StepPlan,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -74,7 +75,9 @@ def main() -> None:
     engine.send(ready)
     worker = SimWorker(sim, check_kv=True, num_stages=parallel.pipeline_parallel_size)
     while True:
-        plan = engine.receive_plan()
+        plan = engine.receive()
+        if not isinstance(plan, StepPlan):
+            continue
         if behaviour == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "hangs-up":

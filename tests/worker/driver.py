@@ -14,6 +14,7 @@ from pagoda.engine.messages import (
     WorkerConfig,
     WorkerReady,
 )
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner
 
@@ -22,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=10_000)
 
 def load_config(config: WorkerConfig) -> tuple[Runner, WorkerReady]:
     """A worker that is the only one."""
-    runner, ready, *_ = load_runner(plan_worker(config))
+    runner, ready, *_ = load_runner(plan_worker(config), Tracer("worker"))
     assert isinstance(runner, Runner)
     return runner, ready
 

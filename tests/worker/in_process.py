@@ -17,6 +17,7 @@ from pagoda.engine.messages import GenerateRequest, LoadReport, StepPlan, TokenC
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
 from pagoda.parallel.config import ParallelConfig
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.stages import StageState
@@ -44,7 +45,13 @@ class InProcessExecutor:
         self.stages: list[list[Runner | StageRunner]] = []
         for pp, group in enumerate(groups):
             loaded = [
-                self._pool.submit(load_runner, plan, num_blocks, group.member(plan.config.place.tp))
+                self._pool.submit(
+                    load_runner,
+                    plan,
+                    Tracer("worker"),
+                    num_blocks,
+                    group.member(plan.config.place.tp),
+                )
                 for plan in plans
                 if plan.config.place.pp == pp
             ]

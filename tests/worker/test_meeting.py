@@ -21,6 +21,7 @@ from pagoda.parallel.distributed import DistributedCollectives
 from pagoda.worker import group
 from pagoda.worker.meeting import Meeting, host_identity
 from pagoda.worker.stages import StageState
+from pagoda.worker.step_clock import StepTimes
 
 HIDDEN = 8
 
@@ -135,8 +136,8 @@ def test_each_stage_passes_on_to_the_next(
     assert targets[1] is not None
     assert second.source is not None
     assert third.source is not None
-    targets[0].send(0, StageState(torch.zeros(1, HIDDEN), [], 0.5))
-    targets[1].send(0, StageState(torch.ones(1, HIDDEN), [], 0.5))
+    targets[0].send(0, StageState(torch.zeros(1, HIDDEN), [], StepTimes(0.5)))
+    targets[1].send(0, StageState(torch.ones(1, HIDDEN), [], StepTimes(0.5)))
     plan = StepPlan(0, [0], [1])
     assert second.source.receive(plan).hidden.sum() == 0
     assert third.source.receive(plan).hidden.sum() == HIDDEN

@@ -28,6 +28,7 @@ from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.model.decoder import Decoder
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 
 FORMATS: dict[str, Format] = {
@@ -125,7 +126,7 @@ def test_memory_is_planned_as_it_is_held(name: str, tp: int, saved: Save) -> Non
             quantization=ON_LOAD.get(name, "none"),
         )
         plan = plan_worker(config)
-        runner, *_ = load_runner(plan, group=ThreadGroup(tp).member(rank))
+        runner, *_ = load_runner(plan, Tracer("worker"), group=ThreadGroup(tp).member(rank))
         (decoder,) = (value for value in vars(runner).values() if isinstance(value, Decoder))
         assert plan.shard.weight_bytes(plan.quantization, 4) == _held_bytes(decoder)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.engine.messages import SamplingParams, StepPlan
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.heads import BROKE_A_STEP, Logits, OwnHead
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.runner import Runner
@@ -149,7 +150,9 @@ class _Poisoned:
 
 
 def test_nan_logits_fail_alone() -> None:
-    driver = Driver(Runner(_Poisoned(9), InputBatch(8, 64, 16), OwnHead(Sampler(16))))
+    driver = Driver(
+        Runner(_Poisoned(9), InputBatch(8, 64, 16), OwnHead(Sampler(16)), Tracer("worker"))
+    )
     driver.start(0, [3])
     driver.start(1, [8])
     driver.start(2, [1, 2, 7])
@@ -182,7 +185,9 @@ def test_only_slots_that_have_all_their_tokens_sample(directory: Path) -> None:
     result = driver.step({0: 7, 1: 1})
     assert result.slots == [1]
     assert result.logprobs == {}
-    assert result.step_time_s > 0
+    times = (result.prepare_time_s, result.forward_time_s, result.sample_time_s)
+    assert min(times) > 0
+    assert result.step_time_s == sum(times)
     assert driver.step({0: 22, 1: 1}).slots == [1]
     assert driver.step({1: 1, 0: 1}).slots == [1, 0]
 

@@ -12,6 +12,7 @@ import zmq
 from pagoda.engine.messages import CurveKeys, StepPlan
 from pagoda.ipc.curve import keep_door, new_keys
 from pagoda.worker.stages import StageInput, StageOutput, StageState
+from pagoda.worker.step_clock import StepTimes
 
 HIDDEN = 24
 
@@ -57,12 +58,12 @@ def test_every_bit_arrives_in_order(
     sent = [torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (1, 3, 2000)]
     for step, hidden in enumerate(sent):
         overwritten = hidden.clone()
-        target.send(step, StageState(overwritten, [step, 7], 0.5))
+        target.send(step, StageState(overwritten, [step, 7], StepTimes(0.25, 0.5, 1.0)))
         overwritten.zero_()
     for step, hidden in enumerate(sent):
         received = source.receive(StepPlan(step, [0], [len(hidden)]))
         assert torch.equal(received.hidden, hidden)
-        assert (received.expert_tokens, received.time_s) == ([step, 7], 0.5)
+        assert (received.expert_tokens, received.times) == ([step, 7], StepTimes(0.25, 0.5, 1.0))
 
 
 def test_rows_of_a_larger_tensor(
@@ -71,7 +72,7 @@ def test_rows_of_a_larger_tensor(
     source = make_input(context, tmp_path, keys)
     wide = torch.arange(2.0 * 3 * HIDDEN).view(3, 2 * HIDDEN)
     target = StageOutput(context, source.address, keys)
-    target.send(5, StageState(wide[:, :HIDDEN], [], 0.5))
+    target.send(5, StageState(wide[:, :HIDDEN], [], StepTimes(0.5)))
     received = source.receive(StepPlan(5, [1, 2], [1, 2]))
     assert torch.equal(received.hidden, wide[:, :HIDDEN])
 
@@ -89,7 +90,7 @@ def test_stages_that_disagree(
 ) -> None:
     source = make_input(context, tmp_path, keys)
     target = StageOutput(context, source.address, keys)
-    target.send(step, StageState(torch.zeros(rows, HIDDEN), [], 0.5))
+    target.send(step, StageState(torch.zeros(rows, HIDDEN), [], StepTimes(0.5)))
     with pytest.raises(ValueError, match=rule):
         source.receive(StepPlan(3, [0], [2]))
 
@@ -106,7 +107,7 @@ def test_strangers_are_not_heard(context: zmq.Context[zmq.Socket[bytes]], tmp_pa
     )
     targets = [StageOutput(context, source.address, own) for own in (None, stolen_address, keys)]
     for target in targets[:2]:
-        target.send(0, StageState(torch.ones(1, HIDDEN), [], 0.5))
-    targets[2].send(0, StageState(torch.zeros(1, HIDDEN), [], 0.5))
+        target.send(0, StageState(torch.ones(1, HIDDEN), [], StepTimes(0.5)))
+    targets[2].send(0, StageState(torch.zeros(1, HIDDEN), [], StepTimes(0.5)))
     received = source.receive(StepPlan(0, [0], [1]))
     assert torch.equal(received.hidden, torch.zeros(1, HIDDEN))

@@ -1,0 +1,52 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pagoda.telemetry.tracer import Tracer
+
+Phase = Literal["prepare", "forward", "sample"]
+"""From the plan to the input of the forward pass; the pass; from its hidden states to tokens."""
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step, by phase."""
+
+    prepare: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def behind(self, earlier: StepTimes) -> StepTimes:
+        """Of the stages of a pipeline together."""
+        return StepTimes(*map(sum, zip(earlier, self, strict=True)))
+
+
+class StepClock:
+    """Measures the phases of a step, each of which begins where the one before it ended."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        """Spans of `prepare` and `sample` go to the tracer; a model knows more of its forward pass."""
+        self._tracer = tracer
+        self._at = 0
+        self._ns: dict[Phase, int] = {}
+
+    def start(self) -> None:
+        self._ns = {"prepare": 0, "forward": 0, "sample": 0}
+        self._at = self._tracer.clock_ns()
+
+    def ended(self, phase: Phase) -> None:
+        """All that was done since the last call was of this phase. A phase that comes again adds up."""
+        now = self._tracer.clock_ns()
+        self._ns[phase] += now - self._at
+        if phase != "forward":
+            self._tracer.span(phase, self._at, ended=now)
+        self._at = now
+
+    @property
+    def times(self) -> StepTimes:
+        return StepTimes(**{phase: ns / 1e9 for phase, ns in self._ns.items()})
