@@ -122,6 +122,7 @@ async def serve(
             await dispatcher.drain(0.0)
     finally:
         service.draining = True
+        service.sampler.close()
         await runner.cleanup()
         if tracing.session is not None:
             await tracing.stop()

@@ -28,6 +28,7 @@ from pagoda.engine.messages import (
     EngineFailed,
     EngineMessage,
     FollowCache,
+    FollowSteps,
     FrontendMessage,
     GenerateRequest,
     Hello,
@@ -39,6 +40,7 @@ from pagoda.engine.messages import (
     StopTrace,
     TokenChunk,
     TokenChunks,
+    UnfollowSteps,
 )
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
@@ -128,7 +130,7 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
-                self._tell_of_the_cache()
+                self._tell_followers()
                 self._tell_of_the_trace()
                 self._publish_kv_events()
         finally:
@@ -167,6 +169,10 @@ class EngineProcess:
                 self._send(frontend, report)
             case FollowCache():
                 self._core.follow_cache(frontend)
+            case FollowSteps():
+                self._core.follow_steps(frontend)
+            case UnfollowSteps():
+                self._core.unfollow_steps(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -209,8 +215,8 @@ class EngineProcess:
         for frontend in self._frontends:
             self._send(frontend, report)
 
-    def _tell_of_the_cache(self) -> None:
-        for frontend, news in self._core.take_cache_news():
+    def _tell_followers(self) -> None:
+        for frontend, news in self._core.take_news():
             self._send(frontend, news)
 
     def _tell_of_the_trace(self) -> None:
