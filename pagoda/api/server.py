@@ -99,6 +99,7 @@ async def serve(
             tracing.start(profile.level)
         fleet = make_fleet()
     except BaseException:
+        tracer.stop()
         await runner.cleanup()
         raise
     service.fleet = fleet

@@ -371,6 +371,7 @@ class EngineClient:
             return
         self._failure = error
         self._failed.set()
+        self._end_trace([])
         self._enter(ReplicaState.FAILED)
         self._lose_requests()
         if self._started is not None and not self._started.done():
