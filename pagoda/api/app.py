@@ -28,6 +28,7 @@ from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics, metrics_with_aliases
+from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
 from pagoda.frontend.request_book import Origin
@@ -48,6 +49,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/metrics/vllm": {"GET": metrics_with_aliases},
     "/v1/completions": {"POST": completions},
     "/v1/chat/completions": {"POST": chat_completions},
+    "/profile/start": {"POST": start_profile},
+    "/profile/stop": {"POST": stop_profile},
     "/tokenize": {"POST": info.tokenize},
     "/detokenize": {"POST": info.detokenize},
 }

@@ -21,6 +21,8 @@ from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.text_generator import start_generator
+from pagoda.frontend.trace_control import TraceControl
+from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 _log = logging.getLogger("pagoda.api")
 
@@ -46,6 +48,15 @@ class ServerConfig:
     """Further names under which a server on the loopback interface may be asked, such as a proxy's."""
 
 
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Where traces go, and whether the server traces from its start."""
+
+    directory: Path = Path("pagoda-trace")
+    level: TraceLevel | None = None
+    """None begins when somebody asks for it."""
+
+
 async def serve(
     server: ServerConfig,
     make_fleet: Callable[[], Fleet],
@@ -53,6 +64,8 @@ async def serve(
     *,
     model_name: str,
     on_ready: Callable[[str, EngineReady], None],
+    profile: ProfileConfig,
+    tracer: Tracer,
     spans: RequestSpans | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
@@ -60,6 +73,7 @@ async def serve(
     `spans` are made of its answers, and closed at the end.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
+    `tracer` is that of this process; what `make_fleet` makes has it too.
 
     Raises:
         ConfigError: the port is in use, or the model cannot be loaded.
@@ -72,17 +86,23 @@ async def serve(
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         )
     )
+    tracing = service.tracing = TraceControl(
+        tracer, service.book, profile.directory, _run_name(tracer, server.port)
+    )
     if spans is not None:
         service.book.observe(spans)
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
+        if profile.level is not None:
+            tracing.start(profile.level)
         fleet = make_fleet()
     except BaseException:
         await runner.cleanup()
         raise
     service.fleet = fleet
+    tracing.join(fleet)
     dispatcher = fleet.dispatcher
     try:
         url = await _listen(runner, server)
@@ -103,10 +123,18 @@ async def serve(
     finally:
         service.draining = True
         await runner.cleanup()
+        if tracing.session is not None:
+            await tracing.stop()
         await fleet.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()
+
+
+def _run_name(tracer: Tracer, port: int) -> str:
+    """The same for a server that is started again: it takes the place of the one before it."""
+    server = str(port) if port else tracer.process.uid
+    return f"{tracer.role}-{tracer.process.host}-{server}"
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:

@@ -14,6 +14,7 @@ from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.frontend.trace_control import TraceControl
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Service:
     """What is behind the API, as soon as it is being started."""
     book: RequestBook = field(default_factory=RequestBook)
     """The answers that are being given."""
+    tracing: TraceControl | None = None
+    """None in a server that cannot be traced."""
     request_metrics: RequestMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 

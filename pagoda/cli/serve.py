@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from pagoda.api.answer_log import AnswerLog
 from pagoda.api.keys import ApiKeys
-from pagoda.api.server import ServerConfig
+from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop, output
 from pagoda.cli.options import (
@@ -48,6 +48,7 @@ from pagoda.frontend.request_spans import RequestSpans
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
 from pagoda.models.resolve import ModelFiles
+from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
 
@@ -144,12 +145,30 @@ class JoinOptions:
         return read_cluster_key(self.cluster_key_file)
 
 
+@Parameter(name="*", group=Group("Traces", sort_key=80))
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What every process of the server writes down of its time."""
+
+    profile: Literal["e2e", "kernel", "verbose"] | None = None
+    """Trace from the start: requests and steps, the operations of each step as well, or each token too."""
+    profile_dir: Path = Path("pagoda-trace")
+    """The directory of traces, also of those that POST /profile/start begins."""
+
+    def config(self) -> ProfileConfig:
+        return ProfileConfig(
+            directory=self.profile_dir,
+            level=None if self.profile is None else LEVELS[self.profile],
+        )
+
+
 _SERVER = ServerOptions()
 _JOIN = JoinOptions()
 _HANDOFF = HandoffOptions()
 _ENGINE = EngineOptions()
 _PARALLEL = ParallelOptions()
 _EXECUTOR = ExecutorOptions()
+_PROFILE = ProfileOptions()
 _GENERAL = GeneralOptions()
 
 
@@ -162,6 +181,7 @@ def serve(
     executor: ExecutorOptions = _EXECUTOR,
     join: JoinOptions = _JOIN,
     handoff: HandoffOptions = _HANDOFF,
+    profile: ProfileOptions = _PROFILE,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
@@ -187,9 +207,11 @@ def serve(
     if joined is None and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
+    tracer = Tracer("frontend")
+
     def make_fleet() -> Fleet:
-        engines = EngineFleet(engine_config, parallel.data_parallel_policy)
-        return engines if joined is None else JoinedFleet(engines, joined)
+        engines = EngineFleet(engine_config, parallel.data_parallel_policy, tracer)
+        return engines if joined is None else JoinedFleet(engines, joined, tracer)
 
     def on_ready(url: str, limits: EngineReady) -> None:
         announce(url, config, files, engine_config.kv_tiers, limits, time.perf_counter() - started)
@@ -206,6 +228,8 @@ def serve(
             ),
             model_name=files.served_name,
             on_ready=on_ready,
+            profile=profile.config(),
+            tracer=tracer,
             spans=spans,
         )
     )

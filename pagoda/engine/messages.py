@@ -271,6 +271,8 @@ class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_tra
     session: TraceSession
     num_steps: int | None = None
     """An engine stops by itself after so many steps; a worker does not read it."""
+    number: int = 0
+    """Counts what the receiver was told to trace; `TraceStopped` names it."""
 
 
 class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
@@ -282,6 +284,8 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
 
     problems: list[str] = []
     """Why tracing had ended before somewhere: sentences."""
+    number: int = 0
+    """`StartTrace.number`; of workers, that of their engine counts."""
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):

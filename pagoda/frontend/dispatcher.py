@@ -49,6 +49,7 @@ from pagoda.frontend.preparation import Place, Preparation
 from pagoda.frontend.totals import sum_of_limits, sum_of_loads
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.telemetry.tracer import Tracer
 
 SOLO_DEATHS = 2
 """From this many engine deaths in a row on, a request is tried while no other such request is, so that one that
@@ -83,8 +84,10 @@ class Dispatcher:
         preparation: Preparation | None = None,
         *,
         keeps_half: bool = True,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`keeps_half` as `OutlierDetector` says it."""
+        """`keeps_half` as `OutlierDetector` says it. `tracer` is that of this process."""
+        self._tracer = tracer or Tracer("frontend")
         self._members: list[_Member] = []
         self._policy = policy
         self._preparation = preparation
@@ -282,8 +285,10 @@ class Dispatcher:
                             held.waits_since = self._clock.now()
                 except _LetGoError:
                     held.was_let_go(member)
+                    self._tracer.instant("request moved", {"request": held.request_id})
                 except EngineLostError:
                     held.lost_an_engine()
+                    self._tracer.instant("request moved", {"request": held.request_id})
                     _log.info(
                         "%slost it; it goes on with the %d tokens that it has",
                         self._prefix(member),

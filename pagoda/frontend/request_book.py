@@ -103,12 +103,30 @@ class RequestObserver(Protocol):
     def ended(self, record: RequestRecord) -> None: ...
 
 
+class Delivery(msgspec.Struct, frozen=True):
+    """Some tokens on their way from the engine to the client, on the book's clock."""
+
+    taken_ns: int
+    made_ns: int
+    """They are text."""
+    handed_on_ns: int
+    """Whoever gives the answer to the client wants more: in a stream, the socket has them."""
+
+
+class DeliveryObserver(Protocol):
+    """Is told of each, in the event loop; must not raise."""
+
+    def delivered(self, record: RequestRecord, delivery: Delivery) -> None: ...
+
+
 class RequestBook:
     """The answers that are being given, in the order of their arrival."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock_ns = clock_ns
         self.live: dict[str, RequestRecord] = {}
+        self.deliveries: DeliveryObserver | None = None
+        """None as long as nobody wants to know: it costs time with each token."""
         self._observers: list[RequestObserver] = []
 
     def observe(self, observer: RequestObserver) -> Callable[[], None]:

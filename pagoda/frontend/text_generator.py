@@ -25,7 +25,7 @@ from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
+from pagoda.frontend.request_book import Delivery, Origin, RequestBook, RequestRecord
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -216,14 +216,20 @@ class TextGenerator:
                     source = chunk.kv_source or source
                     if chunk.is_news:
                         continue
+                    deliveries = self.book.deliveries
+                    taken_ns = 0 if deliveries is None else self.book.clock_ns()
                     delta = assembler.push(chunk)
                     self._note(record, chunk, delta)
-                    if delta.finish_reason is None:
-                        yield delta
-                        continue
-                    reason, error = delta.finish_reason, delta.error or ""
-                    yield msgspec.structs.replace(delta, kv_source=source)
-                    return
+                    made_ns = 0 if deliveries is None else self.book.clock_ns()
+                    if delta.finish_reason is not None:
+                        reason, error = delta.finish_reason, delta.error or ""
+                        delta = msgspec.structs.replace(delta, kv_source=source)
+                    yield delta
+                    if deliveries is not None:
+                        delivery = Delivery(taken_ns, made_ns, self.book.clock_ns())
+                        deliveries.delivered(record, delivery)
+                    if delta.finish_reason is not None:
+                        return
         except OverloadedError as refusal:
             reason, error = "refused", str(refusal)
             raise
