@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import pagoda.api.page
+from pagoda.api.keys import ApiKeys
 
 DIRECTORY = Path(pagoda.api.page.__file__).parent / "ui"
 FILES = sorted(path.name for path in DIRECTORY.iterdir())
@@ -20,7 +21,7 @@ TYPES = {
 
 
 async def test_the_page_is_open_and_what_it_shows_is_not(serve_api) -> None:
-    api = await serve_api(api_key="secret")
+    api = await serve_api(api_keys=ApiKeys(["secret"]))
     answer = await api.get("/")
     assert (answer.status, answer.body) == (200, (DIRECTORY / "index.html").read_bytes())
     assert b"secret" not in answer.body

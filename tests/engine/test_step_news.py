@@ -22,7 +22,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.engine.step_news import BIN_S, INTERVAL_S, MAX_BINS, StepReporter
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import make_dispatcher
+from pagoda.frontend.fleet import EngineFleet
 from pagoda.ipc.clock import VirtualClock
 from pagoda.parallel.config import ParallelConfig
 
@@ -137,7 +137,7 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
         executor="sim",
         sim=SimConfig(num_blocks=64, block_size=4, max_model_len=64, vocab_size=50),
     )
-    dispatcher = make_dispatcher(config, "round-robin")
+    dispatcher = EngineFleet(config, "round-robin").dispatcher
     await dispatcher.start()
     heard: dict[str, asyncio.Event] = {"0": asyncio.Event(), "1": asyncio.Event()}
     unfollow = dispatcher.follow_steps(lambda news: heard[news.replica].set())
