@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from pagoda.api.call import Call
-from pagoda.api.errors import ApiError
+from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.sampler import Snapshot, live_answers
 from pagoda.api.sse import EventStream, event
 
@@ -27,6 +27,8 @@ async def live(call: Call) -> web.StreamResponse:
             async for snapshot in snapshots:
                 server = {"started": service.created, "draining": service.draining}
                 await stream.send(event({**server, **msgspec.structs.asdict(snapshot)}))
+        if not stream.is_open:
+            raise unavailable("The server is shutting down.")
 
     return await call.stream(send)
 

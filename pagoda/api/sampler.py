@@ -172,6 +172,7 @@ class _View:
         """By replica, with the time at which they were told."""
         self._num_bins = 0
         self._at = self._clock()
+        """Of the last snapshot; nothing is said of the time before the first."""
         self._before: LoadReport | None = None
         self._tokens_before = 0
         self._unobserve = book.observe(self._latencies)
@@ -215,7 +216,9 @@ class _View:
         # Those of an engine that was started again begin anew.
         num_prompt = max(0, report.num_prompt_tokens - before.num_prompt_tokens)
         num_hits = max(0, report.num_prefix_hit_tokens - before.num_prefix_hit_tokens)
-        num_output = self._latencies.num_tokens - self._tokens_before
+        num_output = 0
+        if self._before is not None:
+            num_output = self._latencies.num_tokens - self._tokens_before
         self._at, self._before, self._tokens_before = now, report, self._latencies.num_tokens
         ttft, itl = self._latencies.next_window()
         return Snapshot(

@@ -94,9 +94,10 @@ export class LineChart {
       yield svg("path", { class: "grid", d: `M${LEFT} ${at}H${right}` });
       yield label(this.axis(top * share), LEFT - 6, at + 3.5, "end");
     }
-    const step = this.span > 180 ? 60 : this.span > 90 ? 30 : 15;
+    const fits = (step) => (step / this.span) * (right - LEFT) >= 56;
+    const step = [15, 30, 60].find(fits) ?? 120;
     for (let age = 0; age <= this.span; age += step) {
-      const text = age === 0 ? "now" : step === 60 ? `−${age / 60} min` : `−${age} s`;
+      const text = age === 0 ? "now" : step >= 60 ? `−${age / 60} min` : `−${age} s`;
       const anchor = age === 0 ? "end" : age + step > this.span ? "start" : "middle";
       yield label(text, x(this.now - age), this.height - 4, anchor);
     }

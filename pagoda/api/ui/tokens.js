@@ -80,7 +80,7 @@ function showTip(span, token) {
   const top = known ? token.top : [[token.token, token.logprob], ...token.top];
   tip.replaceChildren(
     h("p", { class: "tip-title" }, visible(token.token), h("span", {}, chance(token.logprob))),
-    h("p", { class: "muted" }, `log-probability ${token.logprob.toFixed(3).replace("-0.000", "0.000")}`),
+    h("p", { class: "muted" }, `log-probability ${token.logprob.toFixed(3).replace("-0.000", "0.000").replace("-", "−")}`),
     h(
       "ul",
       {},
