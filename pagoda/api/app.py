@@ -27,8 +27,11 @@ from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import ApiError, as_api_error, unavailable
-from pagoda.api.metrics import metrics
+from pagoda.api.metrics import metrics, metrics_with_aliases
+from pagoda.api.profile import start_profile, stop_profile
+from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
+from pagoda.frontend.request_book import Origin
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 
@@ -43,8 +46,11 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/hosts": {"GET": hosts.list_hosts},
     "/v1/hosts/*": {"DELETE": hosts.dismiss_host},
     "/metrics": {"GET": metrics},
+    "/metrics/vllm": {"GET": metrics_with_aliases},
     "/v1/completions": {"POST": completions},
     "/v1/chat/completions": {"POST": chat_completions},
+    "/profile/start": {"POST": start_profile},
+    "/profile/stop": {"POST": stop_profile},
     "/tokenize": {"POST": info.tokenize},
     "/detokenize": {"POST": info.detokenize},
 }
@@ -90,6 +96,7 @@ def make_server(service: Service) -> ApiServer:
 
     return ApiServer(
         handle,
+        lambda status: service.request_metrics.refused(Refusal("", status, "")),
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
@@ -98,7 +105,7 @@ def make_server(service: Service) -> ApiServer:
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    call = Call(http, service, _request_id(http.headers.get("X-Request-Id", "")), http[_ARRIVED])
+    call = _call(http, service)
     began = time.monotonic()
     status = 499
     try:
@@ -115,17 +122,32 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
+        refusal = Refusal(call.origin.route, status, answer.code or "")
+        service.request_metrics.refused(refusal)
         return call.error(answer)
     finally:
-        duration = time.monotonic() - began
-        _log.info(
-            "%s %s %d %.3f s",
-            http.method,
-            http.raw_path[:_MAX_LOGGED_PATH_CHARS],
-            status,
-            duration,
-            extra={"request_id": call.request_id},
-        )
+        if not call.origin.num_answers:  # else each of them has a line of its own
+            _log_access(call, status, time.monotonic() - began)
+
+
+def _log_access(call: Call, status: int, duration_s: float) -> None:
+    path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
+    fields = {"method": call.http.method, "path": path, "status": status}
+    extra = {"request_id": call.request_id, "fields": fields}
+    _log.info("%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
+
+
+def _call(http: web.BaseRequest, service: Service) -> Call:
+    headers = http.headers
+    key_name = service.config.api_keys.name_of(headers.get("Authorization", ""))
+    origin = Origin(
+        name=_request_id(headers.get("X-Request-Id", "")),
+        arrived_ns=http[_ARRIVED],
+        key=key_name or "",
+        traceparent=headers.get("traceparent"),
+        route=_route(http.path) or "",
+    )
+    return Call(http, service, key_name, origin)
 
 
 async def _dispatch(call: Call) -> web.StreamResponse:
@@ -133,27 +155,29 @@ async def _dispatch(call: Call) -> web.StreamResponse:
     _check_host(call)
     if path not in OPEN_PATHS:
         _check_key(call)
-    methods, argument = _find(path)
-    if methods is None:
+    route = _route(path)
+    if route is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
+    methods = ROUTES[route]
     method = "GET" if call.http.method == "HEAD" else call.http.method
     if method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(
             405, f"{path} answers {allowed}, not {call.http.method}.", headers={"Allow": allowed}
         )
+    argument = path[len(route) - 1 :] if route.endswith("*") else ""
     return await methods[method](replace(call, path_argument=argument))
 
 
-def _find(path: str) -> tuple[dict[str, Handler] | None, str]:
-    """The methods of a path, and what stands for the `*` of its route."""
+def _route(path: str) -> str | None:
+    """The route that answers a path; None if none does."""
     if path in ROUTES and not path.endswith("*"):
-        return ROUTES[path], ""
-    for pattern, methods in ROUTES.items():
+        return path
+    for pattern in ROUTES:
         prefix = pattern.removesuffix("*")
         if prefix != pattern and path.startswith(prefix) and len(path) > len(prefix):
-            return methods, path[len(prefix) :]
-    return None, ""
+            return pattern
+    return None
 
 
 def _request_id(given: str) -> str:
@@ -165,7 +189,7 @@ def _check_key(call: Call) -> None:
     if not call.has_key:
         raise ApiError(
             401,
-            "Send the server's API key as `Authorization: Bearer KEY`.",
+            "Send an API key of the server as `Authorization: Bearer KEY`.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -216,11 +240,27 @@ def hosts_for(bind_host: str, extra: Sequence[str] = ()) -> tuple[str, ...] | No
 class ApiServer(web.Server):
     """aiohttp's server, with errors of the HTTP layer itself as OpenAI error objects."""
 
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        refused: Callable[[int], None],
+        **options: Any,
+    ) -> None:
+        """`refused` is told of each such error, by its status."""
+        super().__init__(handler, **options)
+        self._refused = refused
+
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        return _Connection(self._refused, self, loop=self._loop, **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
+    __slots__ = ("_refused",)
+
+    def __init__(self, refused: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._refused = refused
+
     def handle_error(
         self,
         request: web.BaseRequest,  # noqa: ARG002
@@ -240,6 +280,7 @@ class _Connection(web.RequestHandler):
             if not isinstance(exc, ConnectionError):  # a client that went away is no failure
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
+        self._refused(error.status)
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"
         )

@@ -6,11 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pagoda.api.answer_log import AnswerLog
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.keys import NO_KEYS, ApiKeys
+from pagoda.api.request_metrics import RequestMetrics
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.frontend.trace_control import TraceControl
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class ApiConfig:
     """How the API behaves, whatever it serves."""
 
     served_model_name: str
-    api_key: str | None = None
-    """When given, every route but `/health/live` asks for it."""
+    api_keys: ApiKeys = NO_KEYS
+    """When there are any, every route but those of `/health` asks for one of them."""
     allowed_hosts: Sequence[str] | None = None
     """The Host headers that are answered; None means any."""
     max_body_bytes: int = 8 * 2**20
@@ -42,7 +46,15 @@ class Service:
     """What is behind the API, as soon as it is being started."""
     book: RequestBook = field(default_factory=RequestBook)
     """The answers that are being given."""
+    tracing: TraceControl | None = None
+    """None in a server that cannot be traced."""
+    request_metrics: RequestMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.request_metrics = RequestMetrics(self.config.api_keys.names)
+        self.book.observe(self.request_metrics)
+        self.book.observe(AnswerLog())
 
     @property
     def is_router(self) -> bool:

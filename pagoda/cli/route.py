@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.cli.serve import JoinOptions, ServerOptions, announce
+from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, announce
 from pagoda.engine.messages import CurveKeys, EngineReady, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
@@ -25,6 +25,7 @@ from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
 from pagoda.models.resolve import resolve_model
+from pagoda.telemetry.tracer import Tracer
 
 
 @Parameter(name="*", group=Group("Router", sort_key=10))
@@ -57,6 +58,7 @@ _JOIN_LISTEN = "127.0.0.1:5600"
 _ROUTER = RouterOptions()
 _JOIN = JoinOptions()
 _SERVER = ServerOptions()
+_PROFILE = ProfileOptions()
 _GENERAL = GeneralOptions()
 
 
@@ -66,6 +68,7 @@ def route(
     router: RouterOptions = _ROUTER,
     join: JoinOptions = _JOIN,
     server: ServerOptions = _SERVER,
+    profile: ProfileOptions = _PROFILE,
     general: GeneralOptions = _GENERAL,
 ) -> int:
     """Serve a model over the OpenAI API with several hosts, until SIGTERM or Ctrl-C.
@@ -87,11 +90,14 @@ def route(
         policy=router.policy,
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
     )
-    joined = join.config(files)
+    spans = server.spans(files)
+    joined = join.config(files, spans)
+
+    tracer = Tracer("router")
 
     def make_fleet() -> Fleet:
-        fleet = RoutedFleet(routed)
-        return fleet if joined is None else JoinedFleet(fleet, joined)
+        fleet = RoutedFleet(routed, tracer)
+        return fleet if joined is None else JoinedFleet(fleet, joined, tracer)
 
     def on_ready(url: str, limits: EngineReady) -> None:
         of_any_hosts = msgspec.structs.replace(limits, role=Role.NONE)  # others than the first come
@@ -104,6 +110,9 @@ def route(
             partial(load_text, files, simulated=False, chat_template=server.chat_template),
             model_name=files.served_name,
             on_ready=on_ready,
+            profile=profile.config(),
+            tracer=tracer,
+            spans=spans,
         )
     )
     return 0

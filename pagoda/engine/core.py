@@ -14,13 +14,16 @@ from pagoda.engine.messages import (
     LoadReport,
     RequestRefused,
     Role,
+    StartTrace,
     StepResult,
     TokenChunk,
+    TraceStopped,
     TransferEnd,
     WorkerReady,
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.engine.step_meter import StepMeter
+from pagoda.engine.tracing import EngineTracing
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
 from pagoda.ipc.clock import Clock
@@ -37,6 +40,7 @@ from pagoda.pd.holder import KVHolder
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
 from pagoda.pd.sources import SourceSeal
+from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
 """A worker that lived this long starts a new count of losses."""
@@ -75,6 +79,7 @@ class EngineCore:
         clock: Clock,
         build_tiers: TiersBuilder = build_tiers,
         handoff: HandoffLinks | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`handoff` is there if `config.handoff` is, and has what its role needs."""
         self._config = config
@@ -99,6 +104,14 @@ class EngineCore:
         self._meter = StepMeter(clock)
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
+        self._tracer = tracer or Tracer("engine")
+        self._tracing = EngineTracing(self._tracer, executor.max_in_flight)
+        self._trace_number = 0
+        self._stops_trace = False
+        """Whether the workers are being waited for, so that the trace can end."""
+        self._trace_ends: list[TraceStopped] = []
+        if config.trace is not None:
+            self.start_trace(config.trace)
         executor.start()
 
     @property
@@ -165,8 +178,11 @@ class EngineCore:
                         self._tiers.transfer_ended(event)
                 case WorkerReady():
                     self._take_worker(event)
+                case TraceStopped():
+                    self._end_trace(event)
                 case WorkerLost():
                     chunks += self._lose_worker(event)
+                    self._end_trace(TraceStopped())
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self._restart_at = None
             self._executor.start(self._worker.num_blocks if self._worker else None)
@@ -178,6 +194,8 @@ class EngineCore:
             chunks += self._scheduler.take_kv_news()
         self._submit_plans()
         self._submit_transfers()
+        if self._tracer.e2e() and self._scheduler is not None:
+            self._tracing.count(self._scheduler)
         return chunks
 
     def _submit_plans(self) -> None:
@@ -185,13 +203,18 @@ class EngineCore:
         if scheduler is None or not self._is_worker_ready:
             return
         while scheduler.num_in_flight < self._executor.max_in_flight:
-            began = self._clock.now()
+            began, trace_began = self._clock.now(), self._tracer.e2e()
             plan = scheduler.schedule()
             if plan is None:
                 return
             planned = self._clock.now()
+            if trace_began:
+                self._tracing.scheduled(trace_began, plan, scheduler)
+            trace_began = self._tracer.e2e()
             self._executor.submit(plan)
             self._meter.submitted(plan, began, planned)
+            if trace_began:
+                self._tracing.submitted(trace_began, plan)
 
     def _submit_transfers(self) -> None:
         if self._tiers is not None:
@@ -221,9 +244,13 @@ class EngineCore:
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
-        taken = self._last_progress
+        taken, trace_began = self._last_progress, self._tracer.e2e()
         chunks = self._scheduler.update(result)
         self._meter.finished(result, taken)
+        if trace_began:
+            self._tracing.updated(trace_began, result)
+            if self._tracing.count_step():
+                self.stop_trace()
         return chunks
 
     def _count_expert_tokens(self, tokens: list[int]) -> None:
@@ -233,9 +260,12 @@ class EngineCore:
     def _take_worker(self, worker: WorkerReady) -> None:
         self._is_worker_ready = True
         self._ready_at = self._last_progress = self._clock.now()
+        self._tracing.worker_ready()
         if self._scheduler is None:
             self._worker = worker
             self._scheduler = self._make_scheduler(worker)
+            if self._tracer.session is not None:
+                self._tracing.watch(self._scheduler)
         if self._tiers is not None:
             self._tiers.workers_ready(worker)
         if self._holder is not None:
@@ -307,12 +337,15 @@ class EngineCore:
         self._count_loss(loss.reason, idle=self._scheduler.num_in_flight == 0)
         backoff_s = 0.25 * 2 ** (self._losses_in_row - 2) if self._losses_in_row > 1 else 0.0
         self._restart_at = self._clock.now() + min(10.0, backoff_s)
+        self._tracing.worker_lost(loss.reason)
         chunks = self._scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
             loss.reason.removesuffix("."),
             self._scheduler.num_requests,
         )
+        for chunk in chunks:
+            _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
         return chunks
 
     def _count_loss(self, reason: str, *, idle: bool) -> None:
@@ -324,6 +357,30 @@ class EngineCore:
         self._idle_losses_in_row += idle
         if self._idle_losses_in_row > MAX_IDLE_LOSSES:
             raise EngineDeadError(f"{MAX_IDLE_LOSSES} workers were lost in a row; last: {reason}")
+
+    def start_trace(self, order: StartTrace) -> None:
+        """Traces from now on, with all workers."""
+        self._stops_trace = False
+        self._trace_number = order.number
+        self._tracing.start(order, self._scheduler)
+        self._executor.start_trace(order.session)
+
+    def stop_trace(self) -> None:
+        """Asks the workers to stop; once they have, this engine does, and `take_trace_ends` tells."""
+        self._stops_trace = True
+        self._executor.stop_trace()
+
+    def _end_trace(self, workers: TraceStopped) -> None:
+        if self._stops_trace:
+            self._stops_trace = False
+            self._tracing.stop()
+            problems = [*self._tracer.problems, *workers.problems]
+            self._trace_ends.append(TraceStopped(problems, self._trace_number))
+
+    def take_trace_ends(self) -> list[TraceStopped]:
+        """Traces that have ended since the last call."""
+        ends, self._trace_ends = self._trace_ends, []
+        return ends
 
     def take_kv_events(self) -> list[KVEvent]:
         """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
@@ -413,3 +470,4 @@ class EngineCore:
         if self._tiers is not None:
             self._tiers.close()
         self._executor.close()
+        self._tracing.stop()

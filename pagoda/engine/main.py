@@ -23,6 +23,8 @@ from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.engine.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
+    ClockPing,
+    ClockPong,
     EngineFailed,
     EngineMessage,
     FollowCache,
@@ -33,6 +35,8 @@ from pagoda.engine.messages import (
     ProcessMemory,
     RequestRefused,
     Shutdown,
+    StartTrace,
+    StopTrace,
     TokenChunk,
     TokenChunks,
 )
@@ -48,7 +52,9 @@ from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import process_memory_bytes
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.pd.links import HandoffLinks, SocketLinks
+from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.logging import configure_logging
+from pagoda.telemetry.tracer import Tracer
 
 
 class EngineProcess:
@@ -73,6 +79,9 @@ class EngineProcess:
         """Frontends that have not been told yet that the engine is ready."""
         self._owners: dict[str, bytes] = {}
         """Which frontend a running request belongs to."""
+        self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
+        self._clocks = ClockComparison(self._tracer.clock_ns)
+        """With the frontend that asked for a trace."""
         self._told_worker_ready = True
         """What frontends believe of the worker; `EngineReady` tells them that there is one."""
         self._stopping = False
@@ -108,8 +117,10 @@ class EngineProcess:
             sockets.close()
 
     def _run_core(self, links: HandoffLinks | None) -> None:
-        self._executor = _make_executor(self._config, self._directory, self._clock)
-        self._core = EngineCore(self._config, self._executor, self._clock, handoff=links)
+        self._executor = _make_executor(self._config, self._directory, self._clock, self._tracer)
+        self._core = EngineCore(
+            self._config, self._executor, self._clock, handoff=links, tracer=self._tracer
+        )
         try:
             while not self._stopping:
                 self._sleep()
@@ -118,6 +129,7 @@ class EngineProcess:
                 self._greet()
                 self._tell_of_the_worker()
                 self._tell_of_the_cache()
+                self._tell_of_the_trace()
                 self._publish_kv_events()
         finally:
             self._core.close()
@@ -157,6 +169,14 @@ class EngineProcess:
                 self._core.follow_cache(frontend)
             case Hello():
                 self._welcome(frontend, message)
+            case StartTrace():
+                self._core.start_trace(message)
+                self._compare_clocks(frontend)
+            case StopTrace():
+                self._core.stop_trace()
+            case ClockPong():
+                if self._clocks.pong(message.number, message.uid, message.now_ns):
+                    self._ask_for_time(frontend)
             case Shutdown():
                 self._stopping = True
 
@@ -167,6 +187,8 @@ class EngineProcess:
             return
         self._frontends.append(frontend)
         self._newcomers.append(frontend)
+        if self._tracer.session is not None:
+            self._compare_clocks(frontend)
 
     def _greet(self) -> None:
         ready = self._core.ready
@@ -190,6 +212,22 @@ class EngineProcess:
     def _tell_of_the_cache(self) -> None:
         for frontend, news in self._core.take_cache_news():
             self._send(frontend, news)
+
+    def _tell_of_the_trace(self) -> None:
+        for end in self._core.take_trace_ends():
+            for frontend in self._frontends:
+                self._send(frontend, end)
+
+    def _compare_clocks(self, frontend: bytes) -> None:
+        self._clocks = ClockComparison(self._tracer.clock_ns)
+        self._ask_for_time(frontend)
+
+    def _ask_for_time(self, frontend: bytes) -> None:
+        number = self._clocks.next_ping()
+        if number is None:
+            self._clocks.note(self._tracer)
+        else:
+            self._send(frontend, ClockPing(number))
 
     def _publish_kv_events(self) -> None:
         if self._publisher is not None:
@@ -219,8 +257,11 @@ class EngineProcess:
             by_frontend.setdefault(self._owners[chunk.request_id], []).append(chunk)
             if chunk.finish_reason is not None:
                 del self._owners[chunk.request_id]
+        began = self._tracer.e2e()
         for frontend, batch in by_frontend.items():
             self._send(frontend, TokenChunks(batch))
+        if began and by_frontend:
+            self._tracer.span("send", began)
 
     def _send(self, frontend: bytes, message: EngineMessage) -> None:
         self._socket.send_multipart([frontend, self._codec_out.encode(message)])
@@ -241,7 +282,7 @@ def _make_publisher(
     return KVEventPublisher(config.kv_events, worker.place.dp, num_replicas, context)
 
 
-def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Executor:
+def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer) -> Executor:
     if config.executor == "sim":
         num_stages = config.worker.parallel.pipeline_parallel_size
         return SimExecutor(config.sim, clock=clock, num_stages=num_stages)
@@ -263,14 +304,17 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock) -> Execu
         address=address,
         step_timeout_s=config.step_timeout_s,
         clock=clock,
+        tracer=tracer,
     )
 
 
 def main() -> None:
     hold_lifeline()
-    configure_logging()
     directory = Path(sys.argv[1])
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    worker = config.worker
+    is_one_of_several = worker.parallel.data_parallel_size > 1
+    configure_logging(place=f"dp{worker.place.dp}" if is_one_of_several else None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     process = EngineProcess(config, directory, context)
     process.run()

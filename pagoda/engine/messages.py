@@ -271,6 +271,8 @@ class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_tra
     session: TraceSession
     num_steps: int | None = None
     """An engine stops by itself after so many steps; a worker does not read it."""
+    number: int = 0
+    """Counts what the receiver was told to trace; `TraceStopped` names it."""
 
 
 class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
@@ -282,6 +284,8 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
 
     problems: list[str] = []
     """Why tracing had ended before somewhere: sentences."""
+    number: int = 0
+    """`StartTrace.number`; of workers, that of their engine counts."""
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):
@@ -436,6 +440,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     num_generated_tokens: int = 0
     """Sampled since start."""
     steps: StepTotals = StepTotals()
+    num_engine_restarts: int = 0
+    """Engines behind a dispatcher that were lost since it started, and started again if they could be."""
     processes: tuple[ProcessMemory, ...] = ()
     """Of the engine and of its workers on the same host; of what is behind a dispatcher, all."""
     query_id: int | None = None
@@ -487,6 +493,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent there and have not ended."""
     weighed_tokens: int
     """The work that these still are, as policies weigh it."""
+    num_losses: int = 0
+    """How often its engine was lost."""
     report: LoadReport | None = None
     """Its own; None while it does not answer."""
 

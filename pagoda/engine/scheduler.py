@@ -41,6 +41,7 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenLogprobs,
 )
+from pagoda.engine.observer import SchedulerObserver
 from pagoda.engine.request import Request
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
@@ -160,6 +161,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._kv_waiting = None if tiers is None else KVWaiting(kv, tiers, limits.max_num_seqs)
         self._holder = holder
+        self._observer: SchedulerObserver | None = None
         self._suspects: set[Request] = set()
         """Requests that are tried alone because workers died during their steps."""
         self._blocked: _Blocked | None = None
@@ -201,6 +203,20 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    def observe(self, observer: SchedulerObserver | None) -> None:
+        """Tells `observer` what becomes of requests, first where those are that are there; None for nobody."""
+        self._observer = observer
+        if observer is None:
+            return
+        waiting = {request.request_id for request in self._waiting}
+        for request in self._requests.values():
+            if request.slot is not None:
+                observer.admitted(request)
+            elif request.request_id in waiting:
+                observer.queued(request)
+            else:
+                observer.awaits_kv(request)
+
     # ---- requests come and go
 
     def add(self, message: GenerateRequest) -> list[TokenChunk]:
@@ -235,7 +251,7 @@ class Scheduler:
             request.transfer_id = source.transfer_id
             news = [TokenChunk(request.request_id, [], kv_source=source)]
         if self._kv_waiting is None:
-            insort(self._waiting, request, key=_by_rank)
+            self._wait(request)
         else:
             hits = self.kv.find_prefix(request.table, request.token_ids)
             self._kv_waiting.announce(request, len(hits))
@@ -256,10 +272,23 @@ class Scheduler:
             has_room = not self._suspects and self._has_room(request, hits, kept)
             if not has_room or kv_waiting.begin(request, hits) is not Begin.WAITS:
                 kv_waiting.leave(request)
-                self._waiting.insert(num_ahead, request)
+                self._wait(request)
                 kv_waiting.prefetch(request, len(hits))
-            elif request.table.blocks:
+                continue
+            self._await_kv(request)
+            if request.table.blocks:
                 kept = self._kept_by([request], kept)
+
+    def _wait(self, request: Request) -> None:
+        """The request waits for a step."""
+        insort(self._waiting, request, key=_by_rank)
+        if self._observer is not None:
+            self._observer.queued(request)
+
+    def _await_kv(self, request: Request) -> None:
+        """The request is with those that wait for KV."""
+        if self._observer is not None:
+            self._observer.awaits_kv(request)
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._requests:
@@ -278,10 +307,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._end(request)
+        self._end(request, FinishReason.ABORT)
         return True
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         request.finished = True
         del self._requests[request.request_id]
         self._let_go(request, "its request failed or was aborted")
@@ -294,6 +323,8 @@ class Scheduler:
             self._kv_waiting.forget(request)
             self._blocked = None
         self._free_blocks(request)
+        if self._observer is not None:
+            self._observer.ended(request, reason)
 
     def _let_go(self, request: Request, reason: str) -> None:
         """What is held of the request for another engine is worth nothing to it any more."""
@@ -321,7 +352,7 @@ class Scheduler:
             if request is not None and request.transfer_id == transfer_id:
                 unwanted.append(request)
         for request in unwanted:
-            self._end(request)
+            self._end(request, FinishReason.ABORT)
         return [TokenChunk(request.request_id, [], FinishReason.ABORT) for request in unwanted]
 
     def _free_blocks(self, request: Request) -> None:
@@ -423,6 +454,7 @@ class Scheduler:
                 begin = Begin.STAYS if hits is None else self._begin(first, hits)
                 if begin is Begin.WAITS:
                     _remove(self._waiting, first)
+                    self._await_kv(first)
                     continue
                 admitting = (
                     hits is not None and begin is Begin.COMPUTES and self._admit(first, hits, draft)
@@ -504,6 +536,8 @@ class Scheduler:
         if self._kv_waiting is not None:
             self._kv_waiting.announce(request, num_published)
         self.num_preemptions += 1
+        if self._observer is not None:
+            self._observer.preempted(request)
 
     def _fitting_prefix(self, request: Request) -> list[Block] | None:
         """The request's cached prefix if it can be admitted now, else None.
@@ -601,6 +635,8 @@ class Scheduler:
             self._kv_waiting.forget(request)
         self._passed(request)
         draft.add(request, slot, count)
+        if self._observer is not None:
+            self._observer.admitted(request)
         return True
 
     def _passed(self, request: Request) -> None:
@@ -678,9 +714,11 @@ class Scheduler:
             source = self._finish_prefill(request, token_id, logprobs)
         request.token_ids.append(token_id)
         queue_time_s, request.queue_time_s = request.queue_time_s, None
+        if self._observer is not None:
+            self._observer.sampled(request)
         finish, stop_reason = self._finish_of(request)
         if finish is not None:
-            self._end(request)
+            self._end(request, finish)
         return TokenChunk(
             request.request_id,
             [token_id],
@@ -717,7 +755,7 @@ class Scheduler:
         return None, None
 
     def _fail(self, request: Request, error: str) -> TokenChunk:
-        self._end(request)
+        self._end(request, FinishReason.ERROR)
         return TokenChunk(request.request_id, [], FinishReason.ERROR, error=error)
 
     def take_kv_news(self) -> list[TokenChunk]:
@@ -727,7 +765,7 @@ class Scheduler:
             return []
         chunks = []
         for request, failure in kv_waiting.take_arrivals():
-            insort(self._waiting, request, key=_by_rank)
+            self._wait(request)
             self._blocked = None
             if failure is not None:
                 chunks.append(self._fail(request, failure))
@@ -788,11 +826,11 @@ class Scheduler:
         for request in list(self._running):
             self._leave_slot(request)
             self.kv.free(request.table)
-            insort(self._waiting, request, key=_by_rank)
+            self._wait_again(request)
         if self._kv_waiting is not None:
             self._kv_waiting.start_over(self._waiting)
             for request in self._kv_waiting.lose_workers():
-                insort(self._waiting, request, key=_by_rank)
+                self._wait_again(request)
         for request in self._waiting:
             request.lose_workers()
             request.transfer_id = None
@@ -804,6 +842,12 @@ class Scheduler:
             for request in sorted(struck, key=_by_rank)
             if not request.finished and self._strike(request, alone=len(struck) == 1)
         ]
+
+    def _wait_again(self, request: Request) -> None:
+        """What the request had, or waited for, is lost."""
+        insort(self._waiting, request, key=_by_rank)
+        if self._observer is not None:
+            self._observer.lost(request)
 
     def _strike(self, request: Request, *, alone: bool) -> bool:
         """Whether this was one strike too many."""

@@ -49,6 +49,7 @@ from pagoda.frontend.preparation import Place, Preparation
 from pagoda.frontend.totals import sum_of_limits, sum_of_loads
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.telemetry.tracer import Tracer
 
 SOLO_DEATHS = 2
 """From this many engine deaths in a row on, a request is tried while no other such request is, so that one that
@@ -83,8 +84,10 @@ class Dispatcher:
         preparation: Preparation | None = None,
         *,
         keeps_half: bool = True,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`keeps_half` as `OutlierDetector` says it."""
+        """`keeps_half` as `OutlierDetector` says it. `tracer` is that of this process."""
+        self._tracer = tracer or Tracer("frontend")
         self._members: list[_Member] = []
         self._policy = policy
         self._preparation = preparation
@@ -282,8 +285,16 @@ class Dispatcher:
                             held.waits_since = self._clock.now()
                 except _LetGoError:
                     held.was_let_go(member)
+                    self._tracer.instant("request moved", {"request": held.request_id})
                 except EngineLostError:
                     held.lost_an_engine()
+                    self._tracer.instant("request moved", {"request": held.request_id})
+                    _log.info(
+                        "%slost it; it goes on with the %d tokens that it has",
+                        self._prefix(member),
+                        len(held.token_ids),
+                        extra={"request_id": held.request_id},
+                    )
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
                 finally:
@@ -324,6 +335,7 @@ class Dispatcher:
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
+                num_losses=member.num_losses,
                 report=report,
             )
             for member, report in zip(members, reports, strict=True)
@@ -595,6 +607,8 @@ class Dispatcher:
         if member.was_ready and not is_ready:
             self._tell(self._outliers.lose(member.index))
         member.was_ready = is_ready
+        member.num_losses += member.had_engine and not member.has_engine
+        member.had_engine = member.has_engine
         if not is_ready:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
@@ -742,6 +756,9 @@ class _Member:
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
         self.was_ready = False
+        self.had_engine = False
+        self.num_losses = 0
+        """How often its engine was lost."""
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unwatch: Callable[[], None] = lambda: None

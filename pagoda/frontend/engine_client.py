@@ -18,6 +18,8 @@ import zmq.asyncio
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
     CacheNews,
+    ClockPing,
+    ClockPong,
     EngineFailed,
     EngineMessage,
     EngineReady,
@@ -27,8 +29,11 @@ from pagoda.engine.messages import (
     LoadReport,
     RequestRefused,
     Shutdown,
+    StartTrace,
+    StopTrace,
     TokenChunk,
     TokenChunks,
+    TraceStopped,
 )
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
@@ -36,6 +41,7 @@ from pagoda.frontend.engine_session import EngineSession
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
+from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
 """An engine that lived this long starts a new count of deaths."""
@@ -46,6 +52,8 @@ _LAST_WORDS_MS = 50
 STALL_LIMIT_S = 60.0
 """An engine with work that finishes no step for this long is not ready."""
 _LEASES_POLL_S = 0.1
+_TRACE_END_S = 10.0
+"""How long an engine may take to close its fragment, and its workers theirs: a step may be long."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +64,14 @@ class EngineClient:
     Must be used from one event loop, whose thread lives as long as the engine may.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tracer: Tracer | None = None) -> None:
+        """`tracer` is that of this process, and has the clock that engines compare theirs with."""
         self._config = config
+        self._tracer = tracer or Tracer("frontend")
+        self._num_traces = 0
+        self._trace_end: asyncio.Future[list[str]] | None = None
+        """Of the last trace: why the engine's fragments lack something."""
+        self._answers: set[asyncio.Future[None]] = set()
         self._directory = RuntimeDirectory()
         self._context = zmq.asyncio.Context()
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
@@ -166,6 +180,47 @@ class EngineClient:
                 while (await self.load()).num_wanted_leases:  # another host is reading KV of these
                     await asyncio.sleep(_LEASES_POLL_S)
 
+    # ---- Traced
+
+    def start_trace(self, order: StartTrace) -> None:
+        """This engine traces from now on, and so do those after it."""
+        self._num_traces += 1
+        order = msgspec.structs.replace(order, number=self._num_traces)
+        self._config = msgspec.structs.replace(self._config, trace=order)
+        self._trace_end = asyncio.get_running_loop().create_future()
+        if self._engine is not None:
+            self._tell(self._engine, order)
+
+    async def stop_trace(self) -> list[str]:
+        end = self._trace_end
+        if end is None:
+            return []
+        self._config = msgspec.structs.replace(self._config, trace=None)
+        if self._engine is None:
+            self._end_trace([])
+        elif not end.done():
+            self._tell(self._engine, StopTrace())
+        try:
+            async with asyncio.timeout(_TRACE_END_S):
+                return await asyncio.shield(end)
+        except TimeoutError:
+            return [f"{self._name} has not closed its fragment within {_TRACE_END_S:g} s."]
+
+    async def trace_ended(self) -> None:
+        if self._trace_end is not None:
+            await asyncio.shield(self._trace_end)
+
+    def _end_trace(self, problems: list[str]) -> None:
+        self._config = msgspec.structs.replace(self._config, trace=None)
+        if self._trace_end is not None and not self._trace_end.done():
+            self._trace_end.set_result(problems)
+
+    def _tell(self, engine: _Engine, message: FrontendMessage) -> None:
+        """Also an engine that is not ready yet."""
+        sending = asyncio.ensure_future(engine.send(self._encode(message)))
+        self._answers.add(sending)
+        sending.add_done_callback(self._answers.discard)
+
     async def close(self) -> None:
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -230,6 +285,9 @@ class EngineClient:
     def _drop(self, engine: _Engine) -> None:
         engine.drop()
         self._engine = None
+        self._tracer.instant("engine lost", {"engine": self._config.worker.place.dp})
+        if self._config.trace is None:
+            self._end_trace([])
         self._enter(ReplicaState.STARTING)
         self._lose_requests()
 
@@ -249,15 +307,26 @@ class EngineClient:
             died.cancel()
 
     def _take(self, engine: _Engine, payload: bytes) -> None:
+        began = self._tracer.e2e()
         message = self._decode(payload)
         match message:
+            case TokenChunks():
+                self._session.take(message)
+                if began:
+                    self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
             case EngineReady():
                 self._be_ready(engine, message)
             case LoadReport(query_id=None):
                 ready = message.is_worker_ready
                 self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
-            case TokenChunks() | LoadReport() | RequestRefused() | CacheNews():
+            case LoadReport() | RequestRefused() | CacheNews():
                 self._session.take(message)
+            case ClockPing(number):
+                tracer = self._tracer
+                self._tell(engine, ClockPong(number, tracer.process.uid, tracer.clock_ns()))
+            case TraceStopped():
+                if message.number == self._num_traces:
+                    self._end_trace(message.problems)
             case EngineFailed():
                 self._refuse_start(message)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import CurveKeys, HostRecord
+from pagoda.engine.messages import CurveKeys, HostRecord, StartTrace
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Discover, Register, Registration
@@ -24,8 +24,10 @@ from pagoda.frontend.host_link import HostDoor, Identity
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry
+from pagoda.frontend.request_book import RequestBook
 from pagoda.ipc.curve import keep_door, keys_of
 from pagoda.parallel.config import RankPlace
+from pagoda.telemetry.tracer import Tracer
 
 MIN_SECRET_BYTES = 16
 
@@ -62,16 +64,31 @@ class Fleet(Protocol):
 
     async def close(self) -> None: ...
 
+    def start_trace(self, order: StartTrace) -> None:
+        """The engines of this host trace, and those after them; other hosts do not (`trace_control.Traced`)."""
+        ...
+
+    async def stop_trace(self) -> list[str]: ...
+
+    async def trace_ended(self) -> None: ...
+
 
 class EngineFleet:
     """As many engine processes as the configuration has replicas."""
 
-    def __init__(self, engine: EngineConfig, policy: PolicyName = DEFAULT_POLICY) -> None:
-        """
+    def __init__(
+        self,
+        engine: EngineConfig,
+        policy: PolicyName = DEFAULT_POLICY,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`tracer` is that of this process.
+
         Raises:
             ConfigError: there is no place for their sockets.
         """
-        self.dispatcher = make_dispatcher(engine, policy)
+        self._engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
+        self.dispatcher = Dispatcher(self._engines, POLICIES[policy], tracer=tracer)
 
     @property
     def registry(self) -> None:
@@ -90,6 +107,17 @@ class EngineFleet:
     async def close(self) -> None:
         await self.dispatcher.close()
 
+    def start_trace(self, order: StartTrace) -> None:
+        for engine in self._engines:
+            engine.start_trace(order)
+
+    async def stop_trace(self) -> list[str]:
+        ends = await asyncio.gather(*(engine.stop_trace() for engine in self._engines))
+        return [problem for problems in ends for problem in problems]
+
+    async def trace_ended(self) -> None:
+        await asyncio.gather(*(engine.trace_ended() for engine in self._engines))
+
 
 @dataclass(frozen=True)
 class JoinConfig:
@@ -100,13 +128,17 @@ class JoinConfig:
     advertised: Advertised
     model: str
     model_digest: str
+    book: RequestBook = field(default_factory=RequestBook)
+    """Is told of each answer to a router."""
 
 
 class JoinedFleet:
     """A fleet that also serves routers: the engines of a host, or the hosts of a router."""
 
-    def __init__(self, inner: Fleet, join: JoinConfig) -> None:
+    def __init__(self, inner: Fleet, join: JoinConfig, tracer: Tracer | None = None) -> None:
+        """`tracer` is that of this process."""
         self._inner = inner
+        self._tracer = tracer or Tracer("frontend")
         self._join = join
         self._context = zmq.asyncio.Context()
         self.host_id = inner.router_id or new_id()
@@ -137,7 +169,15 @@ class JoinedFleet:
         )
         host, port = join.advertised.host, join.advertised.port
         address = f"tcp://{host}:{'*' if port is None else port}"
-        self._door = HostDoor(self.dispatcher, self._context, address, join.keys, identity)
+        self._door = HostDoor(
+            self.dispatcher,
+            self._context,
+            address,
+            join.keys,
+            identity,
+            self._tracer,
+            join.book,
+        )
         record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)
         self._registrations = join.register(self._context, record)
@@ -153,6 +193,17 @@ class JoinedFleet:
             await self._door.close()
         await self._inner.close()
         self._context.term()
+
+    def start_trace(self, order: StartTrace) -> None:
+        self._inner.start_trace(order)
+        if self._door is not None:
+            self._door.compare_clocks()
+
+    async def stop_trace(self) -> list[str]:
+        return await self._inner.stop_trace()
+
+    async def trace_ended(self) -> None:
+        await self._inner.trace_ended()
 
     async def _unregister(self) -> None:
         registrations, self._registrations = self._registrations, []
@@ -175,14 +226,16 @@ class RouterConfig:
 class RoutedFleet:
     """The hosts of a router."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, tracer: Tracer | None = None) -> None:
+        """`tracer` is that of this process."""
         self._config = config
+        self._tracer = tracer or Tracer("router")
         self._context = zmq.asyncio.Context()
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self.registry: Registry | None = None
         self.router_id = new_id()
-        self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens)
+        self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens, self._tracer)
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -193,7 +246,12 @@ class RoutedFleet:
         keep_door(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
-            self._pod, config.discover(self._context), self._context, config.keys, router
+            self._pod,
+            config.discover(self._context),
+            self._context,
+            config.keys,
+            router,
+            self._tracer,
         )
         await self.registry.first_host()
 
@@ -205,6 +263,15 @@ class RoutedFleet:
             await self.registry.close()
         await self._pod.close()
         self._context.term()
+
+    def start_trace(self, order: StartTrace) -> None:
+        """Its hosts are told at the hosts."""
+
+    async def stop_trace(self) -> list[str]:
+        return []
+
+    async def trace_ended(self) -> None:
+        pass
 
 
 def new_id() -> str:
@@ -232,15 +299,6 @@ def read_cluster_secret(path: Path) -> bytes:
             f"such as `openssl rand -hex 32` makes; it has {len(secret)}."
         )
     return secret
-
-
-def make_dispatcher(engine: EngineConfig, policy: PolicyName = DEFAULT_POLICY) -> Dispatcher:
-    """A dispatcher, not started, over as many engine processes as `engine.worker.parallel` has replicas.
-
-    Raises:
-        ConfigError: there is no place for their sockets.
-    """
-    return Dispatcher([EngineClient(config) for config in replicas_of(engine)], POLICIES[policy])
 
 
 def replicas_of(engine: EngineConfig) -> list[EngineConfig]:

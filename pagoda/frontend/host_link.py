@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from pagoda.engine.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
     CacheNews,
+    ClockPing,
+    ClockPong,
     CurveKeys,
     EngineFailed,
     EngineReady,
@@ -37,6 +40,7 @@ from pagoda.engine.messages import (
     HostMessage,
     LoadQuery,
     LoadReport,
+    ProcessMemory,
     RequestRefused,
     TokenChunk,
     TokenChunks,
@@ -51,9 +55,13 @@ from pagoda.errors import (
 from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all, keep_going
+from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.heartbeat import notice_silence
+from pagoda.ipc.machine import process_memory_bytes
+from pagoda.telemetry.clocks import ClockComparison
+from pagoda.telemetry.tracer import Tracer
 
 _HELLO_TIMEOUT_S = 10.0
 _PARTING_S = 0.1
@@ -89,14 +97,18 @@ class HostDoor:
         address: str,
         keys: CurveKeys,
         identity: Identity,
+        tracer: Tracer | None = None,
+        book: RequestBook | None = None,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper.
+        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper. `tracer` is that of this
+        process, `book` is told of each answer.
 
         Raises:
             ConfigError: it cannot be bound.
         """
         self._endpoint = endpoint
         self._identity = identity
+        self._book = book or RequestBook()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -118,6 +130,9 @@ class HostDoor:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._encode = Codec[HostMessage](HostMessage).encode
         self._decode = Codec[FrontendMessage](FrontendMessage).decode
+        self._tracer = tracer or Tracer("frontend")
+        self._clocks: dict[bytes, ClockComparison] = {}
+        """With the routers whose clocks are being compared."""
         self._routers: set[bytes] = set()
         """That have said hello and are there, as far as is known."""
         self._leaves = False
@@ -137,6 +152,22 @@ class HostDoor:
         """Routers give this host nothing new from now on."""
         self._leaves = True
         await asyncio.gather(*(self._send(router, HostLeave()) for router in list(self._routers)))
+
+    def compare_clocks(self) -> None:
+        """Measures how far the clocks of all routers are ahead, for the trace that has begun."""
+        for router in self._routers:
+            self._compare_clock(router)
+
+    def _compare_clock(self, router: bytes) -> None:
+        self._clocks[router] = ClockComparison(self._tracer.clock_ns)
+        self._ask_for_time(router)
+
+    def _ask_for_time(self, router: bytes) -> None:
+        number = self._clocks[router].next_ping()
+        if number is not None:
+            self._answer(self._send(router, ClockPing(number)))
+        else:
+            self._clocks.pop(router).note(self._tracer)
 
     async def close(self) -> None:
         for router in list(self._followed):
@@ -218,6 +249,10 @@ class HostDoor:
                 self._followed[router] = self._endpoint.follow_cache(partial(self._tell, router))
             case LoadQuery():
                 self._answer(self._report(router, message.query_id))
+            case ClockPong():
+                clocks = self._clocks.get(router)
+                if clocks and clocks.pong(message.number, message.uid, message.now_ns):
+                    self._ask_for_time(router)
 
     def _begin(self, router: bytes, request: GenerateRequest) -> None:
         before = self._requests.get((router, request.request_id))
@@ -253,6 +288,8 @@ class HostDoor:
             return
         self._routers.add(router)
         await self._send(router, self._limits)
+        if self._tracer.session is not None:
+            self._compare_clock(router)
         if not self._is_ready:
             await self._report(router, None)
         if self._leaves:
@@ -276,33 +313,65 @@ class HostDoor:
         with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
             report = await self._endpoint.load()
             report = msgspec.structs.replace(
-                report, query_id=query_id, is_worker_ready=self._is_ready
+                report,
+                query_id=query_id,
+                is_worker_ready=self._is_ready,
+                processes=(*self._own_memory(), *report.processes),
             )
             await self._send(router, report)
+
+    def _own_memory(self) -> Iterator[ProcessMemory]:
+        resident_bytes = process_memory_bytes(os.getpid())
+        if resident_bytes is not None:
+            role = "router" if self._identity.is_router else "frontend"
+            yield ProcessMemory(role, os.getpid(), resident_bytes)
 
     async def _generate(
         self, router: bytes, request: GenerateRequest, before: asyncio.Task[None] | None
     ) -> None:
         """`before` had the same id, and was aborted: two of them at once would not be known apart."""
+        record = self._open(request)
+        reason, problem = str(FinishReason.ABORT), ""
         try:
             if before is not None:
                 await asyncio.wait([before])
-            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
+            value = record.carried_by(request)
+            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
             async with aclosing(chunks):
                 async for chunk in chunks:
+                    if not chunk.is_news:
+                        self._book.note(record, chunk, len(chunk.token_ids))
+                    if chunk.finish_reason is not None:
+                        reason, problem = chunk.finish_reason, chunk.error or ""
                     self._put(router, chunk)
         except OverloadedError as error:
+            reason, problem = "refused", str(error)
             await self._send(router, RequestRefused(request.request_id, error.retry_after_s))
         except InvalidRequestError as error:
-            self._fail(router, request, str(error))
+            reason, problem = str(FinishReason.ERROR), str(error)
+            self._fail(router, request, problem)
         except EngineDeadError:
             pass  # this host ends; when it has hung up, the request goes on elsewhere
         except Exception:
+            reason, problem = str(FinishReason.ERROR), "The host failed with this request."
             _log.exception("request failed", extra={"request_id": request.request_id})
             self._fail(router, request, "The host failed with this request; its log says why.")
         finally:
+            self._book.close(record, reason, problem)
             if self._requests.get((router, request.request_id)) is asyncio.current_task():
                 del self._requests[router, request.request_id]
+
+    def _open(self, request: GenerateRequest) -> RequestRecord:
+        return self._book.open(
+            request.request_id,
+            Origin(
+                name=request.request_id,
+                arrived_ns=self._book.clock_ns(),
+                traceparent=request.traceparent,
+            ),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens or 0,
+        )
 
     def _fail(self, router: bytes, request: GenerateRequest, error: str) -> None:
         self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
@@ -325,6 +394,7 @@ class HostDoor:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._routers.discard(router)
+            self._clocks.pop(router, None)
             self._unfollow(router)
             for (asker, _), task in list(self._requests.items()):
                 if asker == router:
@@ -335,10 +405,17 @@ class RemoteHost:
     """The router's end: a host as a `Replica`. It is lost once and for good; what comes back is another one."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, keys: CurveKeys, router: Identity
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        keys: CurveKeys,
+        router: Identity,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`router` is whose end this is."""
+        """`router` is whose end this is, and `tracer` that of this process."""
         self.address = address
+        self._tracer = tracer or Tracer("router")
+        self._pongs: set[asyncio.Task[None]] = set()
         self._router = router
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -476,7 +553,12 @@ class RemoteHost:
     async def _receive(self) -> None:
         try:
             while True:
-                self._take(self._decode(await self._socket.recv()))
+                payload = await self._socket.recv()
+                began = self._tracer.e2e()
+                message = self._decode(payload)
+                self._take(message)
+                if began and isinstance(message, TokenChunks):
+                    self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
         except msgspec.DecodeError as error:
             self.lose(f"sent what is not a message ({error})")
         except Exception:
@@ -497,9 +579,18 @@ class RemoteHost:
             case HostLeave():
                 self.is_leaving = True
                 self._notify()
+            case ClockPing(number):
+                self._tell_time(number)
             case EngineFailed():
                 if self._started is not None and not self._started.done():
                     self._started.set_exception(ConfigError(message.error))
+
+    def _tell_time(self, number: int) -> None:
+        tracer = self._tracer
+        pong = ClockPong(number, tracer.process.uid, tracer.clock_ns())
+        task = asyncio.create_task(self._send(pong))
+        self._pongs.add(task)
+        task.add_done_callback(self._pongs.discard)
 
     def _take_limits(self, limits: EngineReady) -> None:
         self._limits = limits

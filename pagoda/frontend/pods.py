@@ -24,6 +24,7 @@ from pagoda.frontend.endpoint import Replica
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import POLICIES, Policy
 from pagoda.frontend.preparation import Place
+from pagoda.telemetry.tracer import Tracer
 
 DEFAULT_MIN_TOKENS = 128
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
@@ -62,14 +63,20 @@ class Members(Protocol):
 class Pod:
     """The hosts behind a router, by what they do."""
 
-    def __init__(self, policy: Policy, min_tokens: int = DEFAULT_MIN_TOKENS) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        min_tokens: int = DEFAULT_MIN_TOKENS,
+        tracer: Tracer | None = None,
+    ) -> None:
         """`policy` chooses among those that answer; prefill hosts are chosen by what waits for them.
 
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
         """
         # Decode hosts compute what no prefill host does, so all of these may be left out.
         self._prefill = Dispatcher([], POLICIES["least-pending-tokens"], keeps_half=False)
-        self.dispatcher = Dispatcher([], policy, RemotePrefill(self._prefill, min_tokens))
+        prefill = RemotePrefill(self._prefill, min_tokens)
+        self.dispatcher = Dispatcher([], policy, prefill, tracer=tracer)
         self._prefill.watch(self.dispatcher.reconsider)
         self._homes: dict[Replica, list[Dispatcher]] = {}
         self._unwatch: dict[Replica, Callable[[], None]] = {}
@@ -194,4 +201,8 @@ class RemotePrefill:
                     elif chunk.kv_source.transfer_id != source.result().transfer_id:
                         return  # the host was lost, and at the next one nobody will ask
         except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
-            _log.info("a prompt is not computed by a prefill host: %s", error)
+            _log.info(
+                "the prompt is not computed by a prefill host: %s",
+                error,
+                extra={"request_id": copy.request_id},
+            )

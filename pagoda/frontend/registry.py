@@ -20,6 +20,7 @@ from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_link import Identity, RemoteHost
 from pagoda.frontend.merge import cancel_all, first_of, keep_going
 from pagoda.frontend.pods import Members
+from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
@@ -80,7 +81,10 @@ class Registry:
         context: zmq.asyncio.Context,
         keys: CurveKeys,
         router: Identity,
+        tracer: Tracer | None = None,
     ) -> None:
+        """`tracer` is that of this process."""
+        self._tracer = tracer
         self._members = members
         self._discovery = discovery
         self._context = context
@@ -173,7 +177,9 @@ class Registry:
     async def _connect(self, entry: _Entry) -> float:
         """Returns after how many seconds to try again."""
         try:
-            host = RemoteHost(self._context, entry.record.address, self._keys, self._router)
+            host = RemoteHost(
+                self._context, entry.record.address, self._keys, self._router, self._tracer
+            )
         except zmq.ZMQError as error:
             self._set_problem(
                 entry,

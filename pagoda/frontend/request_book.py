@@ -12,8 +12,10 @@ from typing import Protocol
 
 import msgspec
 
+from pagoda.engine.messages import GenerateRequest, TokenChunk
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+
+class Origin(msgspec.Struct, kw_only=True):
     """Where a request comes from."""
 
     name: str
@@ -24,6 +26,10 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Which API key it came with, as operators know it; never the key itself."""
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if it has one."""
+    route: str = ""
+    """Of the API that it asked for; empty for what comes from a router."""
+    num_answers: int = 0
+    """That were begun for it; the book counts them."""
 
 
 class RequestRecord:
@@ -43,6 +49,7 @@ class RequestRecord:
         "queue_time_s",
         "request_id",
         "started_ns",
+        "traceparent",
     )
 
     def __init__(
@@ -56,6 +63,8 @@ class RequestRecord:
     ) -> None:
         self.request_id = request_id
         self.origin = origin
+        self.traceparent = origin.traceparent
+        """The span that what is done for it is part of: the client's, or that of an observer which makes one."""
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.started_ns = started_ns
@@ -71,6 +80,12 @@ class RequestRecord:
         """`stop`, `length`, `abort` or `error`; `refused` if no engine took it; empty while it runs."""
         self.error = ""
         """Why, with `error` and `refused`."""
+
+    def carried_by(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the span that it is part of now."""
+        if request.traceparent == self.traceparent:
+            return request
+        return msgspec.structs.replace(request, traceparent=self.traceparent)
 
 
 class RequestObserver(Protocol):
@@ -88,12 +103,30 @@ class RequestObserver(Protocol):
     def ended(self, record: RequestRecord) -> None: ...
 
 
+class Delivery(msgspec.Struct, frozen=True):
+    """Some tokens on their way from the engine to the client, on the book's clock."""
+
+    taken_ns: int
+    made_ns: int
+    """They are text."""
+    handed_on_ns: int
+    """Whoever gives the answer to the client wants more: in a stream, the socket has them."""
+
+
+class DeliveryObserver(Protocol):
+    """Is told of each, in the event loop; must not raise."""
+
+    def delivered(self, record: RequestRecord, delivery: Delivery) -> None: ...
+
+
 class RequestBook:
     """The answers that are being given, in the order of their arrival."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock_ns = clock_ns
         self.live: dict[str, RequestRecord] = {}
+        self.deliveries: DeliveryObserver | None = None
+        """None as long as nobody wants to know: it costs time with each token."""
         self._observers: list[RequestObserver] = []
 
     def observe(self, observer: RequestObserver) -> Callable[[], None]:
@@ -112,10 +145,19 @@ class RequestBook:
             max_tokens=max_tokens,
             started_ns=self.clock_ns(),
         )
+        origin.num_answers += 1
         self.live[request_id] = record
         for observer in self._observers:
             observer.began(record)
         return record
+
+    def note(self, record: RequestRecord, chunk: TokenChunk, num_tokens: int) -> None:
+        """Takes what a chunk says; so many of its tokens are part of the answer."""
+        if record.queue_time_s is None:
+            record.queue_time_s = chunk.queue_time_s
+        record.num_cached_tokens = chunk.num_cached_tokens
+        if num_tokens:
+            self.grow(record, num_tokens)
 
     def grow(self, record: RequestRecord, num_tokens: int) -> None:
         """New tokens are there, as text."""

@@ -25,7 +25,7 @@ from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
+from pagoda.frontend.request_book import Delivery, Origin, RequestBook, RequestRecord
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -209,20 +209,27 @@ class TextGenerator:
         record = self._open(request)
         reason, error = str(FinishReason.ABORT), ""
         try:
-            chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
+            value = record.carried_by(request.request)
+            chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     source = chunk.kv_source or source
                     if chunk.is_news:
                         continue
+                    deliveries = self.book.deliveries
+                    taken_ns = 0 if deliveries is None else self.book.clock_ns()
                     delta = assembler.push(chunk)
                     self._note(record, chunk, delta)
-                    if delta.finish_reason is None:
-                        yield delta
-                        continue
-                    reason, error = delta.finish_reason, delta.error or ""
-                    yield msgspec.structs.replace(delta, kv_source=source)
-                    return
+                    made_ns = 0 if deliveries is None else self.book.clock_ns()
+                    if delta.finish_reason is not None:
+                        reason, error = delta.finish_reason, delta.error or ""
+                        delta = msgspec.structs.replace(delta, kv_source=source)
+                    yield delta
+                    if deliveries is not None:
+                        delivery = Delivery(taken_ns, made_ns, self.book.clock_ns())
+                        deliveries.delivered(record, delivery)
+                    if delta.finish_reason is not None:
+                        return
         except OverloadedError as refusal:
             reason, error = "refused", str(refusal)
             raise
@@ -242,11 +249,7 @@ class TextGenerator:
         )
 
     def _note(self, record: RequestRecord, chunk: TokenChunk, delta: TextDelta) -> None:
-        if record.queue_time_s is None:
-            record.queue_time_s = chunk.queue_time_s
-        record.num_cached_tokens = chunk.num_cached_tokens
-        if delta.token_ids:
-            self.book.grow(record, len(delta.token_ids))
+        self.book.note(record, chunk, len(delta.token_ids))
 
 
 def derive_seed(seed: int, index: int) -> int:

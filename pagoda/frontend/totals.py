@@ -61,9 +61,17 @@ def sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadRep
         tiers=_sum_of_tiers([tier for report in reports for tier in report.tiers]),
         expert_tokens=_added([report.expert_tokens for report in reports]),
         expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
+        num_engine_restarts=sum(map(num_engine_restarts, replicas)),
         steps=_sum_of_steps([report.steps for report in reports]),
         processes=tuple(process for report in reports for process in report.processes),
         replicas=replicas,
+    )
+
+
+def num_engine_restarts(replica: ReplicaLoad) -> int:
+    """Of the replica's engine, or of those behind it."""
+    return replica.num_losses + (
+        0 if replica.report is None else replica.report.num_engine_restarts
     )
 
 

@@ -66,6 +66,7 @@ class BlockPool:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._by_key: dict[bytes, Block] = {}
         self._num_available = 0
+        self._num_evictable = 0
         for block in self._blocks:
             self._link_before(self._ends, block)
 
@@ -73,6 +74,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `take` can give: free, or cached and evictable."""
         return self._num_available
+
+    @property
+    def num_evictable(self) -> int:
+        """Of these, cached ones."""
+        return self._num_evictable
 
     @property
     def num_cached(self) -> int:
@@ -91,8 +97,8 @@ class BlockPool:
         for _ in range(count):
             block = self._ends.next
             self._unlink(block)
-            self._forget(block)
             block.ref_count = 1
+            self._forget(block)
             taken.append(block)
         return taken
 
@@ -157,6 +163,7 @@ class BlockPool:
             block.used_by = -1
         for block in self._by_key.values():
             block.key = None
+        self._num_evictable = 0
         self.num_removed += len(self._by_key)
         if self._events is not None:
             self._events.lose(self._by_key, self._medium)
@@ -169,6 +176,8 @@ class BlockPool:
         if key is None:
             return
         block.key = None
+        if block.ref_count == 0:
+            self._num_evictable -= 1
         if self._by_key.get(key) is block:
             del self._by_key[key]
             self.num_removed += 1
@@ -182,11 +191,13 @@ class BlockPool:
         successor.previous.next = block
         successor.previous = block
         self._num_available += 1
+        self._num_evictable += block.key is not None
 
     def _unlink(self, block: Block) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
         self._num_available -= 1
+        self._num_evictable -= block.key is not None
 
     def check(self) -> None:
         """Verifies the pool's own bookkeeping; for tests and debugging.
@@ -204,6 +215,11 @@ class BlockPool:
             raise ValueError("The list of available blocks is not the set of unreferenced blocks.")
         if len(listed) != self._num_available:
             raise ValueError(f"{len(listed)} blocks are listed, {self._num_available} are counted.")
+        num_evictable = sum(block.key is not None for block in listed)
+        if num_evictable != self._num_evictable:
+            raise ValueError(
+                f"{num_evictable} listed blocks have a key, {self._num_evictable} are counted."
+            )
         for key, block in self._by_key.items():
             if block.key != key:
                 raise ValueError(f"{block} is filed under another key.")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.api.server import ServerConfig, serve
+from pagoda.api.server import ProfileConfig, ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import EngineReady, SimConfig, WorkerConfig
@@ -24,6 +24,7 @@ from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import EngineFleet, Fleet
 from pagoda.frontend.model_text import synthetic_model_text
+from pagoda.telemetry.tracer import Tracer
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 USER = [{"role": "user", "content": "Hello"}]
@@ -178,7 +179,15 @@ async def serve_simulated(
     *,
     on_ready: Callable[[str, EngineReady], None],
 ) -> None:
-    await serve(server, make_fleet, synthetic_model_text, model_name="m", on_ready=on_ready)
+    await serve(
+        server,
+        make_fleet,
+        synthetic_model_text,
+        model_name="m",
+        on_ready=on_ready,
+        profile=ProfileConfig(),
+        tracer=Tracer("frontend"),
+    )
 
 
 async def test_a_port_in_use() -> None:

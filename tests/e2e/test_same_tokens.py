@@ -24,7 +24,7 @@ from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import make_dispatcher
+from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.model_text import load_model_text
 
 MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
@@ -91,7 +91,7 @@ def engine_config(worker: WorkerConfig, **fields: object) -> EngineConfig:
 
 @asynccontextmanager
 async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[Dispatcher]:
-    dispatcher = make_dispatcher(engine_config(worker, **fields))
+    dispatcher = EngineFleet(engine_config(worker, **fields)).dispatcher
     await dispatcher.start()
     try:
         yield dispatcher

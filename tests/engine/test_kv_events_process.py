@@ -24,7 +24,7 @@ from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, W
 from pagoda.errors import ConfigError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import make_dispatcher
+from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.llm import LLM
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.parallel.config import ParallelConfig
@@ -46,7 +46,7 @@ def config(port: int, num_replicas: int = 1, num_blocks: int = 64) -> EngineConf
 
 @asynccontextmanager
 async def running(engine: EngineConfig) -> AsyncIterator[Dispatcher]:
-    dispatcher = make_dispatcher(engine, "round-robin")
+    dispatcher = EngineFleet(engine, "round-robin").dispatcher
     await dispatcher.start()
     try:
         yield dispatcher

@@ -16,7 +16,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, WorkerConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import make_dispatcher
+from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.host_link import HostDoor, Identity, RemoteHost
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
@@ -56,7 +56,7 @@ class Pair:
 async def pair() -> AsyncIterator[Pair]:
     context = zmq.asyncio.Context()
     keep_door(context, KEYS)
-    host = make_dispatcher(config(), "round-robin")
+    host = EngineFleet(config(), "round-robin").dispatcher
     await host.start()
     door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
     try:

@@ -21,7 +21,7 @@ from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import make_dispatcher, replicas_of
+from pagoda.frontend.fleet import EngineFleet, replicas_of
 from pagoda.frontend.policies import POLICIES
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
@@ -35,7 +35,7 @@ def replicated(count: int, **fields: object) -> EngineConfig:
 
 @asynccontextmanager
 async def fleet(count: int, **fields: object) -> AsyncIterator[Dispatcher]:
-    dispatcher = make_dispatcher(replicated(count, **fields), "least-pending-tokens")
+    dispatcher = EngineFleet(replicated(count, **fields), "least-pending-tokens").dispatcher
     await dispatcher.start()
     try:
         yield dispatcher
@@ -213,7 +213,9 @@ async def test_one_of_four_that_cannot_start_ends_all_within_ten_seconds() -> No
 
 
 async def test_one_replica_that_cannot_start_says_just_why() -> None:
-    dispatcher = make_dispatcher(EngineConfig(worker=WorkerConfig(model="/no/such/directory")))
+    dispatcher = EngineFleet(
+        EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
+    ).dispatcher
     with pytest.raises(ConfigError) as caught:
         await dispatcher.start()
     assert "replica" not in str(caught.value)

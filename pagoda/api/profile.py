@@ -1,0 +1,71 @@
+"""Tracing of the server, switched on and off while it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.call import Call
+from pagoda.api.errors import ApiError
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.trace_control import TraceControl, TraceStateError
+from pagoda.telemetry.tracer import LEVELS, TraceLevel
+
+_MAX_SECONDS = 86400.0
+
+
+class StartBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What is to be traced, and for how long: until `stop` where nothing is said."""
+
+    level: Literal["e2e", "kernel", "verbose"] = "e2e"
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None
+    seconds: float | None = None
+
+
+async def start_profile(call: Call) -> web.StreamResponse:
+    """Answers once this process traces; its engines and their workers follow at once."""
+    control = _control(call)
+    body = await call.parse(StartBody) if call.http.can_read_body else StartBody()
+    _check(body, call.service.is_router)
+    try:
+        control.start(LEVELS[body.level], num_steps=body.num_steps, seconds=body.seconds)
+    except TraceStateError as error:
+        raise ApiError(409, str(error), code="profile_running") from None
+    return call.json(_described(control, LEVELS[body.level]))
+
+
+async def stop_profile(call: Call) -> web.StreamResponse:
+    """Answers once all fragments are closed, or some seconds later, with what went wrong."""
+    control = _control(call)
+    session = control.session
+    try:
+        problems = await control.stop()
+    except TraceStateError as error:
+        raise ApiError(409, str(error), code="no_profile") from None
+    level = TraceLevel.E2E if session is None else session.level
+    return call.json({**_described(control, level), "problems": problems})
+
+
+def _control(call: Call) -> TraceControl:
+    if call.service.tracing is None:
+        raise ApiError(404, "This server cannot be traced.")
+    return call.service.tracing
+
+
+def _check(body: StartBody, is_router: bool) -> None:
+    if body.seconds is not None and not 0 < body.seconds <= _MAX_SECONDS:
+        raise InvalidRequestError(
+            f"seconds must be above 0 and at most {_MAX_SECONDS:g}, got {body.seconds}.",
+            param="seconds",
+        )
+    if body.num_steps is not None and body.seconds is not None:
+        raise InvalidRequestError("num_steps and seconds exclude each other.", param="num_steps")
+    if body.num_steps is not None and is_router:
+        raise InvalidRequestError("a router computes no steps; give seconds.", param="num_steps")
+
+
+def _described(control: TraceControl, level: TraceLevel) -> dict[str, str]:
+    directory = str(control.directory.absolute())
+    return {"directory": directory, "run": control.run, "level": level.name.lower()}

@@ -1,0 +1,124 @@
+"""A row of the trace for each request in the engine: where it is, from when it is added until it ends.
+
+Phases follow each other without a gap, within one span of the whole request. Tracing may begin and end in the
+middle of a request: its spans then are of what was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda.engine.messages import FinishReason
+from pagoda.engine.request import Request
+from pagoda.telemetry.tracer import Tracer
+
+QUEUED, AWAITS_KV, PREFILL, DECODE = "queued", "waiting for KV", "prefill", "decode"
+PREEMPTED, RECOVERING = "preempted", "recovering"
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    number: int
+    began: int
+    phase: str
+    phase_began: int
+    waits_as: str
+    """Its phase when it waits for a step: why it does."""
+    num_preemptions: int = 0
+
+
+class RequestRows:
+    """A `SchedulerObserver` that writes the rows of requests."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._rows: dict[str, _Row] = {}
+        self._by_slot: dict[int, int] = {}
+
+    def of_slots(self, slots: list[int]) -> list[int]:
+        """The rows of the requests that have these slots."""
+        return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
+
+    def queued(self, request: Request) -> None:
+        row = self._rows.get(request.request_id)
+        if row is None:
+            self._open(request, PREEMPTED if request.admission else QUEUED)
+        else:
+            self._enter(row, row.waits_as)
+
+    def awaits_kv(self, request: Request) -> None:
+        row = self._rows.get(request.request_id)
+        if row is None:
+            self._open(request, AWAITS_KV)
+        else:
+            self._enter(row, AWAITS_KV)
+
+    def admitted(self, request: Request) -> None:
+        row = self._rows.get(request.request_id)
+        if row is None:
+            is_decoding = request.num_computed_tokens >= request.num_tokens - 1
+            row = self._open(request, DECODE if is_decoding else PREFILL)
+        else:
+            self._enter(row, PREFILL)
+        if request.slot is not None:
+            self._by_slot[request.slot] = row.number
+
+    def sampled(self, request: Request) -> None:
+        row = self._rows.get(request.request_id)
+        if row is not None and row.phase == PREFILL:
+            self._enter(row, DECODE)
+
+    def preempted(self, request: Request) -> None:
+        row = self._rows.get(request.request_id)
+        if row is not None:
+            self._tracer.instant("preempted", {"request": request.request_id})
+            row.num_preemptions += 1
+            row.waits_as = PREEMPTED
+            self._enter(row, PREEMPTED)
+
+    def lost(self, request: Request) -> None:
+        row = self._rows.get(request.request_id)
+        if row is not None:
+            row.waits_as = RECOVERING
+            self._enter(row, RECOVERING)
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            self._close(row, reason)
+
+    def close(self) -> None:
+        """Tracing ends."""
+        for row in self._rows.values():
+            self._close(row, "")
+        self._rows.clear()
+        self._by_slot.clear()
+
+    def _open(self, request: Request, phase: str) -> _Row:
+        now = self._tracer.clock_ns()
+        number = self._tracer.open_row(f"request {request.request_id}")
+        waits_as = phase if phase == PREEMPTED else QUEUED
+        row = self._rows[request.request_id] = _Row(request, number, now, phase, now, waits_as)
+        return row
+
+    def _enter(self, row: _Row, phase: str) -> None:
+        if phase == row.phase:
+            return
+        now = self._tracer.clock_ns()
+        self._tracer.span(row.phase, row.phase_began, row=row.number, ended=now)
+        row.phase, row.phase_began = phase, now
+
+    def _close(self, row: _Row, finish_reason: str) -> None:
+        now, request = self._tracer.clock_ns(), row.request
+        self._tracer.span(row.phase, row.phase_began, row=row.number, ended=now)
+        args = {
+            "request": request.request_id,
+            "prompt_tokens": request.num_prompt_tokens,
+            "cached_tokens": request.num_cached_tokens or 0,
+            "output_tokens": request.num_output_tokens,
+            "preemptions": row.num_preemptions,
+            "finish_reason": str(finish_reason),
+        }
+        self._tracer.span("request", row.began, args, row=row.number, ended=now)
+        self._tracer.close_row(row.number)

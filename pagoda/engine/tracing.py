@@ -1,0 +1,143 @@
+"""What an engine writes into the trace: its loop, the steps under way, and the rows of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagoda.engine.messages import StartTrace, StepPlan, StepResult
+from pagoda.engine.request_tracing import RequestRows
+from pagoda.engine.scheduler import Scheduler
+from pagoda.telemetry.tracer import Tracer
+
+_COUNTERS_NS = 50_000_000
+"""Counters are written this far apart at least."""
+
+
+class EngineTracing:
+    """Of one engine, on or off. What takes `began`, from `tracer.e2e()`, is called only if that is not 0."""
+
+    def __init__(self, tracer: Tracer, max_in_flight: int) -> None:
+        self.tracer = tracer
+        self._requests = RequestRows(tracer)
+        self._max_in_flight = max_in_flight
+        self._step_rows: list[int] = []
+        self._steps: dict[int, tuple[int, dict[str, Any]]] = {}
+        """Under way: when each was handed over, and what is said of it."""
+        self._scheduler: Scheduler | None = None
+        self._steps_left: int | None = None
+        self._num_hit_tokens = 0
+        self._counted_at = 0
+
+    # ---- on and off
+
+    def start(self, order: StartTrace, scheduler: Scheduler | None) -> None:
+        """The scheduler is there once the first worker is ready; `watch` tells of it later."""
+        self.stop()
+        self.tracer.start(order.session)
+        self._steps_left = order.num_steps
+        rows = range(self._max_in_flight)
+        self._step_rows = [self.tracer.open_row(f"steps {index}") for index in rows]
+        if scheduler is not None:
+            self.watch(scheduler)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._num_hit_tokens = scheduler.num_prefix_hit_tokens
+        scheduler.observe(self._requests)
+
+    def stop(self) -> None:
+        """Returns when all is written. May be called twice."""
+        if self._scheduler is not None:
+            self._scheduler.observe(None)
+            self._scheduler = None
+        self._requests.close()
+        self._end_steps()
+        for row in self._step_rows:
+            self.tracer.close_row(row)
+        self._step_rows = []
+        self.tracer.stop()
+
+    def count_step(self) -> bool:
+        """A step has ended; whether it was the last one that is to be traced."""
+        if self._steps_left is None:
+            return False
+        self._steps_left -= 1
+        return self._steps_left == 0
+
+    # ---- what the engine does
+
+    def scheduled(self, began: int, plan: StepPlan, scheduler: Scheduler) -> None:
+        starts = {start.slot for start in plan.starts}
+        shares = list(zip(plan.slots, plan.num_tokens, strict=True))
+        num_decodes = sum(count == 1 and slot not in starts for slot, count in shares)
+        num_tokens = sum(plan.num_tokens)
+        num_hits = scheduler.num_prefix_hit_tokens
+        args = {
+            "step": plan.step,
+            "tokens": num_tokens,
+            "prefill_tokens": num_tokens - num_decodes,
+            "decodes": num_decodes,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "free_blocks": scheduler.kv.pool.num_available,
+            "hit_tokens": num_hits - self._num_hit_tokens,
+        }
+        self._num_hit_tokens = num_hits
+        self.tracer.span("schedule", began, args)
+
+    def submitted(self, began: int, plan: StepPlan) -> None:
+        now = self.tracer.clock_ns()
+        self.tracer.span("submit", began, {"step": plan.step}, ended=now)
+        args = {
+            "step": plan.step,
+            "rows": self._requests.of_slots(plan.slots),
+            "tokens": plan.num_tokens,
+        }
+        self._steps[plan.step] = (now, args)
+
+    def updated(self, began: int, result: StepResult) -> None:
+        """`began` is when the result was taken."""
+        self.tracer.span("update", began, {"step": result.step})
+        step = self._steps.pop(result.step, None)
+        if step is None:
+            return
+        handed_over, args = step
+        if result.forward_time_s:
+            args |= {
+                "prepare_ms": result.prepare_time_s * 1e3,
+                "forward_ms": result.forward_time_s * 1e3,
+                "sample_ms": result.sample_time_s * 1e3,
+            }
+        self._end_step(result.step, handed_over, args, ended=began)
+
+    def worker_lost(self, reason: str) -> None:
+        """Steps under way will have no result."""
+        self.tracer.instant("worker lost", {"reason": reason})
+        self._end_steps(lost=True)
+
+    def worker_ready(self) -> None:
+        self.tracer.instant("worker ready")
+
+    def _end_steps(self, **notes: bool) -> None:
+        now = self.tracer.clock_ns()
+        for step, (handed_over, args) in self._steps.items():
+            self._end_step(step, handed_over, args | notes, ended=now)
+        self._steps.clear()
+
+    def _end_step(self, step: int, handed_over: int, args: dict[str, Any], ended: int) -> None:
+        if self._step_rows:
+            row = self._step_rows[step % len(self._step_rows)]
+            self.tracer.span("step", handed_over, args, row=row, ended=ended)
+
+    def count(self, scheduler: Scheduler) -> None:
+        """How many requests and blocks there are, if that was not said just now."""
+        now = self.tracer.clock_ns()
+        if now - self._counted_at < _COUNTERS_NS:
+            return
+        self._counted_at = now
+        counts = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
+        self.tracer.counter("requests", counts)
+        pool = scheduler.kv.pool
+        free, cached = pool.num_available - pool.num_evictable, pool.num_evictable
+        blocks = {"used": pool.num_blocks - pool.num_available, "cached": cached, "free": free}
+        self.tracer.counter("kv blocks", blocks)
