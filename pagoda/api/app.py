@@ -97,7 +97,7 @@ def make_server(service: Service) -> ApiServer:
     return ApiServer(
         handle,
         lambda status: service.request_metrics.refused(Refusal("", status, "")),
-        service.book.clock_ns,
+        lambda: service.book.clock_ns(),
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
