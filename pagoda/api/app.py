@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -97,12 +97,13 @@ def make_server(service: Service) -> ApiServer:
             asyncio.get_running_loop(),
             client_max_size=service.config.max_body_bytes,
         )
-        request[_ARRIVED] = service.book.clock_ns()
+        request[_ARRIVED] = cast(_Connection, protocol).received_ns
         return request
 
     return ApiServer(
         handle,
         lambda status: service.request_metrics.refused(Refusal("", status, "")),
+        lambda: service.book.clock_ns(),
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
@@ -249,22 +250,37 @@ class ApiServer(web.Server):
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         refused: Callable[[int], None],
+        clock_ns: Callable[[], int],
         **options: Any,
     ) -> None:
-        """`refused` is told of each such error, by its status."""
+        """`refused` is told of each such error, by its status. `clock_ns` tells when a request arrives."""
         super().__init__(handler, **options)
         self._refused = refused
+        self._clock_ns = clock_ns
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self._refused, self, loop=self._loop, **self._kwargs)
+        return _Connection(self._refused, self._clock_ns, self, loop=self._loop, **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ("_refused",)
+    __slots__ = ("_clock_ns", "_refused", "received_ns")
 
-    def __init__(self, refused: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        refused: Callable[[int], None],
+        clock_ns: Callable[[], int],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         self._refused = refused
+        self._clock_ns = clock_ns
+        self.received_ns = 0
+
+    def data_received(self, data: bytes) -> None:
+        # A request's own task may begin much later, behind those of all that arrived with it.
+        self.received_ns = self._clock_ns()
+        super().data_received(data)
 
     def handle_error(
         self,
