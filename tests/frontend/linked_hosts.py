@@ -94,7 +94,7 @@ class Host:
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
-        self.door = HostDoor(endpoint, self.context, address, keys, self.identity, book)
+        self.door = HostDoor(endpoint, self.context, address, keys, self.identity, book=book)
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys
