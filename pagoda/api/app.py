@@ -141,7 +141,8 @@ def _log_access(call: Call, status: int, duration_s: float) -> None:
     path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
     fields = {"method": call.http.method, "path": path, "status": status}
     extra = {"request_id": call.request_id, "fields": fields}
-    _log.info("%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
+    level = logging.DEBUG if call.origin.route == "/ui/*" else logging.INFO  # a score for each page
+    _log.log(level, "%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
 
 
 def _call(http: web.BaseRequest, service: Service) -> Call:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 from stage import SLOW, open_browser
 
 from pagoda.cli.server_process import ServerProcess, server_process
+
+expect.set_options(timeout=20_000)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +39,7 @@ def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(
         viewport={"width": 1280, "height": 860}, permissions=["clipboard-write"]
     )
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(20_000)
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))

@@ -62,6 +62,10 @@ def take_playground(browser: Browser, directory: Path) -> None:
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             page.screenshot(path=directory / f"playground-{scheme}.png")
+        page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+        page.mouse.move(5, 5)
+        page.wait_for_timeout(300)
+        page.screenshot(path=directory / "playground-phone.png")
         page.close()
 
 

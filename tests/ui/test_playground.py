@@ -87,7 +87,10 @@ def test_an_answer_streams_and_is_stopped_and_made_again(page: Page, slow: Serve
     expect(answers(page)).to_have_count(1)
     expect(answers(page).first.locator(".meta")).to_contain_text("cut at max_tokens · 12 tokens")
     again = answers(page).first.locator(".text").inner_text()
-    assert text.startswith(again.rstrip("\ufffd"))  # it may end within a character
+    again = again.rstrip("\ufffd")  # it may end within a character
+    shorter = min(len(text), len(again))
+    assert shorter > 10
+    assert text[:shorter] == again[:shorter]
 
 
 def test_a_prompt_is_edited_and_asked_again(page: Page, tiny: ServerProcess) -> None:

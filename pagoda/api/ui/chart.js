@@ -98,7 +98,7 @@ export class LineChart {
     const step = [15, 30, 60].find(fits) ?? 120;
     for (let age = 0; age <= this.span; age += step) {
       const text = age === 0 ? "now" : step >= 60 ? `−${age / 60} min` : `−${age} s`;
-      const anchor = age === 0 ? "end" : age + step > this.span ? "start" : "middle";
+      const anchor = age === 0 ? "end" : x(this.now - age) < LEFT + 18 ? "start" : "middle";
       yield label(text, x(this.now - age), this.height - 4, anchor);
     }
   }

@@ -47,6 +47,7 @@ export class TokenView {
           role: "button",
           tabindex: index === 0 ? "0" : "-1",
           "data-index": String(index),
+          "aria-label": visible(token.token),
           "aria-describedby": "tip",
         },
         token.token || "∅",
@@ -108,7 +109,13 @@ export function hideTip() {
   $("tip").hidden = true;
 }
 
-const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "∅";
+const code = (character) => `\\x${character.charCodeAt(0).toString(16).padStart(2, "0")}`;
+
+// White space and control characters as signs that can be seen.
+function visible(text) {
+  const plain = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
+  return plain.replace(/[\x00-\x1f\x7f]/g, code) || "∅";
+}
 
 function chance(logprob) {
   const percent = 100 * Math.exp(logprob);
