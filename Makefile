@@ -3,6 +3,8 @@
 # make setup   create .venv and install Pagoda into it
 # make test    set up with the test tools, then linters, types, import contracts and all tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
+# make test-ui       the tests of the page, in Debian's Chromium
+# make screenshots   the pictures of the page in docs/img
 # make clean   remove .venv and everything that the tools leave behind
 #
 # PYTHON=python3.12 chooses another interpreter.
@@ -13,10 +15,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
+
+CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-native clean
+.PHONY: setup demo serve test test-ui test-native screenshots clean
 
 setup: $(VENV)/.installed
 
@@ -31,7 +36,19 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
+
+test-ui: $(VENV)/.installed-ui | $(CHROMIUM)
+	$(BIN)/python -m pytest tests/ui
+
+screenshots: $(VENV)/.installed-ui | $(CHROMIUM)
+	$(BIN)/python tests/ui/screenshots.py docs/img
+
+$(CHROMIUM):
+	@test "$$(id -u)" = 0 -a -x /usr/bin/apt-get || \
+		{ echo "The page is tested in Chromium, which is not at $@: apt-get install chromium" >&2; exit 2; }
+	@echo "installing chromium"
+	@apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null
 
 # The sanitizers' libraries must be there before the interpreter allocates anything.
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built
@@ -55,17 +72,26 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that nothing later in the resolution can choose another version.
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
+$(VENV)/.torch: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "Pagoda needs Python 3.11 or newer as '$(PYTHON)'; name another with make PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH)"
 	@$(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	@echo "installing pagoda"
 	@$(PIP) install --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@echo "installing the test tools"
+# With all that `setup` installs: the kernels are built once.
+$(VENV)/.installed-test: $(VENV)/.torch $(SOURCES)
+	@echo "installing pagoda and the test tools"
 	@$(PIP) install --editable '.[test]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-ui: $(VENV)/.installed-test
+	@echo "installing what drives a browser"
+	@$(PIP) install --editable '.[ui]'
 	@touch $@

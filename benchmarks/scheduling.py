@@ -15,6 +15,7 @@ from benchmarks.figure import Figure
 from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, StepResult
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
+from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.manager import KVManager
 
 _RUNNING = 256
@@ -99,7 +100,7 @@ class _Steps:
             max_model_len=max_model_len,
             vocab_size=_VOCAB_SIZE,
         )
-        self.scheduler = Scheduler(limits, KVManager(num_blocks, _BLOCK_SIZE))
+        self.scheduler = Scheduler(limits, KVManager(num_blocks, _BLOCK_SIZE), MonotonicClock())
         self._worker = SimWorker(config, check_kv=False)
         self._pending: deque[StepResult] = deque()
 

@@ -220,10 +220,10 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
 }
 
 void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address hidden,
-         Address cosines, Address sines, Address out) {
+         Address cosines, Address sines, Address out, Address times) {
     nb::gil_scoped_release released;
     program.run({num_tokens, &plan, to<int64_t>(token_ids), to(hidden), to<float>(cosines), to<float>(sines)},
-                to(out));
+                to(out), to<int64_t>(times));
 }
 
 }  // namespace
@@ -359,6 +359,7 @@ NB_MODULE(_native, m) {
              })
         .def("attention", &Program::attention)
         .def("finish", &Program::finish)
+        .def_prop_ro("size", &Program::size)
         .def("run", &run);
 }
 

@@ -1,6 +1,9 @@
 #include "program.h"
 
+#include <omp.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -15,6 +18,11 @@ namespace {
 
 // Below this many multiplications, waking another thread takes longer than the work.
 constexpr int64_t kWorthThreads = 1 << 17;
+
+int64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 }  // namespace
 
@@ -202,7 +210,7 @@ void* Program::written(Value value, const Step& step, int64_t column) {
     return at(rows, column * size_of(info(value).dtype));
 }
 
-void Program::run(const Step& step, void* out) {
+void Program::run(const Step& step, void* out, int64_t* times) {
     if (result_ < 0) throw std::logic_error("the program is not finished");
     for (int64_t i = 0; num_ids_ != INT64_MAX && i < step.num_tokens; ++i) {
         if (step.token_ids[i] < 0 || step.token_ids[i] >= num_ids_) {
@@ -217,8 +225,22 @@ void Program::run(const Step& step, void* out) {
     arena_.take(static_cast<size_t>(token_bytes_ * step.num_tokens));
     void* scratch = scratch_.take(scratch_bytes);
     in_team(token_work_ * step.num_tokens > kWorthThreads, [&] {
+        if (times != nullptr) return run_timed(step, scratch, times);
         for (const Operation& operation : operations_) operation.run(step, scratch);
     });
+}
+
+// Every operation ends with a barrier, so one thread's clock sees when all are done.
+void Program::run_timed(const Step& step, void* scratch, int64_t* times) const {
+    const bool measures = omp_get_thread_num() == 0;
+    int64_t before = measures ? now_ns() : 0;
+    for (size_t i = 0; i < operations_.size(); ++i) {
+        operations_[i].run(step, scratch);
+        if (!measures) continue;
+        const int64_t now = now_ns();
+        times[i] = now - before;
+        before = now;
+    }
 }
 
 }  // namespace pagoda

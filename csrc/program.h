@@ -61,8 +61,12 @@ class Program {
     // What `run` gives; nothing can be recorded after it.
     void finish(Value result);
 
-    // Writes the result's rows to `out`.
-    void run(const Step& step, void* out);
+    // How many operations have been recorded.
+    int64_t size() const { return static_cast<int64_t>(operations_.size()); }
+
+    // Writes the result's rows to `out`; and, unless `times` [size] is null, the nanoseconds of each operation, from the
+    // end of the one before it until all threads are done.
+    void run(const Step& step, void* out, int64_t* times = nullptr);
 
    private:
     struct ValueInfo {
@@ -79,6 +83,7 @@ class Program {
         int64_t work;                                // multiplications for each token
     };
 
+    void run_timed(const Step& step, void* scratch, int64_t* times) const;
     // An operation on these values.
     void record(const std::vector<Value>& uses, int64_t work, std::function<void(const Step&, void*)> run,
                 std::function<size_t(const Step&)> scratch = {});

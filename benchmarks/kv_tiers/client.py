@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 
 class Answer(NamedTuple):
@@ -67,7 +67,10 @@ async def tier_figures(session: aiohttp.ClientSession) -> Counter[tuple[str, str
     async with session.get("/metrics") as response:
         text = await response.text()
     sums: Counter[tuple[str, str]] = Counter()
-    pattern = r'^pagoda_kv_tier_(\w+)\{replica="\d+",tier="(\w+)"\} (\d+)$'
-    for figure, tier, value in re.findall(pattern, text, re.MULTILINE):
-        sums[tier, figure.removeprefix("blocks_").removesuffix("_total")] += int(value)
+    prefix = "pagoda_kv_tier_"
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                figure = sample.name.removeprefix(prefix).removeprefix("blocks_")
+                sums[sample.labels["tier"], figure.removesuffix("_total")] += int(sample.value)
     return sums

@@ -22,18 +22,22 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from pagoda.api import hosts, info
+from pagoda.api import hosts, info, live, page
 from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import ApiError, as_api_error, unavailable
-from pagoda.api.metrics import metrics
+from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
+from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
+from pagoda.frontend.request_book import Origin
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, dict[str, Handler]] = {
+    "/": {"GET": page.index},
+    "/ui/*": {"GET": page.file},
     "/health": {"GET": info.health_ready},
     "/health/live": {"GET": info.health_live},
     "/health/ready": {"GET": info.health_ready},
@@ -41,9 +45,13 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models": {"GET": info.models},
     "/v1/models/*": {"GET": info.model},
     "/v1/load": {"GET": info.load},
+    "/v1/live": {"GET": live.live},
+    "/v1/requests": {"GET": live.list_requests},
+    "/v1/requests/*": {"DELETE": live.cancel_request},
     "/v1/hosts": {"GET": hosts.list_hosts},
     "/v1/hosts/*": {"DELETE": hosts.dismiss_host},
     "/metrics": {"GET": metrics},
+    "/metrics/vllm": {"GET": metrics_with_aliases},
     "/v1/completions": {"POST": completions},
     "/v1/chat/completions": {"POST": chat_completions},
     "/profile/start": {"POST": start_profile},
@@ -53,8 +61,9 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 """What answers, by path and method. A `*` at the end takes the rest of the path."""
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""Answered without an API key: whoever watches a server need not be allowed to use it."""
+OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
+"""Answered without an API key: whoever watches a server need not be allowed to use it, and the page asks for
+the key itself."""
 
 CONNECTION_IDLE_S = 75.0
 """A connection without a complete request for this long is closed."""
@@ -93,6 +102,7 @@ def make_server(service: Service) -> ApiServer:
 
     return ApiServer(
         handle,
+        lambda status: service.request_metrics.refused(Refusal("", status, "")),
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
@@ -101,7 +111,7 @@ def make_server(service: Service) -> ApiServer:
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    call = Call(http, service, _request_id(http.headers.get("X-Request-Id", "")), http[_ARRIVED])
+    call = _call(http, service)
     began = time.monotonic()
     status = 499
     try:
@@ -118,25 +128,41 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
+        refusal = Refusal(call.origin.route, status, answer.code or "")
+        service.request_metrics.refused(refusal)
         return call.error(answer)
     finally:
-        duration = time.monotonic() - began
-        _log.info(
-            "%s %s %d %.3f s",
-            http.method,
-            http.raw_path[:_MAX_LOGGED_PATH_CHARS],
-            status,
-            duration,
-            extra={"request_id": call.request_id},
-        )
+        if not call.origin.num_answers:  # else each of them has a line of its own
+            _log_access(call, status, time.monotonic() - began)
+
+
+def _log_access(call: Call, status: int, duration_s: float) -> None:
+    path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
+    fields = {"method": call.http.method, "path": path, "status": status}
+    extra = {"request_id": call.request_id, "fields": fields}
+    _log.info("%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
+
+
+def _call(http: web.BaseRequest, service: Service) -> Call:
+    headers = http.headers
+    key_name = service.config.api_keys.name_of(headers.get("Authorization", ""))
+    origin = Origin(
+        name=_request_id(headers.get("X-Request-Id", "")),
+        arrived_ns=http[_ARRIVED],
+        key=key_name or "",
+        traceparent=headers.get("traceparent"),
+        route=_find(http.path)[0],
+    )
+    return Call(http, service, key_name, origin)
 
 
 async def _dispatch(call: Call) -> web.StreamResponse:
     path = call.http.path
     _check_host(call)
-    if path not in OPEN_PATHS:
+    route, argument = _find(path)
+    if route not in OPEN_PATHS:
         _check_key(call)
-    methods, argument = _find(path)
+    methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
     method = "GET" if call.http.method == "HEAD" else call.http.method
@@ -148,15 +174,15 @@ async def _dispatch(call: Call) -> web.StreamResponse:
     return await methods[method](replace(call, path_argument=argument))
 
 
-def _find(path: str) -> tuple[dict[str, Handler] | None, str]:
-    """The methods of a path, and what stands for the `*` of its route."""
+def _find(path: str) -> tuple[str, str]:
+    """The route of a path, empty if there is none, and what stands for the `*` of it."""
     if path in ROUTES and not path.endswith("*"):
-        return ROUTES[path], ""
-    for pattern, methods in ROUTES.items():
-        prefix = pattern.removesuffix("*")
-        if prefix != pattern and path.startswith(prefix) and len(path) > len(prefix):
-            return methods, path[len(prefix) :]
-    return None, ""
+        return path, ""
+    for route in ROUTES:
+        prefix = route.removesuffix("*")
+        if prefix != route and path.startswith(prefix) and len(path) > len(prefix):
+            return route, path[len(prefix) :]
+    return "", ""
 
 
 def _request_id(given: str) -> str:
@@ -168,7 +194,7 @@ def _check_key(call: Call) -> None:
     if not call.has_key:
         raise ApiError(
             401,
-            "Send the server's API key as `Authorization: Bearer KEY`.",
+            "Send an API key of the server as `Authorization: Bearer KEY`.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -219,11 +245,27 @@ def hosts_for(bind_host: str, extra: Sequence[str] = ()) -> tuple[str, ...] | No
 class ApiServer(web.Server):
     """aiohttp's server, with errors of the HTTP layer itself as OpenAI error objects."""
 
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        refused: Callable[[int], None],
+        **options: Any,
+    ) -> None:
+        """`refused` is told of each such error, by its status."""
+        super().__init__(handler, **options)
+        self._refused = refused
+
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        return _Connection(self._refused, self, loop=self._loop, **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
+    __slots__ = ("_refused",)
+
+    def __init__(self, refused: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._refused = refused
+
     def handle_error(
         self,
         request: web.BaseRequest,  # noqa: ARG002
@@ -243,6 +285,7 @@ class _Connection(web.RequestHandler):
             if not isinstance(exc, ConnectionError):  # a client that went away is no failure
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
+        self._refused(error.status)
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"
         )

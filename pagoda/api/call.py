@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -30,15 +29,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """A request, the server's state, and the id under which the client may ask about it."""
+    """A request, the server's state, and who asks."""
 
     http: web.BaseRequest
     service: Service
-    request_id: str
-    arrived_ns: int
-    """When its headers had been read, on the clock of the service's book."""
+    key_name: str | None
+    """Of the API key that it came with; empty if none is asked for, None if it lacks one."""
+    origin: Origin
+    """What its answers are known by."""
     path_argument: str = ""
     """What stands in the path where the route has a `*`."""
+
+    @property
+    def request_id(self) -> str:
+        return self.origin.name
 
     @property
     def session_header(self) -> str | None:
@@ -46,22 +50,8 @@ class Call:
 
     @property
     def has_key(self) -> bool:
-        """Whether the client may use the server: it has sent the API key, or none is asked for."""
-        key = self.service.config.api_key
-        if key is None:
-            return True
-        scheme, _, given = self.http.headers.get("Authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
-        return scheme.lower() == "bearer" and known
-
-    @property
-    def origin(self) -> Origin:
-        """What its answers are known by."""
-        return Origin(
-            name=self.request_id,
-            arrived_ns=self.arrived_ns,
-            traceparent=self.http.headers.get("traceparent"),
-        )
+        """Whether the client may use the server: it has sent an API key, or none is asked for."""
+        return self.key_name is not None
 
     async def body(self) -> bytes:
         """The whole body.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from pagoda.api.call import Call
@@ -77,7 +78,9 @@ async def load(call: Call) -> web.StreamResponse:
 def figures(report: LoadReport) -> dict[str, Any]:
     """Of an engine, or of all that a dispatcher has together."""
     inner = {"query_id", "replicas"}
-    return {name: getattr(report, name) for name in report.__struct_fields__ if name not in inner}
+    values = {name: getattr(report, name) for name in report.__struct_fields__ if name not in inner}
+    processes = [msgspec.structs.asdict(process) for process in report.processes]
+    return {**values, "steps": msgspec.structs.asdict(report.steps), "processes": processes}
 
 
 def _replica(replica: ReplicaLoad) -> dict[str, Any]:

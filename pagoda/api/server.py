@@ -13,11 +13,13 @@ from typing import Any
 from aiohttp import web
 
 from pagoda.api.app import hosts_for, make_server
+from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.text_generator import start_generator
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.telemetry.tracer import TraceLevel, Tracer
@@ -37,7 +39,7 @@ class ServerConfig:
     """0 takes a free one."""
     served_model_name: str | None = None
     """None takes the model's own."""
-    api_key: str | None = None
+    api_keys: ApiKeys = NO_KEYS
     chat_template: Path | None = None
     """A Jinja file that replaces the model's own template."""
     drain_timeout_s: float = 30.0
@@ -64,9 +66,11 @@ async def serve(
     on_ready: Callable[[str, EngineReady], None],
     profile: ProfileConfig,
     tracer: Tracer,
+    spans: RequestSpans | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
     and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
+    `spans` are made of its answers, and closed at the end.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
     `tracer` is that of this process; what `make_fleet` makes has it too.
@@ -78,13 +82,15 @@ async def serve(
     service = Service(
         ApiConfig(
             served_model_name=server.served_model_name or model_name,
-            api_key=server.api_key,
+            api_keys=server.api_keys,
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         )
     )
     tracing = service.tracing = TraceControl(
         tracer, service.book, profile.directory, _run_name(tracer, server.port)
     )
+    if spans is not None:
+        service.book.observe(spans)
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
@@ -117,10 +123,13 @@ async def serve(
             await dispatcher.drain(0.0)
     finally:
         service.draining = True
+        service.sampler.close()
         await runner.cleanup()
         if tracing.session is not None:
             await tracing.stop()
         await fleet.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         signals.restore()
 
 

@@ -6,7 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pagoda.api.answer_log import AnswerLog
 from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.keys import NO_KEYS, ApiKeys
+from pagoda.api.request_metrics import RequestMetrics
+from pagoda.api.sampler import Sampler
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_book import RequestBook
@@ -19,8 +23,8 @@ class ApiConfig:
     """How the API behaves, whatever it serves."""
 
     served_model_name: str
-    api_key: str | None = None
-    """When given, every route but `/health/live` asks for it."""
+    api_keys: ApiKeys = NO_KEYS
+    """When there are any, every route but those of `/health` asks for one of them."""
     allowed_hosts: Sequence[str] | None = None
     """The Host headers that are answered; None means any."""
     max_body_bytes: int = 8 * 2**20
@@ -45,7 +49,16 @@ class Service:
     """The answers that are being given."""
     tracing: TraceControl | None = None
     """None in a server that cannot be traced."""
+    sampler: Sampler = field(init=False)
+    """What pages are shown."""
+    request_metrics: RequestMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.book)
+        self.request_metrics = RequestMetrics(self.config.api_keys.names)
+        self.book.observe(self.request_metrics)
+        self.book.observe(AnswerLog())
 
     @property
     def is_router(self) -> bool:

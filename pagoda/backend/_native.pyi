@@ -284,6 +284,10 @@ class Program:
     ) -> int: ...
     def attention(self, queries: int, cache: Cache, scale: float, window: int) -> int: ...
     def finish(self, result: int) -> None: ...
+    @property
+    def size(self) -> int:
+        """How many operations have been recorded."""
+
     def run(
         self,
         num_tokens: int,
@@ -293,5 +297,8 @@ class Program:
         cosines: int,
         sines: int,
         out: int,
+        times: int,
     ) -> None:
-        """Raises IndexError when a token id is not in the embedding."""
+        """To `times` [size] int64, unless it is 0, goes how many nanoseconds each operation took.
+
+        Raises IndexError when a token id is not in the embedding."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, device, dtype, empty
 
+from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
 from pagoda.engine.messages import Capabilities
 from pagoda.parallel.collectives import Collectives
+from pagoda.telemetry.tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,29 @@ class ForwardPass(Protocol[LinearT_co, PlanT]):
     ) -> ValueT: ...
 
 
+UNNAMED: WeightNames = MappingProxyType({})
+
+
+class Compiled(Protocol[PlanT]):
+    """A forward pass as a backend runs it."""
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """Those of every step, in order; empty where they are not recorded."""
+        ...
+
+    def __call__(self, step: StepInput[Tensor, PlanT]) -> Tensor: ...
+
+    def traced(
+        self, step: StepInput[Tensor, PlanT], tracer: Tracer
+    ) -> tuple[Tensor, Sequence[int]]:
+        """The same result, and how many nanoseconds each of `operations` took.
+
+        Of a pass that is not recorded each operation becomes a span of the tracer's instead.
+        """
+        ...
+
+
 class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, PlanT]):
     """A device with its operations, and all that is done once for a model or once for a step."""
 
@@ -304,11 +330,15 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         ...
 
     def compile(
-        self, forward: ForwardPass[LinearT, PlanT], hidden: tuple[int, dtype] | None = None
-    ) -> Callable[[StepInput[Tensor, PlanT]], Tensor]:
+        self,
+        forward: ForwardPass[LinearT, PlanT],
+        hidden: tuple[int, dtype] | None = None,
+        names: WeightNames = UNNAMED,
+    ) -> Compiled[PlanT]:
         """The same forward pass, as quick as the backend can make it.
 
-        `hidden` is the width and dtype of `StepInput.hidden` where every step has it, else None.
+        `hidden` is the width and dtype of `StepInput.hidden` where every step has it, else None. Operations are
+        named after the weights that they read.
 
         It may be called once, with stand-ins for tensors and no plan, and what it did be repeated for every
         step; so it must do the same whatever the step is.

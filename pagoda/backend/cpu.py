@@ -7,8 +7,7 @@ contexts, never a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import (
+    UNNAMED,
+    Compiled,
     Experts,
     ForwardPass,
     HeadNorms,
     KVCache,
     NewTensor,
-    StepInput,
     TokenBatch,
     new_tensor,
 )
@@ -41,6 +41,8 @@ from pagoda.backend.cpu_types import (
     address,
     check_experts,
 )
+from pagoda.backend.direct import DirectForward
+from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference import ReferenceBackend, check_token_ids, highest_outputs
 from pagoda.backend.weights import (
     DenseWeight,
@@ -507,14 +509,15 @@ class CpuBackend:
         self,
         forward: ForwardPass[PackedLinear, AttentionPlan],
         hidden: tuple[int, torch.dtype] | None = None,
-    ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
+        names: WeightNames = UNNAMED,
+    ) -> Compiled[AttentionPlan]:
         # Only what shares memory can be met in the middle of a native call.
         native = self.group.native if isinstance(self.group, SharedMemoryCollectives) else None
         if native is None and self.group.size > 1:
-            return partial(forward, self)
+            return DirectForward(self, forward, names)
         program = self._native.Program(self._kernels)
         return CompiledForward(
-            program, self._native_cache, self._native_experts, native, forward, hidden
+            program, self._native_cache, self._native_experts, native, forward, hidden, names
         )
 
     def _checked(self, x: Tensor, expected: torch.dtype) -> int:

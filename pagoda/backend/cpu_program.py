@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +18,10 @@ from pagoda.backend.cpu_types import (
     PackedLinear,
     Segment,
     address,
+    segment_bytes,
 )
+from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
+from pagoda.telemetry.tracer import Tracer
 
 if TYPE_CHECKING:
     from pagoda.backend import _native
@@ -47,11 +50,15 @@ class _Recorder:
         native_cache: Callable[[KVCache], _native.Cache],
         native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         group: _native.Collectives | None,
+        names: WeightNames,
     ) -> None:
         self._program = program
         self._group = group
         self._make_native_cache = native_cache
         self._native_experts = native_experts
+        self._namer = OperationNamer(names)
+        self.operations: list[Operation] = []
+        """One for each of the program's."""
         self.kept: list[object] = []
         """What the program has only the address of."""
 
@@ -65,6 +72,8 @@ class _Recorder:
         column = 0
         for segment in weight.segments:
             self._multiply(x, segment, out, column)
+            flops = 2 * segment.outputs * weight.inputs
+            self._note("linear", weight, segment_bytes(segment), flops)
             column += segment.outputs
         return out
 
@@ -101,21 +110,27 @@ class _Recorder:
         else:
             order = address(segment.input_order)
             self._program.quantized_rows(out.index, segment.shape, panels, order, *ids)
+        self._note("embedding", weight)
         return out
 
     def all_reduce(self, x: Value) -> Value:
         if self._group is not None:
             self._program.all_reduce(x.index, self._group)
+            self._note("all_reduce")
             self.kept.append(self._group)
         return x
 
     def add(self, x: Value, delta: Value) -> Value:
         _expect(delta, x.dtype, x.width)
-        return Value(self._program.add(x.index, delta.index), x.dtype, x.width)
+        index = self._program.add(x.index, delta.index)
+        self._note("add")
+        return Value(index, x.dtype, x.width)
 
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         _expect(x, weight.dtype, len(weight))
-        return Value(self._program.rms_norm(x.index, self._keep(weight), eps), x.dtype, x.width)
+        index = self._program.rms_norm(x.index, self._keep(weight), eps)
+        self._note("norm", weight, weight.nbytes)
+        return Value(index, x.dtype, x.width)
 
     def add_rms_norm(
         self, x: Value, delta: Value, weight: Tensor, eps: float
@@ -123,10 +138,12 @@ class _Recorder:
         _expect(x, weight.dtype, len(weight))
         _expect(delta, weight.dtype, len(weight))
         total, out = self._program.add_rms_norm(x.index, delta.index, self._keep(weight), eps)
+        self._note("norm", weight, weight.nbytes)
         return Value(total, x.dtype, x.width), Value(out, x.dtype, x.width)
 
     def silu_and_mul(self, gate_up: Value) -> Value:
         index = self._program.silu_and_mul(gate_up.index)
+        self._note("activation")
         return Value(index, gate_up.dtype, gate_up.width // 2)
 
     def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
@@ -135,6 +152,10 @@ class _Recorder:
         _expect(logits, weight.dtype, experts.routing.num_experts)
         self.kept.append(experts)
         index = self._program.experts(x.index, logits.index, self._native_experts(experts))
+        maps = [m for part in (experts.gate, experts.up, experts.down) for m in part]
+        flops = sum(2 * m.outputs * m.inputs for m in maps) * experts.routing.experts_per_token
+        num_bytes = sum(segment_bytes(segment) for m in maps for segment in m.segments)
+        self._note("experts", None, num_bytes, flops // experts.routing.num_experts)
         return Value(index, x.dtype, x.width)
 
     def rotate_and_cache(
@@ -157,6 +178,7 @@ class _Recorder:
             self._keep(norms.keys) if norms else 0,
             norms.eps if norms else 0.0,
         )
+        self._note("rotary")
         return Value(index, qkv.dtype, width)
 
     def attention(
@@ -174,7 +196,15 @@ class _Recorder:
             scale,
             UNLIMITED if window is None else window,
         )
+        self._note("attention")
         return Value(index, queries.dtype, queries.width)
+
+    def _note(
+        self, kind: Kind, weight: object = None, weight_bytes: int = 0, flops_per_token: int = 0
+    ) -> None:
+        """What the operation is that was recorded last."""
+        name = self._namer.name(kind, weight)
+        self.operations.append(Operation(name, kind, weight_bytes, flops_per_token))
 
     def _value(self, dtype: torch.dtype, width: int) -> Value:
         return Value(self._program.value(DTYPES[dtype], width), dtype, width)
@@ -209,21 +239,36 @@ class CompiledForward:
         group: _native.Collectives | None,
         forward: ForwardPass[PackedLinear, AttentionPlan],
         hidden: tuple[int, torch.dtype] | None,
+        names: WeightNames,
     ) -> None:
         """Records `forward` of a rank of the group, or alone, in the empty `program`.
 
-        `hidden` is as in `Backend.compile`.
+        `hidden` and `names` are as in `Backend.compile`.
         """
         self._program = program
-        recorder = _Recorder(program, native_cache, native_experts, group)
+        recorder = _Recorder(program, native_cache, native_experts, group, names)
         self._hidden = None if hidden is None else recorder.input(*hidden)
         no_plan = cast("AttentionPlan", None)
         step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)
         self._result = forward(recorder, step)
         self._kept = recorder.kept
         program.finish(self._result.index)
+        self.operations: Sequence[Operation] = recorder.operations
+        self._times = torch.empty(program.size, dtype=torch.int64)
 
     def __call__(self, step: StepInput[Tensor, AttentionPlan]) -> Tensor:
+        return self._run(step, None)
+
+    def traced(
+        self,
+        step: StepInput[Tensor, AttentionPlan],
+        tracer: Tracer,  # noqa: ARG002 - the program keeps the time
+    ) -> tuple[Tensor, Sequence[int]]:
+        out = self._run(step, self._times)
+        times: list[int] = self._times.tolist()
+        return out, times
+
+    def _run(self, step: StepInput[Tensor, AttentionPlan], times: Tensor | None) -> Tensor:
         num_tokens = len(step.token_ids)
         cosines, sines = (part.contiguous() for part in step.rotary_table)
         if num_tokens != step.plan.native.num_tokens or len(cosines) != num_tokens:
@@ -239,6 +284,7 @@ class CompiledForward:
             cosines.data_ptr(),
             sines.data_ptr(),
             out.data_ptr(),
+            address(times),
         )
         return out
 

@@ -48,6 +48,11 @@ class QuantizedSegment:
 Segment = DenseSegment | QuantizedSegment
 
 
+def segment_bytes(segment: Segment) -> int:
+    """Of weights and bias."""
+    return segment.panels.nbytes + (0 if segment.bias is None else segment.bias.nbytes)
+
+
 @dataclass(frozen=True)
 class PackedLinear:
     segments: tuple[Segment, ...]

@@ -9,25 +9,27 @@ are. `tests/backend/test_invariance.py` checks that the kernels used here keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda.backend.base import (
+    UNNAMED,
+    Compiled,
     ExpertRouting,
     Experts,
     ForwardPass,
     HeadNorms,
     KVCache,
     NewTensor,
-    StepInput,
     TokenBatch,
     new_tensor,
 )
+from pagoda.backend.direct import DirectForward
+from pagoda.backend.operation import WeightNames
 from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
 from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
@@ -222,8 +224,9 @@ class ReferenceBackend:
         self,
         forward: ForwardPass[Linear, AttentionPlan],
         hidden: tuple[int, torch.dtype] | None = None,  # noqa: ARG002 - steps have what they have
-    ) -> Callable[[StepInput[Tensor, AttentionPlan]], Tensor]:
-        return partial(forward, self)
+        names: WeightNames = UNNAMED,
+    ) -> Compiled[AttentionPlan]:
+        return DirectForward(self, forward, names)
 
     # ---- attention
 

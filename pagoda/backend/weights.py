@@ -66,6 +66,17 @@ def weight_shape(weight: LinearWeight) -> tuple[int, int]:
     return outputs, inputs
 
 
+def weight_bytes(weight: LinearWeight) -> int:
+    """In memory, once a backend has packed it."""
+    if isinstance(weight, DenseWeight):
+        return weight.values.nbytes
+    if isinstance(weight, Int8Weight):
+        return weight.values.nbytes + weight.scales.nbytes
+    others = (weight.scales, weight.offsets, weight.input_order)
+    num_codes = weight.codes.numel()
+    return num_codes * weight.bits // 8 + sum(part.nbytes for part in others if part is not None)
+
+
 def dequantize(weight: LinearWeight) -> Tensor:
     """[out, in] float32, its inputs in the order of the activations."""
     if isinstance(weight, DenseWeight):

@@ -16,6 +16,7 @@ from functools import partial
 from aiohttp import web
 
 from pagoda.api.app import hosts_for, make_server
+from pagoda.api.keys import ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
@@ -102,7 +103,9 @@ async def _load(
     text = partial(load_text, files, simulated=False, chat_template=None)
     return Service(
         ApiConfig(
-            served_model_name=files.served_name, api_key=api_key, allowed_hosts=hosts_for(_HOST)
+            served_model_name=files.served_name,
+            api_keys=ApiKeys([api_key]),
+            allowed_hosts=hosts_for(_HOST),
         ),
         await start_generator(fleet, text, RequestBook()),
     )

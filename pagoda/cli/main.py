@@ -43,6 +43,10 @@ _KV = {
     "verify": "Read every KV block in a directory, and name those that are damaged.",
     "clear": "Remove the KV blocks in a directory.",
 }
+_TRACE = {
+    "merge": "Make one file for Perfetto out of the fragments that processes traced.",
+    "report": "Say where the time of requests and steps went.",
+}
 
 
 def build_app() -> App:
@@ -64,6 +68,10 @@ def build_app() -> App:
     for name, summary in _KV.items():
         kv.command(f"pagoda.cli.kv:{name}", name=name, help=summary)
     app.command(kv)
+    trace = App(name="trace", help="Traces, as serve --profile records them.")
+    for name, summary in _TRACE.items():
+        trace.command(f"pagoda.cli.trace:{name}", name=name, help=summary)
+    app.command(trace)
     bench = App(name="bench", help="Benchmarks.")
     for name, summary in _BENCHMARKS.items():
         bench.command(f"pagoda.cli.bench.{name}:{name}", name=name, help=summary)

@@ -11,7 +11,13 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
-from pagoda.telemetry.logging import LOG_LEVEL_ENV, LogLevel, configure_logging
+from pagoda.telemetry.logging import (
+    LOG_FORMAT_ENV,
+    LOG_LEVEL_ENV,
+    LogFormat,
+    LogLevel,
+    configure_logging,
+)
 
 __all__ = [
     "BaseUrl",
@@ -37,13 +43,16 @@ class GeneralOptions:
     config: Path | None = None
     """A YAML file with flags of this command, one 'flag: value' a line."""
     log_level: LogLevel | None = None
-    """The least important log lines to show; by default info in serve, else warning."""
+    """The least important log lines to show; by default info in serve and route, else warning."""
+    log_format: LogFormat = "text"
+    """Log lines for people (text), or one JSON object a line (json)."""
 
     def apply(self, default_level: LogLevel = "warning") -> None:
         """Configures the log of this process and of the children that it will start."""
         level = self.log_level or default_level
         os.environ[LOG_LEVEL_ENV] = level
-        configure_logging(level)
+        os.environ[LOG_FORMAT_ENV] = self.log_format
+        configure_logging(level, log_format=self.log_format)
 
 
 @Parameter(name="*", group=Group("Sampling", sort_key=30))

@@ -90,7 +90,8 @@ def route(
         policy=router.policy,
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
     )
-    joined = join.config(files)
+    spans = server.spans(files)
+    joined = join.config(files, spans)
 
     tracer = Tracer("router")
 
@@ -111,6 +112,7 @@ def route(
             on_ready=on_ready,
             profile=profile.config(),
             tracer=tracer,
+            spans=spans,
         )
     )
     return 0

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from pagoda.api.answer_log import AnswerLog
+from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
 from pagoda.cli import event_loop, output
@@ -41,6 +43,8 @@ from pagoda.frontend.fleet import (
 )
 from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
+from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_spans import RequestSpans
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.models.fingerprint import model_digest
 from pagoda.models.resolve import ModelFiles
@@ -59,21 +63,35 @@ class ServerOptions:
     """The port to listen on; 0 takes a free one."""
     served_model_name: str | None = None
     """What the API calls the model; by default as it was named here."""
-    api_key: str | None = None
-    """Refuse requests without this bearer token."""
+    api_key: Annotated[
+        tuple[str, ...], Parameter(metavar="[NAME=]KEY", negative=(), show_default=False)
+    ] = ()
+    """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    otlp_endpoint: Annotated[str | None, Parameter(metavar="URL")] = None
+    """Export a span of each answer to this OpenTelemetry collector, such as http://localhost:4318."""
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """A further Host header to answer to when listening on this machine only; may be repeated."""
+
+    def spans(self, files: ModelFiles) -> RequestSpans | None:
+        """None if they are not asked for.
+
+        Raises:
+            ConfigError: they cannot be exported.
+        """
+        if self.otlp_endpoint is None:
+            return None
+        return RequestSpans(self.otlp_endpoint, self.served_model_name or files.served_name)
 
     def config(self) -> ServerConfig:
         return ServerConfig(
             host=self.host,
             port=self.port,
             served_model_name=self.served_model_name,
-            api_key=self.api_key,
+            api_keys=ApiKeys(self.api_key),
             chat_template=self.chat_template,
             drain_timeout_s=self.drain_timeout,
             allowed_hosts=self.allowed_hosts,
@@ -92,8 +110,8 @@ class JoinOptions:
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
     """The address of this machine at which routers reach it; without a port a free one is taken."""
 
-    def config(self, files: ModelFiles) -> JoinConfig | None:
-        """None if no router is served.
+    def config(self, files: ModelFiles, spans: RequestSpans | None) -> JoinConfig | None:
+        """None if no router is served. `spans` are made of the answers to routers.
 
         Raises:
             ConfigError: a flag lacks another, or says what is not possible.
@@ -101,6 +119,10 @@ class JoinOptions:
         advertised = Advertised.parse(self.advertise)
         if self.join is None and advertised.port is None:
             return None
+        book = RequestBook()
+        book.observe(AnswerLog())
+        if spans is not None:
+            book.observe(spans)
         keys = self.keys("--join" if self.join is not None else "--advertise with a port")
         return JoinConfig(
             register=registering(self.join, keys),
@@ -108,6 +130,7 @@ class JoinOptions:
             advertised=advertised,
             model=files.served_name,
             model_digest=model_digest(files),
+            book=book,
         )
 
     def keys(self, user: str) -> CurveKeys:
@@ -179,7 +202,8 @@ def serve(
     )
     engine_config = executor.engine_config(engine, files.model, parallel, handed)
 
-    joined = join.config(files)
+    spans = server.spans(files)
+    joined = join.config(files, spans)
     if joined is None and join.cluster_key_file is not None and handed is None:
         raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
@@ -206,6 +230,7 @@ def serve(
             on_ready=on_ready,
             profile=profile.config(),
             tracer=tracer,
+            spans=spans,
         )
     )
     return 0
@@ -224,7 +249,7 @@ def announce(
     name = server.served_model_name or files.served_name
     console.print(output.facts(_facts(name, files, tiers, limits)))
     console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
-    console.print(f"\n{curl_line(url, name, server.api_key)}\n", soft_wrap=True)
+    console.print(f"\n{curl_line(url, name, asks_for_key=bool(server.api_keys))}\n", soft_wrap=True)
     sys.stdout.flush()
 
 
@@ -254,9 +279,9 @@ def _tiers(tiers: KVTiersConfig) -> Iterator[str]:
         yield f"{format_bytes(tiers.disk_bytes)} in {tiers.disk_path}"
 
 
-def curl_line(url: str, model: str, api_key: str | None) -> str:
+def curl_line(url: str, model: str, *, asks_for_key: bool) -> str:
     """A command that asks the server one question."""
     body = {"model": model, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
-    key = "" if api_key is None else ' -H "Authorization: Bearer $PAGODA_API_KEY"'
+    key = ' -H "Authorization: Bearer $PAGODA_API_KEY"' if asks_for_key else ""
     data = shlex.quote(json.dumps(body))
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"

@@ -15,6 +15,7 @@ from pagoda.engine.messages import (
     RequestRefused,
     Role,
     StartTrace,
+    StepNews,
     StepResult,
     TokenChunk,
     TraceStopped,
@@ -22,6 +23,8 @@ from pagoda.engine.messages import (
     WorkerReady,
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.step_meter import StepMeter
+from pagoda.engine.step_news import StepReporter
 from pagoda.engine.tracing import EngineTracing
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
@@ -92,6 +95,7 @@ class EngineCore:
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
+        self._step_news = StepReporter(clock)
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -100,6 +104,7 @@ class EngineCore:
         self._idle_losses_in_row = 0
         self._num_restarts = 0
         self._step_time_s = 0.0
+        self._meter = StepMeter(clock)
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
         self._tracer = tracer or Tracer("engine")
@@ -201,16 +206,19 @@ class EngineCore:
         if scheduler is None or not self._is_worker_ready:
             return
         while scheduler.num_in_flight < self._executor.max_in_flight:
-            began = self._tracer.e2e()
+            began, trace_began = self._clock.now(), self._tracer.e2e()
             plan = scheduler.schedule()
             if plan is None:
                 return
-            if began:
-                self._tracing.scheduled(began, plan, scheduler)
-            began = self._tracer.e2e()
+            planned = self._clock.now()
+            if trace_began:
+                self._tracing.scheduled(trace_began, plan, scheduler)
+            self._step_news.begin(plan)
+            trace_began = self._tracer.e2e()
             self._executor.submit(plan)
-            if began:
-                self._tracing.submitted(began, plan)
+            self._meter.submitted(plan, began, planned)
+            if trace_began:
+                self._tracing.submitted(trace_began, plan)
 
     def _submit_transfers(self) -> None:
         if self._tiers is not None:
@@ -240,10 +248,12 @@ class EngineCore:
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
-        began = self._tracer.e2e()
+        self._step_news.end(result)
+        taken, trace_began = self._last_progress, self._tracer.e2e()
         chunks = self._scheduler.update(result)
-        if began:
-            self._tracing.updated(began, result)
+        self._meter.finished(result, taken)
+        if trace_began:
+            self._tracing.updated(trace_began, result)
             if self._tracing.count_step():
                 self.stop_trace()
         return chunks
@@ -298,7 +308,7 @@ class EngineCore:
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
         self._holder = self._make_holder(kv.pool)
-        return Scheduler(limits, kv, self._tiers, self._holder)
+        return Scheduler(limits, kv, self._clock, self._tiers, self._holder)
 
     def _open_remote(self, ledger: TransferLedger) -> KVConnector:
         links, config = self._handoff, self._config.handoff
@@ -326,6 +336,7 @@ class EngineCore:
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
+        self._meter.lost()
         if self._scheduler is None:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
         self._count_loss(loss.reason, idle=self._scheduler.num_in_flight == 0)
@@ -338,6 +349,8 @@ class EngineCore:
             loss.reason.removesuffix("."),
             self._scheduler.num_requests,
         )
+        for chunk in chunks:
+            _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
         return chunks
 
     def _count_loss(self, reason: str, *, idle: bool) -> None:
@@ -379,7 +392,7 @@ class EngineCore:
         return [] if self._kv_events is None else self._kv_events.take()
 
     def follow_cache(self, frontend: bytes) -> None:
-        """From now on `frontend` is among those that `take_cache_news` names.
+        """From now on `frontend` is among those that `take_news` names.
 
         Raises RuntimeError before the engine is ready.
         """
@@ -387,9 +400,17 @@ class EngineCore:
             raise RuntimeError("The engine is not ready.")
         self._cache_news.follow(frontend)
 
-    def take_cache_news(self) -> list[tuple[bytes, CacheNews]]:
-        """What frontends are to be told now."""
-        return [] if self._cache_news is None else self._cache_news.take()
+    def follow_steps(self, frontend: bytes) -> None:
+        """From now on `frontend` is told of steps, until `unfollow_steps`."""
+        self._step_news.follow(frontend)
+
+    def unfollow_steps(self, frontend: bytes) -> None:
+        self._step_news.unfollow(frontend)
+
+    def take_news(self) -> list[tuple[bytes, CacheNews | StepNews]]:
+        """What frontends that follow something are to be told now."""
+        cache_news = [] if self._cache_news is None else self._cache_news.take()
+        return [*cache_news, *self._step_news.take()]
 
     def next_wakeup(self) -> float | None:
         """When there is something to do even if no event comes, on the clock; None for never."""
@@ -402,6 +423,7 @@ class EngineCore:
                 None if self._holder is None else self._holder.next_event_at(),
                 None if self._remote is None else self._remote.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
+                self._step_news.next_event_at(),
             )
             if instant is not None
         ]
@@ -419,6 +441,7 @@ class EngineCore:
             num_waiting=scheduler.num_waiting,
             num_pending_tokens=scheduler.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
+            num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
@@ -438,6 +461,8 @@ class EngineCore:
             num_wanted_leases=0 if self._holder is None else self._holder.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            steps=self._meter.totals(),
         )
 
     def _expert_rank_tokens(self) -> list[int]:

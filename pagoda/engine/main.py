@@ -28,16 +28,19 @@ from pagoda.engine.messages import (
     EngineFailed,
     EngineMessage,
     FollowCache,
+    FollowSteps,
     FrontendMessage,
     GenerateRequest,
     Hello,
     LoadQuery,
+    ProcessMemory,
     RequestRefused,
     Shutdown,
     StartTrace,
     StopTrace,
     TokenChunk,
     TokenChunks,
+    UnfollowSteps,
 )
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
@@ -48,6 +51,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import Clock, MonotonicClock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.ipc.machine import process_memory_bytes
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
 from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.clocks import ClockComparison
@@ -117,9 +121,9 @@ class EngineProcess:
             sockets.close()
 
     def _run_core(self, links: HandoffLinks | None) -> None:
-        executor = _make_executor(self._config, self._directory, self._clock, self._tracer)
+        self._executor = _make_executor(self._config, self._directory, self._clock, self._tracer)
         self._core = EngineCore(
-            self._config, executor, self._clock, handoff=links, tracer=self._tracer
+            self._config, self._executor, self._clock, handoff=links, tracer=self._tracer
         )
         try:
             while not self._stopping:
@@ -128,7 +132,7 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
-                self._tell_of_the_cache()
+                self._tell_followers()
                 self._tell_of_the_trace()
                 self._publish_kv_events()
         finally:
@@ -161,10 +165,16 @@ class EngineProcess:
                     self._core.abort(request_id)
                     self._owners.pop(request_id, None)
             case LoadQuery():
-                report = msgspec.structs.replace(self._core.load(), query_id=message.query_id)
+                report = msgspec.structs.replace(
+                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                )
                 self._send(frontend, report)
             case FollowCache():
                 self._core.follow_cache(frontend)
+            case FollowSteps():
+                self._core.follow_steps(frontend)
+            case UnfollowSteps():
+                self._core.unfollow_steps(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -211,8 +221,8 @@ class EngineProcess:
         for frontend in self._frontends:
             self._send(frontend, report)
 
-    def _tell_of_the_cache(self) -> None:
-        for frontend, news in self._core.take_cache_news():
+    def _tell_followers(self) -> None:
+        for frontend, news in self._core.take_news():
             self._send(frontend, news)
 
     def _tell_of_the_trace(self) -> None:
@@ -246,6 +256,15 @@ class EngineProcess:
             return
         self._owners[request.request_id] = frontend
         self._send_chunks(answer)
+
+    def _processes(self) -> tuple[ProcessMemory, ...]:
+        """Those of this host, with the memory that they take now."""
+        pids = {f"engine dp{self._config.worker.place.dp}": os.getpid(), **self._executor.pids()}
+        return tuple(
+            ProcessMemory(role, pid, resident_bytes)
+            for role, pid in pids.items()
+            if (resident_bytes := process_memory_bytes(pid)) is not None
+        )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
         by_frontend: dict[bytes, list[TokenChunk]] = {}
@@ -306,9 +325,11 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: 
 
 def main() -> None:
     hold_lifeline()
-    configure_logging()
     directory = Path(sys.argv[1])
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    worker = config.worker
+    is_one_of_several = worker.parallel.data_parallel_size > 1
+    configure_logging(place=f"dp{worker.place.dp}" if is_one_of_several else None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     process = EngineProcess(config, directory, context)
     process.run()

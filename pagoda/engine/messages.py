@@ -261,6 +261,14 @@ class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
     """Asks for `CacheNews`, from what is cached now on. Who asks again is told from the beginning."""
 
 
+class FollowSteps(msgspec.Struct, frozen=True, tag="follow_steps"):
+    """Asks for `StepNews` of the steps from now on, until `UnfollowSteps`."""
+
+
+class UnfollowSteps(msgspec.Struct, frozen=True, tag="unfollow_steps"):
+    """Enough of `StepNews`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
 
@@ -350,6 +358,50 @@ class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
     chunks: list[TokenChunk]
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Steps are counted by their tokens: those with up to so many, and more than one bound less."""
+STEP_SEQUENCE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class StepTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What steps computed and where their time went, since start."""
+
+    num_tokens: int = 0
+    """Computed: of prompts and answers, also those that were computed again."""
+    num_sequences: int = 0
+    """Each counts once in each step."""
+    by_tokens: list[int] = []
+    """Steps by how many tokens they had (`STEP_TOKEN_BOUNDS`); the last entry is of those above all bounds. Empty
+    before the first step."""
+    by_sequences: list[int] = []
+    """The same by sequences (`STEP_SEQUENCE_BOUNDS`)."""
+    schedule_s: float = 0.0
+    """Seconds in which the engine made plans."""
+    submit_s: float = 0.0
+    """Seconds in which it handed them over."""
+    wait_s: float = 0.0
+    """Seconds from when plans were handed over until their results were there, without those of computing: steps
+    wait for the one before, and messages are on their way."""
+    prepare_s: float = 0.0
+    """Seconds in which workers made inputs of plans."""
+    forward_s: float = 0.0
+    """Seconds in which they ran the model."""
+    sample_s: float = 0.0
+    """Seconds in which they chose tokens."""
+    update_s: float = 0.0
+    """Seconds in which the engine took results."""
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What one process takes of its host's memory."""
+
+    role: str
+    """Such as `engine dp0` or `worker dp0 tp1 pp0`."""
+    pid: int
+    resident_bytes: int
+    """What several processes share counts in each."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """What a dispatcher and `/health` need to know about an engine."""
 
@@ -359,6 +411,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Prompt and output tokens not yet computed."""
     num_free_blocks: int
     """Free or evictable, on the device."""
+    num_cached_blocks: int
+    """Of these, how many hold what a later request may find."""
     num_blocks: int
     num_steps: int
     """Finished since start."""
@@ -393,6 +447,13 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Blocks of them; one of two requests counts twice."""
     num_leases_expired: int = 0
     """Since start: nobody fetched them, or said that they were fetched."""
+    num_generated_tokens: int = 0
+    """Sampled since start."""
+    steps: StepTotals = StepTotals()
+    num_engine_restarts: int = 0
+    """Engines behind a dispatcher that were lost since it started, and started again if they could be."""
+    processes: tuple[ProcessMemory, ...] = ()
+    """Of the engine and of its workers on the same host; of what is behind a dispatcher, all."""
     query_id: int | None = None
     """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
     replicas: tuple[ReplicaLoad, ...] = ()
@@ -409,6 +470,32 @@ class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
     removed: bytes
     starts_anew: bool = False
     """Whether what was told before counts no longer."""
+
+
+class StepBin(msgspec.Struct, frozen=True, array_like=True):
+    """A step, or several that ended close together."""
+
+    age_s: float
+    """How long before the message the last of them ended."""
+    step: int
+    """The number of the last of them."""
+    num_steps: int
+    step_time_s: float
+    """Of the longest of them."""
+    num_prefill_tokens: int
+    """Of all of them: tokens that requests were given several at a time."""
+    num_decode_tokens: int
+    """Of all of them: tokens that requests were given one by one."""
+    num_seqs: int
+    """The most in one of them."""
+
+
+class StepNews(msgspec.Struct, frozen=True, tag="step_news"):
+    """Steps that have ended since the last such message, oldest first; a bounded number."""
+
+    bins: list[StepBin]
+    replica: str = ""
+    """Which one it was, as the dispatcher in front of it calls it; an engine does not know that."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -442,6 +529,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent there and have not ended."""
     weighed_tokens: int
     """The work that these still are, as policies weigh it."""
+    num_losses: int = 0
+    """How often its engine was lost."""
     report: LoadReport | None = None
     """Its own; None while it does not answer."""
 
@@ -537,6 +626,8 @@ FrontendMessage = (
     | AbortRequests
     | LoadQuery
     | FollowCache
+    | FollowSteps
+    | UnfollowSteps
     | Shutdown
     | StartTrace
     | StopTrace
@@ -549,6 +640,7 @@ EngineMessage = (
     | TokenChunks
     | LoadReport
     | CacheNews
+    | StepNews
     | TraceStopped
     | ClockPing
 )

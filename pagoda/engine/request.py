@@ -20,6 +20,7 @@ class Request:
     """The scheduler's view of one `GenerateRequest`."""
 
     __slots__ = (
+        "added_at",
         "admission",
         "demand",
         "eos_token_ids",
@@ -35,6 +36,7 @@ class Request:
         "num_prompt_tokens",
         "num_scheduled_tokens",
         "num_told_tokens",
+        "queue_time_s",
         "rank",
         "request_id",
         "runs_ahead",
@@ -56,7 +58,12 @@ class Request:
         table: BlockTable,
         max_model_len: int,
         runs_ahead: bool = True,
+        added_at: float = 0.0,
     ) -> None:
+        self.added_at = added_at
+        """When it came, on the engine's clock."""
+        self.queue_time_s: float | None = None
+        """How long it waited for its first admission; None before it, and once it was told."""
         self.request_id = message.request_id
         self.sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)

@@ -4,7 +4,8 @@ There is no prefill phase and no decode phase. A request has tokens and computed
 chosen request some of those not yet computed, within a token budget. Chunked prefill, prefix hits, preemption
 and recovery only change the two numbers. A request samples when its computed tokens reach its tokens.
 
-The scheduler is pure: it knows no sockets, no devices and no time. `schedule` makes a plan, `update` takes the
+The scheduler is pure: it knows no sockets and no devices, and its clock only measures: no choice depends on the
+time. `schedule` makes a plan, `update` takes the
 results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
 which is why a block that is freed while a step still uses it can be handed to a later plan at once. The same
 holds for a worker of several stages, each of which has KV of its own and executes the plans in order. Transfers go
@@ -42,6 +43,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.engine.observer import SchedulerObserver
 from pagoda.engine.request import Request
+from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
 from pagoda.kv.stack import ConnectorStack
@@ -135,9 +137,11 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         kv: KVManager,
+        clock: Clock,
         tiers: ConnectorStack | None = None,
         holder: KVHolder | None = None,
     ) -> None:
+        """`clock` says how long requests wait."""
         if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
             raise ValueError(
                 f"A KV cache of {kv.pool.num_blocks} blocks of {kv.block_size} tokens cannot hold one "
@@ -145,10 +149,12 @@ class Scheduler:
             )
         self.limits = limits
         self.kv = kv
+        self._clock = clock
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_prefix_hit_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         """In order of rank, as is `_waiting`."""
@@ -224,6 +230,7 @@ class Scheduler:
             table=self.kv.new_table(message.cache_salt),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
+            added_at=self._clock.now(),
         )
         self._num_arrivals += 1
         problem = self._refusal(request)
@@ -606,6 +613,7 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         request.num_told_tokens = request.num_tokens
         if request.num_cached_tokens is None:
+            request.queue_time_s = self._clock.now() - request.added_at
             num_fetched = max(0, min(len(hits), request.fetched.stop) - request.fetched.start)
             num_cached_tokens = num_hit_tokens - num_fetched * self.kv.block_size
             request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
@@ -676,6 +684,7 @@ class Scheduler:
                         f"The worker's result of step {result.step} lacks slot {share.slot}."
                     )
                 chunks.append(self._append(request, token_id, result.logprobs.get(share.slot)))
+                self.num_generated_tokens += 1
             elif is_current:
                 chunks.append(
                     TokenChunk(
@@ -704,6 +713,7 @@ class Scheduler:
         if request.transfer_id is not None:
             source = self._finish_prefill(request, token_id, logprobs)
         request.token_ids.append(token_id)
+        queue_time_s, request.queue_time_s = request.queue_time_s, None
         if self._observer is not None:
             self._observer.sampled(request)
         finish, stop_reason = self._finish_of(request)
@@ -717,6 +727,7 @@ class Scheduler:
             None if logprobs is None else [logprobs],
             request.num_cached_tokens or 0,
             kv_source=source,
+            queue_time_s=queue_time_s,
         )
 
     def _finish_prefill(

@@ -78,6 +78,10 @@ class Executor(Protocol):
         """File descriptors and sockets (as `zmq.Poller` takes them) that become readable with news."""
         ...
 
+    def pids(self) -> dict[str, int]:
+        """The workers on this host that run now, by role: `worker dp0 tp1 pp0`."""
+        ...
+
     def next_event_at(self) -> float | None:
         """When to call `poll` even if nothing became readable, on the engine's clock; None for never."""
         ...

@@ -35,7 +35,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.group_transfers import GroupTransfers
-from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.executor.launcher import Launcher, WorkerSet, worker_name, worker_role
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
@@ -220,6 +220,9 @@ class GroupExecutor:
     def pollables(self) -> list[object]:
         return [self._group.socket, *self._group.workers.pollables()] if self._group else []
 
+    def pids(self) -> dict[str, int]:
+        return self._group.pids() if self._group else {}
+
     def next_event_at(self) -> float | None:
         group = self._group
         if group is None:
@@ -295,6 +298,15 @@ class _Group:
 
     def send(self, rank: int, payload: bytes, now: float) -> None:
         self._send(self._configs[rank], self._identities[rank], payload, now)
+
+    def pids(self) -> dict[str, int]:
+        """Of the workers on this host, by role."""
+        pids = self.workers.pids
+        return {
+            worker_role(config): pids[name]
+            for config in self._configs
+            if (name := worker_name(config)) in pids
+        }
 
     def send_to_ranks(self, payload: bytes, now: float) -> None:
         self._send_to_all(self._identities, payload, now)

@@ -16,6 +16,11 @@ class WorkerSet(Protocol):
         """What becomes readable when a worker has ended (as `zmq.Poller` takes it)."""
         ...
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of those on this host, by `worker_name`."""
+        ...
+
     def lost(self) -> WorkerLost | None:
         """How the first worker that ended did, or why they cannot be started; None while all live."""
         ...
@@ -33,6 +38,12 @@ class Launcher(Protocol):
         (`bind_host`, `workers_on_host`, `host_memory_bytes`) is the launcher's to fill in. Does not wait.
         """
         ...
+
+
+def worker_role(config: WorkerConfig) -> str:
+    """What operators know it by, beside the other processes of a server."""
+    place = config.place
+    return f"worker dp{place.dp} tp{place.tp} pp{place.pp}"
 
 
 def worker_name(config: WorkerConfig) -> str:

@@ -91,6 +91,11 @@ class RayWorkers:
     def pollables(self) -> list[object]:
         return [self._bell]
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """They may be anywhere."""
+        return {}
+
     def lost(self) -> WorkerLost | None:
         return self._lost
 

@@ -255,6 +255,9 @@ class SimExecutor:
     def pollables(self) -> list[object]:
         return []
 
+    def pids(self) -> dict[str, int]:
+        return {}
+
     def next_event_at(self) -> float | None:
         return self._events[0][0] if self._events else None
 

@@ -23,6 +23,7 @@ from pagoda.engine.messages import (
     LoadReport,
     ReplicaLoad,
     Role,
+    StepNews,
     TokenChunk,
 )
 from pagoda.errors import (
@@ -33,7 +34,7 @@ from pagoda.errors import (
     OverloadedError,
 )
 from pagoda.frontend.cache_union import CacheUnion
-from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.outliers import (
@@ -289,6 +290,12 @@ class Dispatcher:
                 except EngineLostError:
                     held.lost_an_engine()
                     self._tracer.instant("request moved", {"request": held.request_id})
+                    _log.info(
+                        "%slost it; it goes on with the %d tokens that it has",
+                        self._prefix(member),
+                        len(held.token_ids),
+                        extra={"request_id": held.request_id},
+                    )
                 except OverloadedError as error:
                     held.refusals[member.index] = error.retry_after_s
                 finally:
@@ -329,6 +336,7 @@ class Dispatcher:
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
+                num_losses=member.num_losses,
                 report=report,
             )
             for member, report in zip(members, reports, strict=True)
@@ -347,6 +355,19 @@ class Dispatcher:
         def end() -> None:
             unfollow()
             self._follow_caches()
+
+        return end
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """Replicas that come later are hosts, of which no steps are told."""
+        ends = [
+            member.replica.follow_steps(partial(_pass_on, member.name, listener))
+            for member in self._members
+        ]
+
+        def end() -> None:
+            for unfollow in ends:
+                unfollow()
 
         return end
 
@@ -600,6 +621,8 @@ class Dispatcher:
         if member.was_ready and not is_ready:
             self._tell(self._outliers.lose(member.index))
         member.was_ready = is_ready
+        member.num_losses += member.had_engine and not member.has_engine
+        member.had_engine = member.has_engine
         if not is_ready:
             self._cache.clear(member.prefixes)
         if member.replica.state is ReplicaState.DEGRADED:
@@ -747,6 +770,9 @@ class _Member:
         self.failure: EngineDeadError | None = None
         self.is_leaving = False
         self.was_ready = False
+        self.had_engine = False
+        self.num_losses = 0
+        """How often its engine was lost."""
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -875,6 +901,10 @@ class _Held:
 
 def _chunks_of(replica: Replica, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
     return cast(AsyncGenerator[TokenChunk, None], replica.generate(request))
+
+
+def _pass_on(replica: str, listener: StepListener, news: StepNews) -> None:
+    listener(msgspec.structs.replace(news, replica=replica))
 
 
 async def _load_of(member: _Member) -> LoadReport | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from pagoda.frontend.host_link import HostDoor, Identity
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry
+from pagoda.frontend.request_book import RequestBook
 from pagoda.ipc.curve import keep_door, keys_of
 from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.tracer import Tracer
@@ -127,6 +128,8 @@ class JoinConfig:
     advertised: Advertised
     model: str
     model_digest: str
+    book: RequestBook = field(default_factory=RequestBook)
+    """Is told of each answer to a router."""
 
 
 class JoinedFleet:
@@ -167,7 +170,13 @@ class JoinedFleet:
         host, port = join.advertised.host, join.advertised.port
         address = f"tcp://{host}:{'*' if port is None else port}"
         self._door = HostDoor(
-            self.dispatcher, self._context, address, join.keys, identity, self._tracer
+            self.dispatcher,
+            self._context,
+            address,
+            join.keys,
+            identity,
+            self._tracer,
+            join.book,
         )
         record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)

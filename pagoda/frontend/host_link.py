@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ from pagoda.engine.messages import (
     HostMessage,
     LoadQuery,
     LoadReport,
+    ProcessMemory,
     RequestRefused,
     TokenChunk,
     TokenChunks,
@@ -50,12 +52,14 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all, keep_going
+from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.heartbeat import notice_silence
+from pagoda.ipc.machine import process_memory_bytes
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 
@@ -94,15 +98,17 @@ class HostDoor:
         keys: CurveKeys,
         identity: Identity,
         tracer: Tracer | None = None,
+        book: RequestBook | None = None,
     ) -> None:
         """Binds `address`, whose port may be `*`. `context` must have a doorkeeper. `tracer` is that of this
-        process.
+        process, `book` is told of each answer.
 
         Raises:
             ConfigError: it cannot be bound.
         """
         self._endpoint = endpoint
         self._identity = identity
+        self._book = book or RequestBook()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -307,33 +313,65 @@ class HostDoor:
         with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
             report = await self._endpoint.load()
             report = msgspec.structs.replace(
-                report, query_id=query_id, is_worker_ready=self._is_ready
+                report,
+                query_id=query_id,
+                is_worker_ready=self._is_ready,
+                processes=(*self._own_memory(), *report.processes),
             )
             await self._send(router, report)
+
+    def _own_memory(self) -> Iterator[ProcessMemory]:
+        resident_bytes = process_memory_bytes(os.getpid())
+        if resident_bytes is not None:
+            role = "router" if self._identity.is_router else "frontend"
+            yield ProcessMemory(role, os.getpid(), resident_bytes)
 
     async def _generate(
         self, router: bytes, request: GenerateRequest, before: asyncio.Task[None] | None
     ) -> None:
         """`before` had the same id, and was aborted: two of them at once would not be known apart."""
+        record = self._open(request)
+        reason, problem = str(FinishReason.ABORT), ""
         try:
             if before is not None:
                 await asyncio.wait([before])
-            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(request))
+            value = record.carried_by(request)
+            chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
             async with aclosing(chunks):
                 async for chunk in chunks:
+                    if not chunk.is_news:
+                        self._book.note(record, chunk, len(chunk.token_ids))
+                    if chunk.finish_reason is not None:
+                        reason, problem = chunk.finish_reason, chunk.error or ""
                     self._put(router, chunk)
         except OverloadedError as error:
+            reason, problem = "refused", str(error)
             await self._send(router, RequestRefused(request.request_id, error.retry_after_s))
         except InvalidRequestError as error:
-            self._fail(router, request, str(error))
+            reason, problem = str(FinishReason.ERROR), str(error)
+            self._fail(router, request, problem)
         except EngineDeadError:
             pass  # this host ends; when it has hung up, the request goes on elsewhere
         except Exception:
+            reason, problem = str(FinishReason.ERROR), "The host failed with this request."
             _log.exception("request failed", extra={"request_id": request.request_id})
             self._fail(router, request, "The host failed with this request; its log says why.")
         finally:
+            self._book.close(record, reason, problem)
             if self._requests.get((router, request.request_id)) is asyncio.current_task():
                 del self._requests[router, request.request_id]
+
+    def _open(self, request: GenerateRequest) -> RequestRecord:
+        return self._book.open(
+            request.request_id,
+            Origin(
+                name=request.request_id,
+                arrived_ns=self._book.clock_ns(),
+                traceparent=request.traceparent,
+            ),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens or 0,
+        )
 
     def _fail(self, router: bytes, request: GenerateRequest, error: str) -> None:
         self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
@@ -468,6 +506,11 @@ class RemoteHost:
 
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         return self._session.follow_cache(listener)
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """They are the host's own to tell: there may be thousands of hosts."""
+        del listener
+        return lambda: None
 
     async def health(self) -> Health:
         if self._loss is not None:

@@ -201,4 +201,8 @@ class RemotePrefill:
                     elif chunk.kv_source.transfer_id != source.result().transfer_id:
                         return  # the host was lost, and at the next one nobody will ask
         except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
-            _log.info("a prompt is not computed by a prefill host: %s", error)
+            _log.info(
+                "the prompt is not computed by a prefill host: %s",
+                error,
+                extra={"request_id": copy.request_id},
+            )

@@ -12,8 +12,10 @@ from typing import Protocol
 
 import msgspec
 
+from pagoda.engine.messages import GenerateRequest, TokenChunk
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+
+class Origin(msgspec.Struct, kw_only=True):
     """Where a request comes from."""
 
     name: str
@@ -24,6 +26,10 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Which API key it came with, as operators know it; never the key itself."""
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if it has one."""
+    route: str = ""
+    """Of the API that it asked for; empty for what comes from a router."""
+    num_answers: int = 0
+    """That were begun for it; the book counts them."""
 
 
 class RequestRecord:
@@ -43,6 +49,7 @@ class RequestRecord:
         "queue_time_s",
         "request_id",
         "started_ns",
+        "traceparent",
     )
 
     def __init__(
@@ -56,6 +63,8 @@ class RequestRecord:
     ) -> None:
         self.request_id = request_id
         self.origin = origin
+        self.traceparent = origin.traceparent
+        """The span that what is done for it is part of: the client's, or that of an observer which makes one."""
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.started_ns = started_ns
@@ -71,6 +80,12 @@ class RequestRecord:
         """`stop`, `length`, `abort` or `error`; `refused` if no engine took it; empty while it runs."""
         self.error = ""
         """Why, with `error` and `refused`."""
+
+    def carried_by(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the span that it is part of now."""
+        if request.traceparent == self.traceparent:
+            return request
+        return msgspec.structs.replace(request, traceparent=self.traceparent)
 
 
 class RequestObserver(Protocol):
@@ -130,10 +145,19 @@ class RequestBook:
             max_tokens=max_tokens,
             started_ns=self.clock_ns(),
         )
+        origin.num_answers += 1
         self.live[request_id] = record
         for observer in self._observers:
             observer.began(record)
         return record
+
+    def note(self, record: RequestRecord, chunk: TokenChunk, num_tokens: int) -> None:
+        """Takes what a chunk says; so many of its tokens are part of the answer."""
+        if record.queue_time_s is None:
+            record.queue_time_s = chunk.queue_time_s
+        record.num_cached_tokens = chunk.num_cached_tokens
+        if num_tokens:
+            self.grow(record, num_tokens)
 
     def grow(self, record: RequestRecord, num_tokens: int) -> None:
         """New tokens are there, as text."""

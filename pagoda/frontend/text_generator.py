@@ -209,7 +209,8 @@ class TextGenerator:
         record = self._open(request)
         reason, error = str(FinishReason.ABORT), ""
         try:
-            chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(request.request))
+            value = record.carried_by(request.request)
+            chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     source = chunk.kv_source or source
@@ -248,11 +249,7 @@ class TextGenerator:
         )
 
     def _note(self, record: RequestRecord, chunk: TokenChunk, delta: TextDelta) -> None:
-        if record.queue_time_s is None:
-            record.queue_time_s = chunk.queue_time_s
-        record.num_cached_tokens = chunk.num_cached_tokens
-        if delta.token_ids:
-            self.book.grow(record, len(delta.token_ids))
+        self.book.note(record, chunk, len(delta.token_ids))
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -6,7 +6,14 @@ import operator
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from pagoda.engine.messages import EngineReady, LoadReport, ReplicaLoad, Role, TierLoad
+from pagoda.engine.messages import (
+    EngineReady,
+    LoadReport,
+    ReplicaLoad,
+    Role,
+    StepTotals,
+    TierLoad,
+)
 
 _SUMS = (
     "num_running",
@@ -14,6 +21,7 @@ _SUMS = (
     "num_awaiting_kv",
     "num_pending_tokens",
     "num_free_blocks",
+    "num_cached_blocks",
     "num_blocks",
     "num_steps",
     "num_preemptions",
@@ -26,6 +34,18 @@ _SUMS = (
     "num_wanted_leases",
     "num_leased_blocks",
     "num_leases_expired",
+    "num_generated_tokens",
+)
+_STEP_SUMS = (
+    "num_tokens",
+    "num_sequences",
+    "schedule_s",
+    "submit_s",
+    "wait_s",
+    "prepare_s",
+    "forward_s",
+    "sample_s",
+    "update_s",
 )
 
 
@@ -42,7 +62,17 @@ def sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadRep
         tiers=_sum_of_tiers([tier for report in reports for tier in report.tiers]),
         expert_tokens=_added([report.expert_tokens for report in reports]),
         expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
+        num_engine_restarts=sum(map(num_engine_restarts, replicas)),
+        steps=_sum_of_steps([report.steps for report in reports]),
+        processes=tuple(process for report in reports for process in report.processes),
         replicas=replicas,
+    )
+
+
+def num_engine_restarts(replica: ReplicaLoad) -> int:
+    """Of the replica's engine, or of those behind it."""
+    return replica.num_losses + (
+        0 if replica.report is None else replica.report.num_engine_restarts
     )
 
 
@@ -67,6 +97,15 @@ def _sum_of_tiers(tiers: Sequence[TierLoad]) -> tuple[TierLoad, ...]:
             is_shared=tier.is_shared,
         )
     return tuple(sums.values())
+
+
+def _sum_of_steps(totals: Sequence[StepTotals]) -> StepTotals:
+    sums = {name: sum(getattr(one, name) for one in totals) for name in _STEP_SUMS}
+    return StepTotals(
+        **sums,
+        by_tokens=_added([one.by_tokens for one in totals]),
+        by_sequences=_added([one.by_sequences for one in totals]),
+    )
 
 
 def _added(counts: Sequence[Sequence[int]]) -> list[int]:

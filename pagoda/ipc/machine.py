@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 _ROOT = Path("/")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def available_cores() -> int:
@@ -27,6 +28,15 @@ def available_memory_bytes() -> int:
     free: int = psutil.virtual_memory().available
     left = cgroup_memory_left_bytes(_ROOT)
     return free if left is None else min(free, left)
+
+
+def process_memory_bytes(pid: int) -> int | None:
+    """What a process has in memory, shared pages included; None if that is not known, or it has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return None
 
 
 def cgroup_cores(root: Path) -> float | None:

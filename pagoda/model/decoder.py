@@ -7,7 +7,7 @@ heads and channels. Hidden states are whole, and the same on all ranks of a stag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -25,12 +25,17 @@ from pagoda.backend.base import (
     TokenBatch,
     ValueT,
 )
-from pagoda.backend.weights import GroupedWeight, LinearWeight
+from pagoda.backend.operation import Operation, WeightNames
+from pagoda.backend.weights import GroupedWeight, LinearWeight, weight_bytes
 from pagoda.errors import ConfigError
 from pagoda.model.config import LinearMap
 from pagoda.model.experts import DenseMlp, SparseMlp, compute_mlp, load_experts
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.sharding import PartialWeights, Shard
+from pagoda.telemetry.tracer import Tracer
+
+_PLAN = Operation("plan", "plan")
+"""What comes before the operations of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,19 @@ class Decoder(Generic[LinearT, PlanT]):
         source: PartialWeights,
         dtype: torch.dtype,
         caches: Sequence[KVCache],
+        tracer: Tracer,
+        on_loaded: Callable[[int], None],
     ) -> None:
         """Takes the weights of `shard` out of `source`; `caches` has one entry for each of its layers.
+
+        `on_loaded` is told the bytes of each linear map when it is packed.
 
         Raises:
             ConfigError: a weight is missing or has the wrong shape.
         """
         config = shard.config
-        loader = _Loader(shard, backend, source, dtype)
+        loader = _Loader(shard, backend, source, dtype, tracer, on_loaded)
+        self._tracer = tracer
         self._shard = shard
         self._backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
@@ -78,19 +88,42 @@ class Decoder(Generic[LinearT, PlanT]):
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
         self._caches = caches
+        began = tracer.e2e()
         self._compiled = backend.compile(
-            self._compute, hidden=None if shard.is_first else (config.hidden_size, dtype)
+            self._compute,
+            hidden=None if shard.is_first else (config.hidden_size, dtype),
+            names=self._weight_names(),
         )
+        tracer.span("compile", began)
 
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
         """Hidden states behind the stage's last layer, [n, hidden]; those of the last stage are normed.
 
         `hidden` [n, hidden] is what the stage before this one gave, None for the first stage.
         """
-        backend = self._backend
+        backend, tracer = self._backend, self._tracer
+        began = tracer.e2e()
         plan = backend.plan_attention(batch, self._shard.num_heads, self._caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
-        return self._compiled(StepInput(batch.token_ids, table, plan, hidden))
+        step = StepInput(batch.token_ids, table, plan, hidden)
+        planned = tracer.kernel()
+        if not planned:
+            computed = self._compiled(step)
+            tracer.span("forward", began)
+            return computed
+        computed, times = self._compiled.traced(step, tracer)
+        if times:
+            tracer.span("forward", began, {"ops_ns": [planned - began, *times]})
+        else:
+            tracer.span(_PLAN.name, began, {"kind": _PLAN.kind}, ended=planned)
+            tracer.span("forward", began)
+        return computed
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """What `ops_ns` in the trace of a forward pass is of; empty where operations have spans of their own."""
+        recorded = self._compiled.operations
+        return [_PLAN, *recorded] if recorded else ()
 
     def take_expert_tokens(self) -> list[int]:
         """How many tokens each expert was given since this was last asked, in all layers of the stage together.
@@ -127,6 +160,14 @@ class Decoder(Generic[LinearT, PlanT]):
         # Of equal ones the lowest token, which the lowest rank has.
         winner = (values == values.amax(dim=0)).int().argmax(dim=0)
         return tokens.gather(0, winner[None])[0], sound.bool().all(dim=0)
+
+    def _weight_names(self) -> WeightNames:
+        """What traces call the weights: `embedding`, `layers.3.qkv`."""
+        named: dict[str, object] = {"embedding": self._embedding, "norm": self._norm}
+        for index, layer in zip(self._shard.layers, self._layers, strict=True):
+            for name, weight in (vars(layer) | vars(layer.mlp)).items():
+                named[f"layers.{index}.{name}"] = weight
+        return {id(weight): name for name, weight in named.items()}
 
     def _require_head(self) -> LinearT:
         if self._head is None:
@@ -184,8 +225,12 @@ class _Loader(Generic[LinearT]):
         backend: Backend[LinearT, PlanT],
         source: PartialWeights,
         dtype: torch.dtype,
+        tracer: Tracer,
+        on_loaded: Callable[[int], None],
     ) -> None:
         self._shard = shard
+        self._tracer = tracer
+        self._on_loaded = on_loaded
         self._prepare_linear = backend.prepare_linear
         self._source = source
         self._dtype = dtype
@@ -227,10 +272,18 @@ class _Loader(Generic[LinearT]):
 
     def linear(self, maps: Sequence[LinearMap], *, bias: bool) -> LinearT:
         """This rank's parts of linear maps of the same input, as one."""
+        began = self._tracer.e2e()
         weights = [self._source.linear(m, self._shard.part_of(m), self._dtype) for m in maps]
         _check_input_orders([m.name for m in maps], weights)
         biases = [self._bias(m) for m in maps] if bias else []
-        return self._prepare_linear(weights, torch.cat(biases) if biases else None, self._dtype)
+        loaded = self._tracer.e2e()
+        prepared = self._prepare_linear(weights, torch.cat(biases) if biases else None, self._dtype)
+        num_bytes = sum(map(weight_bytes, weights))
+        said = {"first": maps[0].name, "bytes": num_bytes}
+        self._tracer.span("load weights", began, said, ended=loaded)
+        self._tracer.span("pack weights", loaded, said)
+        self._on_loaded(num_bytes)
+        return prepared
 
     def _bias(self, linear_map: LinearMap) -> Tensor:
         values = self.tensor(f"{linear_map.name}.bias", linear_map.outputs)

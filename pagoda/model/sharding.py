@@ -170,12 +170,41 @@ class Shard:
         Raises:
             ConfigError: a linear map cannot be quantized, or cut, so.
         """
-        total = self._num_vector_elements() * itemsize
-        for m in self.linear_maps():
-            part = self.part_of(m)
-            held_as = format_of_part(m.name, _format_of(m, quantization), m.inputs, part.inputs)
-            total += format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
-        return total
+        maps = (self._map_bytes(m, quantization, itemsize) for m in self.linear_maps())
+        return self._num_vector_elements() * itemsize + sum(maps)
+
+    def step_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
+        """Of the weights that a step reads when it samples: all but a table that only gives single rows."""
+        config = self.config
+        total = self.weight_bytes(quantization, itemsize)
+        if not self.is_first or (config.tie_word_embeddings and self.is_last):
+            return total
+        return total - self._map_bytes(config.embedding, quantization, itemsize)
+
+    def flops_per_token(self) -> int:
+        """Of products with weights, without the head, through which few tokens of a prompt go."""
+        total = 0
+        for layer in self.layers:
+            maps = [*self.config.attention_maps(layer)]
+            sparse = self.expert_maps(layer)
+            if self.config.experts is None or sparse is None:
+                maps += self.config.mlp_maps(layer)
+            else:
+                maps.append(sparse.router)
+                held = sum(self._num_weights(m) for mlp in sparse.experts for m in mlp)
+                experts = self.config.experts
+                total += held * experts.experts_per_token // experts.num_experts
+            total += sum(map(self._num_weights, maps))
+        return 2 * total
+
+    def _num_weights(self, linear_map: LinearMap) -> int:
+        part = self.part_of(linear_map)
+        return len(part.outputs) * len(part.inputs)
+
+    def _map_bytes(self, m: LinearMap, quantization: Quantization | None, itemsize: int) -> int:
+        part = self.part_of(m)
+        held_as = format_of_part(m.name, _format_of(m, quantization), m.inputs, part.inputs)
+        return format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
 
     def _num_vector_elements(self) -> int:
         """Of norms, and of this rank's parts of biases."""

@@ -1,23 +1,33 @@
-"""One log format for every process.
+"""One log format for every process: lines for people, or one JSON object a line for machines.
 
     2031-05-04 12:00:00.123 INFO  pagoda.api 4711 [req-1] 400 prompt is longer than the context
+    {"time":"2031-05-04T10:00:00.123Z","level":"info","logger":"pagoda.api","process":4711,"request_id":"req-1",
+     "message":"400 prompt is longer than the context"}
 
-Lines that concern a request carry its id: `logger.info("aborted", extra={"request_id": id})`.
+Lines that concern a request carry its id: `logger.info("aborted", extra={"request_id": id})`. What a line says in
+figures may be given to machines as such, too: `extra={"fields": {"output_tokens": 7}}`.
 Prompts and answers are never logged; what a line says of them are counts and ids.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
-from typing import Literal, TextIO
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
 
 from pagoda.errors import ConfigError
 
 LOG_LEVEL_ENV = "PAGODA_LOG_LEVEL"
 """The spelling of `--log-level` in the environment, which is how child processes learn it."""
 
+LOG_FORMAT_ENV = "PAGODA_LOG_FORMAT"
+"""The same for `--log-format`."""
+
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
@@ -26,21 +36,57 @@ _TEXT = "[%(request_id)s] %(message)s"
 
 
 def configure_logging(
-    level: str | None = None, *, stream: TextIO | None = None, place: str | None = None
+    level: str | None = None,
+    *,
+    log_format: str | None = None,
+    stream: TextIO | None = None,
+    place: str | None = None,
 ) -> None:
     """Sends the log lines of this process to `stream` (standard error) in Pagoda's format.
 
-    `level` is one of `LOG_LEVELS`; None takes `PAGODA_LOG_LEVEL` from the environment, else `info`. `place` tells
-    processes of one kind apart. Libraries log from `warning` up. May be called again; the last call counts.
+    `level` is one of `LOG_LEVELS`; None takes `PAGODA_LOG_LEVEL` from the environment, else `info`. `log_format`
+    is one of `LOG_FORMATS`; None takes `PAGODA_LOG_FORMAT`, else `text`. `place` tells processes of one kind
+    apart. Libraries log from `warning` up. May be called again; the last call counts.
 
     Raises:
-        ConfigError: no such level.
+        ConfigError: no such level, or no such format.
     """
     name = (level or os.environ.get(LOG_LEVEL_ENV, "info")).lower()
     if name not in LOG_LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {name}.")
+    form = (log_format or os.environ.get(LOG_FORMAT_ENV, "text")).lower()
+    if form not in LOG_FORMATS:
+        raise ConfigError(f"--log-format must be one of {', '.join(LOG_FORMATS)}, got {form}.")
     handler = logging.StreamHandler(stream or sys.stderr)
-    line = f"{_ORIGIN} {_TEXT}" if place is None else f"{_ORIGIN} {place} {_TEXT}"
-    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S", defaults={"request_id": "-"}))
+    handler.setFormatter(_JsonLines(place) if form == "json" else _text_lines(place))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pagoda").setLevel(name.upper())
+
+
+def _text_lines(place: str | None) -> logging.Formatter:
+    line = f"{_ORIGIN} {_TEXT}" if place is None else f"{_ORIGIN} {place} {_TEXT}"
+    return logging.Formatter(line, "%Y-%m-%d %H:%M:%S", defaults={"request_id": "-"})
+
+
+class _JsonLines(logging.Formatter):
+    """One object a line; what a line does not have is left out."""
+
+    def __init__(self, place: str | None) -> None:
+        super().__init__()
+        self._place = place
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {
+            "time": at.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": record.process,
+            "place": self._place,
+            "request_id": getattr(record, "request_id", None),
+            "message": record.getMessage(),
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        line |= getattr(record, "fields", {})
+        said = {name: value for name, value in line.items() if value is not None}
+        return json.dumps(said, default=str, separators=(",", ":"))

@@ -109,7 +109,7 @@ class Tracer:
             self.problems = []
             self._writer = writer
             self._session = session
-        for row, name in self._rows.items():
+        for row, name in list(self._rows.items()):  # threads may open others
             self._name_row(row, name)
         self.e2e = self.clock_ns
         self.kernel = self.clock_ns if session.level >= TraceLevel.KERNEL else _off

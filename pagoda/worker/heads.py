@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagoda.engine.messages import SlotStart
 from pagoda.parallel.collectives import Collectives
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.sampler import Sampled, Sampler, joined, take_likeliest
 
 BROKE_A_STEP = "this request broke a step; the server's log says why"
@@ -58,8 +59,9 @@ class Head(Protocol):
 class OwnHead:
     """Of a rank that computes by itself."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, tracer: Tracer) -> None:
         self._sampler = sampler
+        self._tracer = tracer
 
     def start(self, start: SlotStart) -> str | None:
         try:
@@ -74,7 +76,7 @@ class OwnHead:
 
     def choose(self, model: Logits, hidden: Tensor, rows: dict[int, int]) -> Sampled:
         ways = _ways(self._sampler, rows)
-        return _sample(self._sampler, model, hidden, ways)
+        return _sample(self._sampler, model, hidden, ways, self._tracer)
 
     def append(self, slot: int, token_id: int) -> None:
         self._sampler.append(slot, token_id)
@@ -83,9 +85,10 @@ class OwnHead:
 class LeadingHead:
     """Of the first of the last stage's ranks, where others take part in a step."""
 
-    def __init__(self, sampler: Sampler, group: Collectives) -> None:
-        self._own = OwnHead(sampler)
+    def __init__(self, sampler: Sampler, group: Collectives, tracer: Tracer) -> None:
+        self._own = OwnHead(sampler, tracer)
         self._sampler = sampler
+        self._tracer = tracer
         self._group = group
         self._errors: dict[int, str] = {}
         """Of slots that could not be started: told to all when they come to sample, as all must compute alike."""
@@ -104,7 +107,12 @@ class LeadingHead:
         errors = {slot: self._errors[slot] for slot in rows if slot in self._errors}
         ways = _ways(self._sampler, {s: row for s, row in rows.items() if s not in errors})
         self._group.broadcast(msgspec.msgpack.encode(ways))
-        sampled = joined([Sampled(errors=errors), _sample(self._sampler, model, hidden, ways)])
+        sampled = joined(
+            [
+                Sampled(errors=errors),
+                _sample(self._sampler, model, hidden, ways, self._tracer),
+            ]
+        )
         told = _Told(sampled.token_ids, sampled.errors)
         self._group.broadcast(msgspec.msgpack.encode(told))
         return sampled
@@ -116,8 +124,9 @@ class LeadingHead:
 class FollowingHead:
     """Of the other ranks."""
 
-    def __init__(self, group: Collectives) -> None:
+    def __init__(self, group: Collectives, tracer: Tracer) -> None:
         self._group = group
+        self._tracer = tracer
 
     def start(self, start: SlotStart) -> str | None:
         pass
@@ -128,9 +137,9 @@ class FollowingHead:
     def choose(self, model: Logits, hidden: Tensor, rows: dict[int, int]) -> Sampled:  # noqa: ARG002
         ways = msgspec.msgpack.decode(self._group.broadcast(None), type=_Ways)
         if ways.greedy:
-            model.greedy(hidden[list(ways.greedy.values())])
+            _greedy(model, hidden, ways, self._tracer)
         if ways.other:
-            model.logits(hidden[list(ways.other.values())])
+            _logits(model, hidden, ways, self._tracer)
         told = msgspec.msgpack.decode(self._group.broadcast(None), type=_Told)
         return Sampled(told.token_ids, {}, told.errors)
 
@@ -155,12 +164,30 @@ def _ways(sampler: Sampler, rows: dict[int, int]) -> _Ways:
     return _Ways({slot: row for slot, row in rows.items() if slot not in other}, other)
 
 
-def _sample(sampler: Sampler, model: Logits, hidden: Tensor, ways: _Ways) -> Sampled:
+def _sample(
+    sampler: Sampler, model: Logits, hidden: Tensor, ways: _Ways, tracer: Tracer
+) -> Sampled:
     sampled = Sampled()
     if ways.greedy:
-        tokens, sound = model.greedy(hidden[list(ways.greedy.values())])
+        tokens, sound = _greedy(model, hidden, ways, tracer)
         sampled = take_likeliest(list(ways.greedy), tokens, sound)
     if ways.other:
-        logits = model.logits(hidden[list(ways.other.values())])
+        logits = _logits(model, hidden, ways, tracer)
+        began = tracer.kernel()
         sampled = joined([sampled, sampler.sample(logits, list(ways.other))])
+        tracer.span("sampler", began, {"rows": len(ways.other)})
     return sampled
+
+
+def _greedy(model: Logits, hidden: Tensor, ways: _Ways, tracer: Tracer) -> tuple[Tensor, Tensor]:
+    began = tracer.kernel()
+    likeliest = model.greedy(hidden[list(ways.greedy.values())])
+    tracer.span("greedy", began, {"rows": len(ways.greedy)})
+    return likeliest
+
+
+def _logits(model: Logits, hidden: Tensor, ways: _Ways, tracer: Tracer) -> Tensor:
+    began = tracer.kernel()
+    logits = model.logits(hidden[list(ways.other.values())])
+    tracer.span("logits", began, {"rows": len(ways.other)})
+    return logits

@@ -104,6 +104,10 @@ class InputBatch:
         state = self._state(slot)
         return state.num_computed_tokens + num_tokens == state.num_tokens
 
+    def num_computed_tokens(self, slots: list[int]) -> int:
+        """Of these slots together."""
+        return sum(self._state(slot).num_computed_tokens for slot in slots)
+
     def advance(self, slot: int, num_tokens: int) -> None:
         """`num_tokens` more have been computed."""
         self._state(slot).num_computed_tokens += num_tokens

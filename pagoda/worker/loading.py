@@ -40,9 +40,11 @@ from pagoda.models.presets import PRESETS
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
+from pagoda.worker.description import ModelDescription
 from pagoda.worker.heads import FollowingHead, Head, LeadingHead, OwnHead
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
+from pagoda.worker.progress import loading_weights
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
@@ -72,6 +74,10 @@ class WorkerPlan:
     @property
     def kv_dtype(self) -> torch.dtype:
         return _torch_dtype(self.kv_dtype_name)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.shard.weight_bytes(self.quantization, self.dtype.itemsize)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -128,6 +134,7 @@ class LoadedWorker(NamedTuple):
     ready: WorkerReady
     caches: Sequence[KVCache]
     """Of the rank's layers."""
+    description: ModelDescription
     shared: SharedKVMemory | None = None
     """Where their tensors lie, if other processes may map them."""
 
@@ -150,6 +157,7 @@ def load_runner(
     group = group or Alone()
     backend, backend_summary = choose_backend(config.backend, group)
     shared = _shared_memory(plan, num_blocks) if shares_kv(config) else None
+    began = tracer.e2e()
     caches = [
         backend.allocate_kv_cache(
             num_blocks,
@@ -162,8 +170,12 @@ def load_runner(
         )
         for _ in shard.layers
     ]
-    with _weights(config, plan.quantization, backend) as source:
-        model = Decoder(shard, backend, source, plan.dtype, caches)
+    tracer.span("allocate kv cache", began)
+    with (
+        loading_weights(config.place, plan.weight_bytes) as on_loaded,
+        _weights(config, plan.quantization, backend) as source,
+    ):
+        model = Decoder(shard, backend, source, plan.dtype, caches, tracer, on_loaded)
     ready = WorkerReady(
         capabilities=backend.capabilities,
         num_blocks=num_blocks,
@@ -173,12 +185,18 @@ def load_runner(
         summary=_summary(plan, num_blocks, backend_summary),
         arithmetic=backend.arithmetic,
     )
+    description = ModelDescription(
+        operations=model.operations,
+        weight_bytes=shard.step_bytes(plan.quantization, plan.dtype.itemsize),
+        flops_per_token=shard.flops_per_token(),
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+    )
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:
-        return LoadedWorker(StageRunner(model, batch, tracer), ready, caches, shared)
+        return LoadedWorker(StageRunner(model, batch, tracer), ready, caches, description, shared)
     alone = shard.is_first and group.size == 1
-    runner = Runner(model, batch, _head(shard, group, alone=alone), tracer, alone=alone)
-    return LoadedWorker(runner, ready, caches, shared)
+    runner = Runner(model, batch, _head(shard, group, tracer, alone=alone), tracer, alone=alone)
+    return LoadedWorker(runner, ready, caches, description, shared)
 
 
 def _shared_memory(plan: WorkerPlan, num_blocks: int) -> SharedKVMemory:
@@ -186,19 +204,18 @@ def _shared_memory(plan: WorkerPlan, num_blocks: int) -> SharedKVMemory:
     return SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(plan.shard.layers))
 
 
-def _head(shard: Shard, group: Collectives, *, alone: bool) -> Head:
+def _head(shard: Shard, group: Collectives, tracer: Tracer, *, alone: bool) -> Head:
     if group.rank > 0:
-        return FollowingHead(group)
+        return FollowingHead(group, tracer)
     sampler = Sampler(shard.config.vocab_size)
-    return OwnHead(sampler) if alone else LeadingHead(sampler, group)
+    return OwnHead(sampler, tracer) if alone else LeadingHead(sampler, group, tracer)
 
 
 def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:
     quantization = "" if plan.quantization is None else f"{plan.quantization.summary}, "
-    weight_bytes = plan.shard.weight_bytes(plan.quantization, plan.dtype.itemsize)
     num_cached = num_blocks * plan.block_size
     return (
-        f"{backend}, {plan.dtype_name}, {quantization}{format_bytes(weight_bytes)} weights, "
+        f"{backend}, {plan.dtype_name}, {quantization}{format_bytes(plan.weight_bytes)} weights, "
         f"{format_bytes(num_cached * plan.kv_bytes_per_token)} {plan.kv_dtype_name} KV cache "
         f"for {num_cached} tokens"
     )

@@ -36,6 +36,7 @@ from pagoda.worker.pinning import free_threads, settle
 from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
+    from pagoda.worker.description import ModelDescription
     from pagoda.worker.loading import LoadedWorker, WorkerPlan
     from pagoda.worker.meeting import Meeting
     from pagoda.worker.runner import Runner, StageRunner
@@ -51,6 +52,7 @@ class _Worker:
 
     runner: Runner | StageRunner
     ready: WorkerReady
+    description: ModelDescription
     meeting: Meeting | None = None
     source: StageInput | None = None
     target: StageOutput | None = None
@@ -76,6 +78,7 @@ def main() -> NoReturn:
     if isinstance(worker, WorkerFailed):
         engine.send(worker)
     else:
+        worker.description.tell(tracer)
         engine.send(worker.ready)
         try:
             _run(worker, engine, tracer)
@@ -93,16 +96,21 @@ def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
     while True:
         match engine.receive():
             case StepPlan() as plan:
-                _step(worker, engine, plan)
+                _step(worker, engine, plan, tracer)
             case StartTrace(session=session):
                 _start_trace(tracer, engine, session)
+                worker.description.tell(tracer)
             case StopTrace():
                 tracer.stop()
                 engine.send(TraceStopped(tracer.problems))
 
 
-def _step(worker: _Worker, engine: EngineLink, plan: StepPlan) -> None:
-    before = None if worker.source is None else worker.source.receive(plan)
+def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -> None:
+    began = tracer.e2e()
+    before = None
+    if worker.source is not None:
+        before = worker.source.receive(plan)
+        tracer.span("await stage", began)
     output = worker.runner.step(plan, before)
     if worker.transfers is not None:
         worker.transfers.half.step_done(plan.step)
@@ -111,6 +119,14 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan) -> None:
             engine.send(output)
     elif worker.target is not None:
         worker.target.send(plan.step, output)
+    if began:
+        batch = {
+            "step": plan.step,
+            "tokens": sum(plan.num_tokens),
+            "seqs": len(plan.slots),
+            "context_tokens": worker.runner.context_tokens(plan),
+        }
+        tracer.span("step", began, batch)
 
 
 def _start_trace(tracer: Tracer, engine: EngineLink, session: TraceSession) -> None:
@@ -135,7 +151,7 @@ def _start(
             worker, plan, loaded = _start_with_peers(config, engine, context, address, tracer)
         if config.has_transfer_link:
             with free_threads(cores):
-                worker = _with_transfers(worker, plan, loaded, context, address)
+                worker = _with_transfers(worker, plan, loaded, context, address, tracer)
         return worker
     except ConfigError as error:
         return WorkerFailed(str(error), is_user_error=True)
@@ -148,11 +164,13 @@ def _start(
 
 
 def _start_alone(config: WorkerConfig, tracer: Tracer) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+    began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
 
+    tracer.span("import torch", began)
     plan = plan_worker(config)
     loaded = load_runner(plan, tracer)
-    return _Worker(loaded.runner, loaded.ready), plan, loaded
+    return _Worker(loaded.runner, loaded.ready, loaded.description), plan, loaded
 
 
 def _start_with_peers(
@@ -162,20 +180,25 @@ def _start_with_peers(
     address: str,
     tracer: Tracer,
 ) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+    began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
     from pagoda.worker.meeting import Meeting
 
+    tracer.span("import torch", began)
     plan = plan_worker(config)
     meeting = Meeting(
         config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
     )
+    began = tracer.e2e()
     peers = engine.meet_peers(meeting.hello(plan.num_blocks))
     group = meeting.form_group(peers)
+    tracer.span("meet peers", began)
     loaded = load_runner(plan, tracer, peers.num_blocks, group)
     parallel, place = config.parallel, config.place
     worker = _Worker(
         loaded.runner,
         loaded.ready,
+        loaded.description,
         meeting,
         source=meeting.source,
         target=meeting.target(peers),
@@ -190,19 +213,23 @@ def _with_transfers(
     loaded: LoadedWorker,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
+    tracer: Tracer,
 ) -> _Worker:
     """The worker with the KV tiers, and the part in handoff, that it is to have."""
     from pagoda.worker.kv_handoff import open_handoff
     from pagoda.worker.kv_places import KVPlaces
     from pagoda.worker.kv_tiers import open_tiers
     from pagoda.worker.transfer_link import TransferThread
+    from pagoda.worker.transfer_spans import TransferSpans
 
     tiers = open_tiers(plan, loaded)
     handoff = None if plan.config.kv_handoff is None else open_handoff(plan, loaded)
     ready = tiers.described(worker.ready)
     if handoff is not None:
         ready = handoff.described(ready)
-    transfers = TransferThread(context, address, plan.config, partial(KVPlaces, tiers, handoff))
+    spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
+    open_half = partial(KVPlaces, tiers, handoff)
+    transfers = TransferThread(context, address, plan.config, open_half, spans)
     return replace(worker, ready=ready, transfers=transfers)
 
 

@@ -53,6 +53,10 @@ class _Slots:
         for slot, block_ids in plan.new_blocks:
             self.batch.add_blocks(slot, block_ids)
 
+    def context_tokens(self, plan: StepPlan) -> int:
+        """What a step attended to that has been executed: each token of its requests counts once."""
+        return self.batch.num_computed_tokens(plan.slots)
+
     def of(self, slot: int) -> dict[str, str]:
         """What a log line about a slot's request carries."""
         return {"request_id": self._request_ids.get(slot, "-")}
@@ -91,6 +95,10 @@ class StageRunner:
         return StageState(
             computed, _sum(before.expert_tokens, expert_tokens), times.behind(before.times)
         )
+
+    def context_tokens(self, plan: StepPlan) -> int:
+        """See `_Slots`."""
+        return self._slots.context_tokens(plan)
 
 
 def _sum(one: list[int], other: list[int]) -> list[int]:
@@ -152,6 +160,10 @@ class Runner:
             sample_time_s=times.sample,
             expert_tokens=expert_tokens,
         )
+
+    def context_tokens(self, plan: StepPlan) -> int:
+        """See `_Slots`."""
+        return self._slots.context_tokens(plan)
 
     def _apply(self, plan: StepPlan) -> None:
         self._slots.apply(plan)

@@ -13,6 +13,7 @@ from pagoda.engine.messages import TransferLink, TransferMessage, Transfers, Wor
 from pagoda.ipc.codec import Codec
 from pagoda.kv.connector import TransferWorker
 from pagoda.worker.engine_link import connect
+from pagoda.worker.transfer_spans import TransferSpans
 
 _FAREWELL_S = 5.0
 
@@ -31,10 +32,12 @@ class TransferThread:
         address: str,
         config: WorkerConfig,
         open_half: Callable[[Callable[[], None]], TransferWorker],
+        spans: TransferSpans,
     ) -> None:
         """`open_half` makes the worker's half, with what it has to call when a transfer has ended."""
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
+        self._spans = spans
         self.half = open_half(self._wake)
         self._context = context
         self._address = address
@@ -77,8 +80,10 @@ class TransferThread:
                 os.eventfd_read(self._news)
                 for end in self.half.poll():
                     socket.send(codec_out.encode(end))
+                    self._spans.end(end)
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
+                self._spans.begin(message.transfers)
                 self.half.meet(message.met)
                 self.half.start(message.transfers)
                 self.half.part(message.parted)

@@ -3,11 +3,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 
-import msgspec
 import pytest
 
-from pagoda.api.app import ROUTES, hosts_for
-from pagoda.engine.messages import LoadReport, ReplicaLoad, TierLoad
+from pagoda.api.app import OPEN_PATHS, ROUTES, hosts_for
+from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
 from pagoda.version import __version__
@@ -43,89 +42,6 @@ async def test_version_and_load(api) -> None:
     assert (await api.get("/version")).json() == {"version": __version__}
     load = (await api.get("/v1/load")).json()
     assert (load["num_running"], load["draining"]) == (0, False)
-
-
-async def test_metrics(api, monkeypatch) -> None:
-    zeros = await api.endpoint.load()
-    experts = {"expert_tokens": [4, 9], "expert_rank_tokens": [4, 9]}
-    blocks = {"num_blocks_stored": 5, "num_blocks_removed": 3}
-
-    async def load() -> LoadReport:
-        own = msgspec.structs.replace(zeros, num_prompt_tokens=7, **blocks, **experts)
-        replicas = (
-            ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=own),
-            ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0),
-        )
-        return msgspec.structs.replace(own, replicas=replicas)
-
-    monkeypatch.setattr(api.endpoint, "load", load)
-    answer = await api.get("/metrics")
-    assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-    lines = answer.body.decode().splitlines()
-    assert "# TYPE pagoda_num_requests_running gauge" in lines
-    assert 'pagoda_replica_ready{replica="0"} 1' in lines
-    assert 'pagoda_replica_ready{replica="1"} 0' in lines
-    assert 'pagoda_num_requests_running{replica="0"} 0' in lines
-    assert 'pagoda_prefix_cache_queries_total{replica="0"} 7' in lines
-    assert 'pagoda_kv_blocks_stored_total{replica="0"} 5' in lines
-    assert 'pagoda_kv_blocks_removed_total{replica="0"} 3' in lines
-    assert not any(line.startswith('pagoda_num_requests_running{replica="1"}') for line in lines)
-    start = lines.index("# TYPE pagoda_expert_tokens_total counter")
-    assert lines[start + 1 :] == [
-        'pagoda_expert_tokens_total{replica="0",expert="0"} 4',
-        'pagoda_expert_tokens_total{replica="0",expert="1"} 9',
-        "# HELP pagoda_expert_rank_tokens_total Tokens given to the experts of a rank, over all layers.",
-        "# TYPE pagoda_expert_rank_tokens_total counter",
-        'pagoda_expert_rank_tokens_total{replica="0",rank="0"} 4',
-        'pagoda_expert_rank_tokens_total{replica="0",rank="1"} 9',
-    ]
-    experts = {"expert_tokens": [], "expert_rank_tokens": []}
-    assert b"expert" not in (await api.get("/metrics")).body
-
-
-async def test_metrics_of_tiers(api, monkeypatch) -> None:
-    zeros = await api.endpoint.load()
-    tiers = (
-        TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
-        TierLoad(
-            name="disk",
-            num_blocks=0,
-            num_total_blocks=90,
-            num_loaded=6,
-            num_failed=1,
-            is_indexed=False,
-        ),
-    )
-
-    async def load() -> LoadReport:
-        own = msgspec.structs.replace(zeros, num_awaiting_kv=4, tiers=tiers)
-        replica = ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=own)
-        return msgspec.structs.replace(own, replicas=(replica,))
-
-    assert b"kv_tier" not in (await api.get("/metrics")).body
-    monkeypatch.setattr(api.endpoint, "load", load)
-    lines = (await api.get("/metrics")).body.decode().splitlines()
-    assert 'pagoda_num_requests_awaiting_kv{replica="0"} 4' in lines
-    assert [line for line in lines if line.startswith("pagoda_kv_tier")] == [
-        'pagoda_kv_tier_blocks{replica="0",tier="host"} 3',
-        'pagoda_kv_tier_blocks{replica="0",tier="disk"} 0',
-        'pagoda_kv_tier_capacity_blocks{replica="0",tier="host"} 8',
-        'pagoda_kv_tier_capacity_blocks{replica="0",tier="disk"} 90',
-        'pagoda_kv_tier_indexed{replica="0",tier="host"} 1',
-        'pagoda_kv_tier_indexed{replica="0",tier="disk"} 0',
-        'pagoda_kv_tier_blocks_stored_total{replica="0",tier="host"} 5',
-        'pagoda_kv_tier_blocks_stored_total{replica="0",tier="disk"} 0',
-        'pagoda_kv_tier_blocks_removed_total{replica="0",tier="host"} 2',
-        'pagoda_kv_tier_blocks_removed_total{replica="0",tier="disk"} 0',
-        'pagoda_kv_tier_blocks_loaded_total{replica="0",tier="host"} 0',
-        'pagoda_kv_tier_blocks_loaded_total{replica="0",tier="disk"} 6',
-        'pagoda_kv_tier_blocks_failed_total{replica="0",tier="host"} 0',
-        'pagoda_kv_tier_blocks_failed_total{replica="0",tier="disk"} 1',
-    ]
-    [disk] = [
-        tier for tier in (await api.get("/v1/load")).json()["tiers"] if tier["name"] == "disk"
-    ]
-    assert (disk["num_total_blocks"], disk["is_indexed"]) == (90, False)
 
 
 async def test_tokenize_and_detokenize(api) -> None:
@@ -197,7 +113,7 @@ async def test_stuck(api) -> None:
 
 
 async def test_health_is_told_without_a_key_and_its_reason_with_one(serve_api) -> None:
-    api = await serve_api(api_key="secret")
+    api = await serve_api(api_keys=ApiKeys(["secret"]))
     for path in ("/health", "/health/ready"):
         assert (await api.get(path)).status == 200
     api.endpoint.healthy = Health(False, "the host at 10.0.0.1 hung up")
@@ -241,11 +157,13 @@ async def test_refused_by_an_endpoint_that_drains(api) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Basic secret", "é"])
-async def test_every_route_but_health_asks_for_the_key(serve_api, given: str | None) -> None:
-    api = await serve_api(api_key="secret")
+async def test_every_route_but_health_and_the_page_asks_for_the_key(
+    serve_api, given: str | None
+) -> None:
+    api = await serve_api(api_keys=ApiKeys(["secret"]))
     headers = {"Authorization": given} if given else {}
-    paths = {path.replace("*", "tiny") for path in ROUTES} | {"/nothing", "/health/live/x"}
-    for path in sorted(paths - {"/health", "/health/live", "/health/ready"}):
+    closed = {path.replace("*", "tiny") for path in ROUTES.keys() - OPEN_PATHS}
+    for path in sorted(closed | {"/nothing", "/health/live/x", "/ui", "/ui/"}):
         for method in ("GET", "POST", "OPTIONS"):
             answer = await api.request(method, path, headers=headers)
             assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
@@ -253,14 +171,14 @@ async def test_every_route_but_health_asks_for_the_key(serve_api, given: str | N
 
 
 async def test_the_right_key(serve_api) -> None:
-    api = await serve_api(api_key="sécret")
+    api = await serve_api(api_keys=ApiKeys(["sécret"]))
     headers = {"Authorization": "Bearer sécret"}
     assert (await api.get("/v1/models", headers=headers)).status == 200
 
 
 @pytest.mark.parametrize("path", ["//health/live", "/health/live?x", "/health/live#/v1/models"])
 async def test_a_path_cannot_pretend_to_be_open(serve_api, path: str) -> None:
-    api = await serve_api(api_key="secret")
+    api = await serve_api(api_keys=ApiKeys(["secret"]))
     status, body = await raw(
         api.port, f"GET {path} HTTP/1.1\r\nHost: /health/live\r\n\r\n".encode()
     )

@@ -12,6 +12,7 @@ from typing import Any
 from linked_hosts import KEYS, Host, join_discovery, until
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
+from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.fleet import RoutedFleet, RouterConfig
@@ -97,7 +98,7 @@ async def test_an_id_that_is_not_known_is_refused(serve_api: Any) -> None:
 
 
 async def test_only_who_has_the_key_sees_hosts_and_lets_them_go(serve_api: Any) -> None:
-    async with routed(serve_api, api_key="secret") as (api, host):
+    async with routed(serve_api, api_keys=ApiKeys(["secret"])) as (api, host):
         path = f"/v1/hosts/{host.identity.id}"
         for ask in (partial(api.get, "/v1/hosts"), partial(api.request, "DELETE", path)):
             assert (await ask()).status == 401

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import read_fragments
 
+from pagoda.api.keys import ApiKeys
 from pagoda.frontend.fleet import RoutedFleet
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.telemetry.tracer import TraceLevel, Tracer
@@ -93,7 +94,7 @@ class Router:
 
 
 async def test_the_key_is_asked_for(serve_api: Any, tmp_path: Path) -> None:
-    api = with_control(await serve_api(api_key="secret"), tmp_path)
+    api = with_control(await serve_api(api_keys=ApiKeys(["secret"])), tmp_path)
     for path in ("/profile/start", "/profile/stop"):
         assert (await api.post(path)).status == 401
 

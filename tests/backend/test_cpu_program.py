@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, Value
 from pagoda.backend.cpu import CpuBackend
 from pagoda.backend.cpu_types import AttentionPlan, PackedLinear
 from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.telemetry.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
 
@@ -136,9 +138,51 @@ def test_a_program_gives_the_bits_of_its_operations(
         for lengths in steps:  # larger and smaller ones in turn use the same memory
             ids = st.lists(st.integers(0, VOCAB - 1), min_size=sum(lengths), max_size=sum(lengths))
             step = _step(layer.ops, layer.cache, lengths, data.draw(ids))
-            assert torch.equal(compiled(step), layer(layer.ops, step))
+            expected = layer(layer.ops, step)
+            assert torch.equal(compiled(step), expected)
+            began = time.perf_counter_ns()
+            timed, times = compiled.traced(step, Tracer("worker"))
+            elapsed = time.perf_counter_ns() - began
+            assert torch.equal(timed, expected)
+            assert len(times) == len(compiled.operations)
+            assert all(each > 0 for each in times)
+            assert sum(times) <= elapsed
     finally:
         torch.set_num_threads(before)
+
+
+def test_operations_are_told_by_their_weights() -> None:
+    layer = _layer(SETS[-1], "dense", DTYPE)
+    names = {id(layer.qkv): "layers.7.qkv", id(layer.embedding): "embedding"}
+    operations = layer.ops.compile(layer, None, names).operations
+    assert [(each.name, each.kind) for each in operations] == [
+        ("embedding", "embedding"),
+        ("norm", "norm"),
+        ("layers.7.qkv", "linear"),
+        ("layers.7.rotary", "rotary"),
+        ("layers.7.attention", "attention"),
+        ("layers.7.linear", "linear"),
+        ("layers.7.norm", "norm"),
+        ("layers.7.linear", "linear"),
+        ("layers.7.activation", "activation"),
+        ("layers.7.linear", "linear"),
+        ("layers.7.norm", "norm"),
+    ]
+    by_name = {each.name: each for each in operations}
+    qkv, norm, attention = (by_name[f"layers.7.{name}"] for name in ("qkv", "norm", "attention"))
+    weights = (HEADS + 2 * KV_HEADS) * HEAD_DIM * HIDDEN
+    assert (qkv.weight_bytes, qkv.flops_per_token) == (2 * weights, 2 * weights)
+    assert (norm.weight_bytes, norm.flops_per_token) == (2 * HIDDEN, 0)
+    assert (attention.weight_bytes, attention.flops_per_token) == (0, 0)
+
+
+def test_each_part_of_a_mixed_map_is_an_operation() -> None:
+    layer = _layer(SETS[-1], "mixed", DTYPE)
+    operations = layer.ops.compile(layer, None, {id(layer.gate_up): "gate_up"}).operations
+    dense, int4 = (each for each in operations if each.name == "gate_up")
+    assert dense.weight_bytes == 2 * INNER * HIDDEN
+    assert int4.weight_bytes == INNER * HIDDEN // 2 + INNER * HIDDEN // 32 * 2
+    assert dense.flops_per_token == int4.flops_per_token == 2 * INNER * HIDDEN
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import urllib.request
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+from metrics_text import series
 
 from pagoda.cli.server_process import server_process
 from pagoda.models.resolve import resolve_model
@@ -57,10 +57,7 @@ def _post(url: str, body: dict[str, object]) -> dict[str, list[dict[str, list[in
 def _counters(url: str, name: str) -> list[int]:
     with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
-    return [
-        int(value)
-        for value in re.findall(rf'^pagoda_{name}{{replica="0",\w+="\d+"}} (\d+)$', text, re.M)
-    ]
+    return [int(value) for labels, value in series(text, f"pagoda_{name}")]
 
 
 def test_ranks_with_experts_of_their_own(directory: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 
 import aiohttp
+from metrics_text import value
 from streams import bodies, children, stream_all
 from tiers import ask_all, figures, flags, objects, some_questions
 
@@ -22,8 +22,7 @@ from pagoda.cli.server_process import server_process
 
 async def counter(base_url: str, name: str) -> int:
     async with aiohttp.ClientSession(base_url) as session, session.get("/metrics") as response:
-        [value] = re.findall(rf'^{name}{{replica="0"}} (\d+)$', await response.text(), re.MULTILINE)
-    return int(value)
+        return int(value(await response.text(), name, replica="0"))
 
 
 async def num_cached(base_url: str) -> int:

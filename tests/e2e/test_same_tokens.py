@@ -28,7 +28,7 @@ from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.model_text import load_model_text
 
 MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 NUM_REQUESTS = 32
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from metrics_text import series
 
 from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.openai_client import Message
@@ -95,9 +96,9 @@ async def figures(base_url: str) -> Counter[tuple[str, str]]:
     sums: Counter[tuple[str, str]] = Counter()
     async with aiohttp.ClientSession(base_url) as session, session.get("/metrics") as response:
         text = await response.text()
-    pattern = r'^pagoda_kv_tier_blocks_(\w+)_total\{replica="\d+",tier="(\w+)"\} (\d+)$'
-    for figure, tier, value in re.findall(pattern, text, re.MULTILINE):
-        sums[tier, figure] += int(value)
+    for figure in ("stored", "removed", "loaded", "failed"):
+        for labels, value in series(text, f"pagoda_kv_tier_blocks_{figure}_total"):
+            sums[labels["tier"], figure] += int(value)
     return sums
 
 

@@ -12,6 +12,7 @@ from pagoda.engine.messages import (
     StepResult,
 )
 from pagoda.engine.scheduler import MAX_STRIKES, Scheduler, SchedulerLimits
+from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
 
 
@@ -27,6 +28,7 @@ def make_scheduler(
     return Scheduler(
         SchedulerLimits(**merged),  # type: ignore[arg-type]
         KVManager(num_blocks, 4, prefix_caching=prefix_caching),
+        VirtualClock(),
     )
 
 
@@ -459,3 +461,33 @@ def test_no_more_steps_hold_decoding_requests_than_there_are_stages() -> None:
     scheduler.update(answer(prompts, prompts.slots))
     assert len(plan_of(scheduler).slots) == 4
     assert scheduler.schedule() is None
+
+
+def test_the_first_chunk_with_tokens_says_how_long_the_request_waited() -> None:
+    harness = Harness(max_num_seqs=1)
+    for name in ("first", "second"):
+        harness.add(make_request(name, [1, 2, 3], max_tokens=3))
+    chunks: dict[str, list[float | None]] = {"first": [], "second": []}
+    ended_at = 0.0
+    while harness.scheduler.has_requests():
+        harness.clock.advance_to(harness.core.next_wakeup() or 0.0)
+        for chunk in harness.step():
+            chunks[chunk.request_id].append(chunk.queue_time_s)
+            if chunk.request_id == "first":
+                ended_at = harness.clock.now()
+    assert chunks["first"] == [0.0, None, None]
+    assert chunks["second"] == [pytest.approx(ended_at), None, None]
+
+
+def test_waiting_after_a_preemption_is_not_waiting_for_the_first_step() -> None:
+    harness = Harness(num_blocks=16, max_model_len=64)
+    requests = [make_request(f"r{i}", [i] * 16, max_tokens=40) for i in range(2)]
+    told: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        harness.add(request)
+    while harness.scheduler.has_requests():
+        harness.clock.advance_to(harness.core.next_wakeup() or 0.0)
+        for chunk in harness.step():
+            told[chunk.request_id] += [] if chunk.queue_time_s is None else [chunk.queue_time_s]
+    assert harness.scheduler.num_preemptions > 0
+    assert [len(times) for times in told.values()] == [1, 1]

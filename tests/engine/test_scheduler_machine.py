@@ -21,6 +21,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
+from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import KVEventBatch, KVEventRecorder
 from pagoda.kv.manager import KVManager
 
@@ -59,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.events = KVEventRecorder(BLOCK_SIZE)
         self.cached = CacheView()
         kv = KVManager(num_blocks, BLOCK_SIZE, events=self.events)
-        self.scheduler = Scheduler(self.limits, kv)
+        self.scheduler = Scheduler(self.limits, kv, VirtualClock())
         self.worker = SimWorker(self.sim, check_kv=True, num_stages=self.limits.num_stages)
         self.results: deque[StepResult] = deque()
         self.requests: dict[str, GenerateRequest] = {}

@@ -93,7 +93,7 @@ class TiersMachine(RuleBasedStateMachine):
         )
         assert tiers is not None
         self.tiers: ConnectorStack = tiers
-        self.scheduler = Scheduler(limits, kv, tiers)
+        self.scheduler = Scheduler(limits, kv, self.clock, tiers)
         self.start_the_worker()
         self.told: list[TransferEnd] = []
         self.fails = fails

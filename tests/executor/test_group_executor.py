@@ -183,6 +183,16 @@ def test_all_ranks_become_ready_as_one(make_executor: MakeExecutor) -> None:
     assert executor.max_in_flight == 3
 
 
+def test_workers_are_known_by_their_roles_while_they_run(make_executor: MakeExecutor) -> None:
+    executor = make_executor("obeys", SQUARE)
+    next_event(executor)
+    roles = [f"worker dp0 tp{tp} pp{pp}" for pp in range(2) for tp in range(2)]
+    assert list(executor.pids()) == roles
+    assert list(executor.pids().values()) == list(pids(executor).values())
+    executor.close()
+    assert executor.pids() == {}
+
+
 def test_one_rank_answers_for_all(make_executor: MakeExecutor) -> None:
     executor = make_executor("obeys", SQUARE)
     next_event(executor)
@@ -457,6 +467,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
+@pytest.fixture
+def unheard() -> list[EngineLink]:
+    """Links whose messages nobody fetches: those that are let go wait for that."""
+    return []
+
+
 def unlaunched(address: str, kv_host_bytes: int = 0) -> tuple[GroupExecutor, NobodyLaunched]:
     launcher = NobodyLaunched()
     executor = GroupExecutor(
@@ -474,7 +490,9 @@ def with_keys(config: WorkerConfig, keys: CurveKeys | None) -> WorkerConfig:
     return WorkerConfig(model=config.model, place=config.place, curve=keys)
 
 
-def test_strangers_are_not_heard_over_tcp(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_strangers_are_not_heard_over_tcp(
+    unheard: list[EngineLink], context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
     executor, launcher = unlaunched("tcp://127.0.0.1")
     try:
         ([config], address) = launcher.starts[0]
@@ -491,6 +509,7 @@ def test_strangers_are_not_heard_over_tcp(context: zmq.Context[zmq.Socket[bytes]
         for strange in (None, other, stolen_address):
             stranger = EngineLink(context, address, with_keys(config, strange))
             stranger.send(WorkerFailed("nonsense", False))
+            unheard.append(stranger)
         friend = EngineLink(context, address, config)
         friend.send(WorkerFailed("No such model.", True))
         assert next_event(executor) == WorkerLost("No such model.", is_user_error=True)
@@ -500,7 +519,10 @@ def test_strangers_are_not_heard_over_tcp(context: zmq.Context[zmq.Socket[bytes]
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_workers_of_an_earlier_start_are_not_heard(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path, scheme: str
+    unheard: list[EngineLink],
+    context: zmq.Context[zmq.Socket[bytes]],
+    tmp_path: Path,
+    scheme: str,
 ) -> None:
     executor, launcher = unlaunched(
         f"ipc://{tmp_path / 'w'}" if scheme == "ipc" else "tcp://127.0.0.1"
@@ -508,6 +530,7 @@ def test_workers_of_an_earlier_start_are_not_heard(
     try:
         ([config], address) = launcher.starts[0]
         late = EngineLink(context, address, config)
+        unheard.append(late)
         executor.close()
         executor.start()
         late.send(WorkerFailed("of the first start", False))

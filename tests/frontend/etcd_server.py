@@ -2,68 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
-import fcntl
-import functools
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.request
 from pathlib import Path
 
-import pytest
+from debian_programs import debian_program
 
-_FETCH_TIMEOUT_S = 30
-_APT = (
-    *("apt-get", "--quiet", "--option=Acquire::Retries=0"),
-    *(f"--option=Acquire::{scheme}::Timeout=3" for scheme in ("http", "https")),
-)
-"""Gives up soon where nothing can be reached."""
 _START_TIMEOUT_S = 20.0
-
-
-@functools.cache
-def etcd_program() -> str:
-    """The path of etcd; where there is none it is fetched from Debian, and nothing is installed. Else skips."""
-    found = shutil.which("etcd")
-    if found is not None:
-        return found
-    if shutil.which("apt-get") is None:
-        pytest.skip("there is no etcd, and no apt-get to fetch it with")
-    directory = tempfile.mkdtemp(prefix="pagoda-etcd-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    with open(__file__, "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of the test run may do the same
-        problem = _fetch(directory)
-    if problem:
-        pytest.skip(f"there is no etcd, and etcd-server cannot be fetched ({problem})")
-    return f"{directory}/usr/bin/etcd"
-
-
-def _fetch(directory: str) -> str:
-    """Why there is no etcd in `directory` now; empty if there is."""
-    problem = _run(directory, *_APT, "download", "etcd-server")
-    if problem and os.geteuid() == 0:
-        problem = _run(directory, *_APT, "--error-on=any", "update")
-        problem = problem or _run(directory, *_APT, "download", "etcd-server")
-    for package in Path(directory).glob("*.deb"):
-        return _run(directory, "dpkg-deb", "--extract", package.name, ".")
-    return problem
-
-
-def _run(directory: str, *command: str) -> str:
-    """The last line of what went wrong; empty if nothing did."""
-    try:
-        done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} takes longer than {_FETCH_TIMEOUT_S} s"
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason"])[-1]
 
 
 class EtcdServer:
@@ -81,7 +31,7 @@ class EtcdServer:
         client, peer = f"http://{self.address}", f"http://{self._peer}"
         self._process = subprocess.Popen(
             [
-                etcd_program(),
+                debian_program("etcd", package="etcd-server"),
                 *("--data-dir", str(self._directory)),
                 *("--listen-client-urls", client, "--advertise-client-urls", client),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),

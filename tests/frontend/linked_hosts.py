@@ -24,6 +24,7 @@ from pagoda.frontend.host_link import HostDoor, Identity
 from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.registry import Registry
+from pagoda.frontend.request_book import RequestBook
 from pagoda.ipc.curve import keep_door, keys_of
 
 KEYS = keys_of(b"a secret of all hosts and routers")
@@ -81,14 +82,19 @@ class Host:
     """An endpoint that routers can reach."""
 
     def __init__(
-        self, endpoint: Endpoint, keys: CurveKeys = KEYS, port: str = "*", **identity: object
+        self,
+        endpoint: Endpoint,
+        keys: CurveKeys = KEYS,
+        port: str = "*",
+        book: RequestBook | None = None,
+        **identity: object,
     ) -> None:
         self.context = zmq.asyncio.Context()
         keep_door(self.context, keys)
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
-        self.door = HostDoor(endpoint, self.context, address, keys, self.identity)
+        self.door = HostDoor(endpoint, self.context, address, keys, self.identity, book)
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -66,3 +67,14 @@ def test_memory_is_the_smaller_of_machine_and_container(monkeypatch: pytest.Monk
     assert machine.available_memory_bytes() == 5
     monkeypatch.setattr(machine, "cgroup_memory_left_bytes", lambda _: None)
     assert 0 < machine.available_memory_bytes() <= psutil.virtual_memory().total
+
+
+def test_the_memory_of_a_process_is_what_the_system_says() -> None:
+    own = machine.process_memory_bytes(os.getpid())
+    assert own == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
+
+
+def test_a_process_that_has_ended_has_no_memory() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert machine.process_memory_bytes(child.pid) is None

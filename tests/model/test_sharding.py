@@ -106,6 +106,21 @@ def test_bytes_of_all_ranks_add_up() -> None:
     assert together == whole(config).weight_bytes(None, 2) + 3 * 2 * norms
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_reads_all_weights_but_a_table_of_rows(tied: bool) -> None:
+    config = model(tie_word_embeddings=tied)
+    table = config.embedding.outputs * config.embedding.inputs
+    everything = whole(config)
+    unread = 0 if tied else table
+    assert everything.step_bytes(None, 1) == everything.weight_bytes(None, 1) - unread
+    assert everything.flops_per_token() == 2 * _cost(config, everything.layers) - 2 * table
+    first, last = shards(config, 1, 2)
+    assert first.step_bytes(None, 1) == first.weight_bytes(None, 1) - table
+    assert last.step_bytes(None, 1) == last.weight_bytes(None, 1)
+    parts = shards(config, 4)
+    assert sum(part.flops_per_token() for part in parts) == everything.flops_per_token()
+
+
 def _cost(config: ModelConfig, layers: range) -> int:
     head = config.head.outputs * config.head.inputs if layers.stop == config.num_layers else 0
     return head + sum(config.weights_per_token(layer) for layer in layers)

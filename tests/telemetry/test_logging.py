@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import re
 from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.telemetry.logging import LOG_LEVEL_ENV, configure_logging
+from pagoda.telemetry.logging import LOG_FORMAT_ENV, LOG_LEVEL_ENV, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +65,63 @@ def test_the_environment_gives_the_level(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="--log-level must be one of debug, info"):
         configure_logging("loud")
+
+
+def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_lines_for_machines_are_objects() -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format="json", stream=stream, place="dp1")
+    log = logging.getLogger("pagoda.api")
+    log.info("ended %s\nearly", "too", extra={"request_id": "req-7", "fields": {"n": 3, "m": None}})
+    log.warning("odd")
+    first, second = json_lines(stream)
+    at = datetime.fromisoformat(first.pop("time"))
+    assert at.utcoffset() == timedelta(0)
+    assert first == {
+        "level": "info",
+        "logger": "pagoda.api",
+        "process": os.getpid(),
+        "place": "dp1",
+        "request_id": "req-7",
+        "message": "ended too\nearly",
+        "n": 3,
+    }
+    assert "request_id" not in second
+
+
+def test_the_time_of_a_line_is_rfc_3339_in_utc() -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format="json", stream=stream)
+    record = logging.LogRecord("pagoda", logging.INFO, "", 0, "x", None, None)
+    record.created = 1_000_000_000.5
+    logging.getLogger("pagoda").handle(record)
+    assert json_lines(stream)[0]["time"] == "2001-09-09T01:46:40.500Z"
+
+
+def test_an_exception_is_part_of_its_line() -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format="json", stream=stream)
+    try:
+        raise ValueError("wrong \ud800")
+    except ValueError:
+        logging.getLogger("pagoda").exception("failed")
+    [line] = json_lines(stream)
+    assert line["message"] == "failed"
+    assert line["exception"].startswith("Traceback")
+    assert "ValueError" in line["exception"]
+
+
+def test_the_environment_gives_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_FORMAT_ENV, "json")
+    stream = io.StringIO()
+    configure_logging(stream=stream)
+    logging.getLogger("pagoda").info("x")
+    assert json_lines(stream)[0]["message"] == "x"
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--log-format must be one of text, json, got xml"):
+        configure_logging(log_format="xml")

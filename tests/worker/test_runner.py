@@ -151,7 +151,12 @@ class _Poisoned:
 
 def test_nan_logits_fail_alone() -> None:
     driver = Driver(
-        Runner(_Poisoned(9), InputBatch(8, 64, 16), OwnHead(Sampler(16)), Tracer("worker"))
+        Runner(
+            _Poisoned(9),
+            InputBatch(8, 64, 16),
+            OwnHead(Sampler(16), Tracer("worker")),
+            Tracer("worker"),
+        )
     )
     driver.start(0, [3])
     driver.start(1, [8])

@@ -24,7 +24,9 @@ from pagoda.engine.messages import (
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.transfer_link import TransferThread
+from pagoda.worker.transfer_spans import TransferSpans
 
 PARALLEL = ParallelConfig(tensor_parallel_size=2)
 FIRST, SECOND = (Transfer(n, 3, DeviceBlocks([n]), HostSlots([n])) for n in (7, 8))
@@ -112,7 +114,8 @@ def engine(keys: CurveKeys | None) -> Iterator[Engine]:
 def link(engine: Engine, keys: CurveKeys | None) -> Iterator[TransferThread]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     config = WorkerConfig(model="m", parallel=PARALLEL, place=RankPlace(tp=1), curve=keys)
-    link = TransferThread(context, engine.address, config, Half)
+    spans = TransferSpans(Tracer("worker"), 1)
+    link = TransferThread(context, engine.address, config, Half, spans)
     yield link
     link.close()
     context.term()  # no socket of the thread is left

@@ -1,0 +1,68 @@
+"""A line in the log for each answer, with figures and no text of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from pagoda.frontend.request_book import RequestRecord
+
+_log = logging.getLogger(__name__)
+
+
+class AnswerLog:
+    """A `RequestObserver` that says what became of each answer."""
+
+    def began(self, record: RequestRecord) -> None:
+        pass
+
+    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+        pass
+
+    def ended(self, record: RequestRecord) -> None:
+        if _log.isEnabledFor(logging.INFO):
+            fields = _fields(record)
+            extra = {"request_id": record.request_id, "fields": fields}
+            _log.info("%s: %s", record.finish_reason, ", ".join(_words(fields)), extra=extra)
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    """Times in milliseconds; None of what there was not."""
+    arrived, first, last = record.origin.arrived_ns, record.first_token_ns, record.last_token_ns
+    num_gaps = record.num_output_tokens - 1
+    itl_ms = None
+    if first is not None and last is not None and num_gaps > 0:
+        itl_ms = _ms((last - first) / num_gaps)
+    return {
+        "finish_reason": record.finish_reason,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "queue_ms": None if record.queue_time_s is None else _ms(record.queue_time_s * 1e9),
+        "ttft_ms": None if first is None else _ms(first - arrived),
+        "itl_ms": itl_ms,
+        "duration_ms": None if record.ended_ns is None else _ms(record.ended_ns - arrived),
+        "key": record.origin.key or None,
+        "error": record.error or None,
+    }
+
+
+def _ms(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e6, 2)
+
+
+def _words(fields: dict[str, Any]) -> Iterator[str]:
+    yield f"{fields['prompt_tokens']} prompt tokens ({fields['cached_tokens']} cached)"
+    yield f"{fields['output_tokens']} output tokens"
+    for name, word in (
+        ("queue_ms", "queued"),
+        ("ttft_ms", "first token after"),
+        ("itl_ms", "then one every"),
+        ("duration_ms", "all in"),
+    ):
+        if fields[name] is not None:
+            yield f"{word} {fields[name]:.9g} ms"
+    for name in ("key", "error"):
+        if fields[name] is not None:
+            yield f"{name} {fields[name]}"

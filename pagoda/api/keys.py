@@ -1,0 +1,67 @@
+"""Who may use a server: API keys, and the names by which operators tell them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+
+from pagoda.errors import ConfigError
+
+_NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_-]{0,31})=(.*[^=].*)", re.DOTALL)
+"""What ends with `=` alone is a key by itself, in base64."""
+
+
+class ApiKeys:
+    """Some keys; only digests of them are kept."""
+
+    def __init__(self, flags: Sequence[str] = ()) -> None:
+        """`flags` are `KEY` or `NAME=KEY`. One without a name is called by its place: `key1`, `key2` and so on.
+
+        Raises:
+            ConfigError: a key is empty, or two have the same name or are the same.
+        """
+        self._digests: dict[str, bytes] = {}
+        for place, flag in enumerate(flags, start=1):
+            named = _NAMED.fullmatch(flag)
+            name, key = named.groups() if named else (f"key{place}", flag)
+            if not key:
+                raise ConfigError("--api-key must not be empty.")
+            if name in self._digests:
+                raise ConfigError(f"--api-key gives the name {name} to two keys.")
+            digest = _digest(key)
+            if digest in self._digests.values():
+                raise ConfigError(f"--api-key has the same key twice, the second time as {name}.")
+            self._digests[name] = digest
+
+    def __bool__(self) -> bool:
+        """Whether any key is asked for."""
+        return bool(self._digests)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that requests may come with; without keys they come with the empty one."""
+        return tuple(self._digests) or ("",)
+
+    def name_of(self, authorization: str) -> str | None:
+        """Whose key an `Authorization` header has; empty if none is asked for, None if it has none of them.
+
+        It takes as long whichever it is.
+        """
+        if not self._digests:
+            return ""
+        scheme, _, given = authorization.partition(" ")
+        digest = _digest(given.strip())
+        found = None
+        for name, own in self._digests.items():
+            if hmac.compare_digest(digest, own):
+                found = name
+        return found if scheme.lower() == "bearer" else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+NO_KEYS = ApiKeys()

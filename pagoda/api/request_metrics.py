@@ -1,0 +1,169 @@
+"""What the frontend counts of requests for `/metrics`: by API key, as they come, without a lock.
+
+Whatever clients send, there are as many series as there are keys, routes, statuses and error codes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagoda.engine.messages import FinishReason
+from pagoda.frontend.request_book import RequestRecord
+from pagoda.telemetry.histogram import Histogram, total
+
+# The bounds are those of vLLM, so that figures of both can be laid side by side.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(
+    float(digit * 10**power) for power in range(7) for digit in (1, 2, 5) if power < 6 or digit == 1
+)
+
+REFUSED = "refused"
+FINISH_REASONS = (*(str(reason) for reason in FinishReason), REFUSED)
+_COMPLETE = frozenset((str(FinishReason.STOP), str(FinishReason.LENGTH)))
+
+
+class HistogramKind(NamedTuple):
+    help_text: str
+    bounds: Sequence[float]
+
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": HistogramKind(
+        "From the arrival of a request to the first token of its answer.", _FIRST_TOKEN_S
+    ),
+    "inter_token_latency_seconds": HistogramKind(
+        "Between a token and the next one; those that come together count once.", _TOKEN_S
+    ),
+    "request_time_per_output_token_seconds": HistogramKind(
+        "The mean time between tokens of an answer, from its first to its last.", _TOKEN_S
+    ),
+    "request_duration_seconds": HistogramKind(
+        "From the arrival of a request to the end of its answer.", _REQUEST_S
+    ),
+    "request_queue_time_seconds": HistogramKind(
+        "How long a request waited in an engine before its first step.", _REQUEST_S
+    ),
+    "request_prefill_time_seconds": HistogramKind(
+        "From the first step of a request to the first token of its answer.", _REQUEST_S
+    ),
+    "request_decode_time_seconds": HistogramKind(
+        "From the first token of an answer to its last.", _REQUEST_S
+    ),
+    "request_prompt_tokens": HistogramKind("Tokens of a prompt.", _TOKENS),
+    "request_generated_tokens": HistogramKind("Tokens of an answer.", _TOKENS),
+}
+"""Times of whole requests are those of complete answers; the tokens of all that an engine took count."""
+
+
+class _KeyFigures:
+    """Of the requests that came with one key."""
+
+    __slots__ = ("finished", "first_token", "histograms", "next_token")
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(kind.bounds) for name, kind in HISTOGRAMS.items()}
+        self.first_token = self.histograms["time_to_first_token_seconds"]
+        self.next_token = self.histograms["inter_token_latency_seconds"]
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+
+    def end(self, record: RequestRecord) -> None:
+        self.finished[record.finish_reason] += 1
+        if record.finish_reason == REFUSED:
+            return
+        self._observe("request_prompt_tokens", record.num_prompt_tokens)
+        self._observe("request_generated_tokens", record.num_output_tokens)
+        if record.queue_time_s is not None:
+            self._observe("request_queue_time_seconds", record.queue_time_s)
+        if record.finish_reason not in _COMPLETE:
+            return
+        if record.ended_ns is not None:
+            duration_ns = record.ended_ns - record.origin.arrived_ns
+            self._observe("request_duration_seconds", duration_ns / 1e9)
+        if record.first_token_ns is None or record.last_token_ns is None:
+            return
+        if record.queue_time_s is not None:
+            waited_s = (record.first_token_ns - record.started_ns) / 1e9
+            prefill_s = max(0.0, waited_s - record.queue_time_s)
+            self._observe("request_prefill_time_seconds", prefill_s)
+        decode_s = (record.last_token_ns - record.first_token_ns) / 1e9
+        self._observe("request_decode_time_seconds", decode_s)
+        if record.num_output_tokens > 1:
+            per_token_s = decode_s / (record.num_output_tokens - 1)
+            self._observe("request_time_per_output_token_seconds", per_token_s)
+
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)
+
+
+class Refusal(NamedTuple):
+    """What an error answer is counted by."""
+
+    route: str
+    """As in the table of routes; empty for what is none, or did not get that far."""
+    status: int
+    code: str
+    """Of the error object; empty if it has none."""
+
+
+class RequestFigures(NamedTuple):
+    """What was counted until now; does not change any more."""
+
+    histograms: dict[str, dict[str, Histogram]]
+    """By name and key."""
+    finished: dict[str, dict[str, int]]
+    """By key and finish reason."""
+    refusals: dict[Refusal, int]
+
+    def total(self, name: str) -> Histogram:
+        """Over all keys."""
+        return total(self.histograms[name].values(), HISTOGRAMS[name].bounds)
+
+
+class RequestMetrics:
+    """A `RequestObserver` that counts."""
+
+    def __init__(self, keys: Sequence[str] = ("",)) -> None:
+        """`keys` are the names of those that there are; others may come too."""
+        self._by_key = {key: _KeyFigures() for key in keys}
+        self._refusals: Counter[Refusal] = Counter()
+
+    def began(self, record: RequestRecord) -> None:
+        if record.origin.key not in self._by_key:
+            self._by_key[record.origin.key] = _KeyFigures()
+
+    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+        del num_tokens
+        now = record.last_token_ns or since_ns
+        figures = self._by_key[record.origin.key]
+        histogram = figures.first_token if now == record.first_token_ns else figures.next_token
+        histogram.observe((now - since_ns) / 1e9)
+
+    def ended(self, record: RequestRecord) -> None:
+        self._by_key[record.origin.key].end(record)
+
+    def refused(self, refusal: Refusal) -> None:
+        """A request was answered with an error."""
+        self._refusals[refusal] += 1
+
+    def figures(self) -> RequestFigures:
+        return RequestFigures(
+            {
+                name: {key: own.histograms[name].copy() for key, own in self._by_key.items()}
+                for name in HISTOGRAMS
+            },
+            {key: dict(own.finished) for key, own in self._by_key.items()},
+            dict(self._refusals),
+        )

@@ -1,0 +1,124 @@
+"""`pagoda trace`: makes one trace of what the processes of a server wrote, and says where the time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from pagoda.cli import machine_facts
+from pagoda.cli import output as out
+from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.cli.options import GeneralOptions
+from pagoda.cli.sizes import format_bytes
+from pagoda.cli.trace_page import page_of
+from pagoda.cli.trace_tables import alongside, tables_of
+from pagoda.errors import ConfigError
+from pagoda.telemetry.merge.chrome import write_chrome_trace
+from pagoda.telemetry.merge.merging import merge_fragments
+from pagoda.telemetry.merge.model import Trace
+from pagoda.telemetry.report.data import Limits, Report
+from pagoda.telemetry.report.reasons import seconds
+from pagoda.telemetry.report.reporting import load_trace, report_of
+
+_GENERAL = GeneralOptions()
+_FILE_NAME = "trace.json"
+
+Directories = Annotated[Path, Parameter(name="DIR")]
+Recorded = Annotated[Path, Parameter(name="FILE|DIR")]
+Rate = Annotated[float, Parameter(validator=Number(gt=0))]
+
+
+def merge(
+    *directories: Directories, output: Path | None = None, general: GeneralOptions = _GENERAL
+) -> int:
+    """Make one file for Perfetto (ui.perfetto.dev) out of the fragments that processes traced.
+
+    Args:
+        directories: What a server was given as --profile-dir; of a trace of several hosts, a copy of each.
+        output: The file; .gz compresses it. By default trace.json in the first directory.
+    """
+    general.apply()
+    if not directories:
+        raise ConfigError("Name a directory that fragments were traced to.")
+    trace = merge_fragments(directories)
+    path = output or directories[0] / _FILE_NAME
+    num_flows = write_chrome_trace(trace, path)
+    _tell(trace.notes)
+    out.stdout().print(f"{path}: {_describe(trace, num_flows, path)}.", soft_wrap=True)
+    return 0
+
+
+def _tell(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        out.stderr().print(note, soft_wrap=True)
+
+
+def _describe(trace: Trace, num_flows: int, path: Path) -> str:
+    ends = [row.spans[-1].end for it in trace.processes for row in it.rows if row.spans]
+    return (
+        f"{len(trace.processes)} processes, {num_flows:,} requests followed, "
+        f"{max(ends, default=0) / 1e9:.3f} s, {format_bytes(path.stat().st_size)}"
+    )
+
+
+def report(
+    recorded: Recorded,
+    /,
+    *,
+    html: Path | None = None,
+    limits: Annotated[bool, Parameter(negative=())] = False,
+    bandwidth: Rate | None = None,
+    flops: Rate | None = None,
+    general: GeneralOptions = _GENERAL,
+) -> int:
+    """Say where the time of requests and steps went, and why the slowest requests were slow.
+
+    Args:
+        recorded: A trace that `pagoda trace merge` made, or a directory of fragments.
+        html: Write the report to this file as well, as a page that needs nothing else.
+        limits: Measure the memory bandwidth of this machine now, and compare.
+        bandwidth: What memory can give, in GB/s; compare with this.
+        flops: What the processor can compute, in TFLOP/s; compare with this.
+    """
+    general.apply()
+    found = report_of(load_trace(recorded))
+    known = _limits(limits, bandwidth, flops)
+    _tell(found.notes)
+    _print(found, known)
+    if html is not None:
+        try:
+            html.write_text(page_of(found, known), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--html: {html} cannot be written: {error.strerror or error}."
+            ) from error
+        out.stdout().print(f"{html}: the same as a page.", soft_wrap=True)
+    return 0
+
+
+def _limits(measure: bool, bandwidth: float | None, flops: float | None) -> Limits:
+    """What was given wins over what is measured."""
+    bytes_per_s = None if bandwidth is None else bandwidth * 1e9
+    if measure and bytes_per_s is None:
+        cores = machine_facts.cores()
+        measured = measure_read_bandwidth(cores.usable, machine_facts.free_memory_bytes())
+        bytes_per_s = measured.bytes_per_s
+    return Limits(bytes_per_s, None if flops is None else flops * 1e12)
+
+
+def _print(found: Report, limits: Limits) -> None:
+    console = out.stdout()
+    for number, table in enumerate(tables_of(found, limits)):
+        console.print(out.table(table.title, table.columns, table.rows))
+        if number == 0 and alongside(found):
+            console.print(alongside(found))
+    if found.slowest:
+        console.print("The slowest requests", style="bold")
+        rows = (
+            (it.request, f"{seconds(it.end_to_end)}: {'; '.join(it.reasons)}")
+            for it in found.slowest
+        )
+        console.print(out.facts(rows))

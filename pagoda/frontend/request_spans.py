@@ -1,0 +1,203 @@
+"""OpenTelemetry spans of requests, exported in the background by its official SDK.
+
+Attributes are those of the conventions for generative AI
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/), and those that vLLM has for latencies.
+No text of prompts or answers is among them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from pagoda.errors import ConfigError
+from pagoda.frontend.request_book import RequestRecord
+from pagoda.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.trace import Span
+
+_EXPORT_TIMEOUT_S = 5.0
+_CLOSING_S = 2.0
+"""How long the last spans may take on their way at the end."""
+_OPERATIONS = {"/v1/chat/completions": "chat"}
+_FAILURES = frozenset(("error", "refused"))
+
+_log = logging.getLogger(__name__)
+
+
+class _Open(NamedTuple):
+    span: Span
+    wall_ns: int
+    """What the wall clock is ahead of the book's."""
+
+
+class RequestSpans:
+    """A `RequestObserver` that makes a span of each answer, as a part of the client's where it has one."""
+
+    def __init__(self, endpoint: str, model: str) -> None:
+        """`endpoint` takes OTLP over HTTP: the base URL of a collector, or all of the URL for traces.
+
+        Raises:
+            ConfigError: it is no such URL, or the SDK is not installed.
+        """
+        url = _traces_url(endpoint)
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ConfigError(
+                "--otlp-endpoint needs the OpenTelemetry SDK; install it with pip install 'pagoda-llm[otel]'."
+            ) from None
+        # It says of every batch that it could not be sent; once is enough (`_Exporter`).
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        resource = Resource.create({"service.name": "pagoda", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
+        quiet = cast("SpanExporter", _Exporter(exporter, url))
+        self._provider.add_span_processor(BatchSpanProcessor(quiet))
+        self._tracer = self._provider.get_tracer("pagoda", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._trace = trace
+        self._model = model
+        self._open: dict[str, _Open] = {}
+
+    # ---- RequestObserver
+
+    def began(self, record: RequestRecord) -> None:
+        """`record.traceparent` is the new span's from now on."""
+        origin = record.origin
+        wall_ns = time.time_ns() - time.perf_counter_ns()
+        carrier = {} if origin.traceparent is None else {"traceparent": origin.traceparent}
+        operation = _OPERATIONS.get(origin.route, "text_completion")
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            context=self._propagator.extract(carrier, context=_nothing()),
+            kind=self._trace.SpanKind.SERVER,
+            start_time=origin.arrived_ns + wall_ns,
+            attributes={
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "pagoda",
+                "gen_ai.request.model": self._model,
+                "gen_ai.response.model": self._model,
+                "gen_ai.request.id": record.request_id,
+                "gen_ai.request.max_tokens": record.max_tokens,
+                "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            },
+        )
+        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span, _nothing()))
+        record.traceparent = carrier.get("traceparent")
+        self._open[record.request_id] = _Open(span, wall_ns)
+
+    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+        pass
+
+    def ended(self, record: RequestRecord) -> None:
+        opened = self._open.pop(record.request_id, None)
+        if opened is None or record.ended_ns is None:
+            return
+        span, wall_ns = opened
+        if span.is_recording():
+            span.set_attributes(dict(_attributes(record)))
+            for name, began_ns, ended_ns in _phases(record):
+                context = self._trace.set_span_in_context(span, _nothing())
+                phase = self._tracer.start_span(name, context, start_time=began_ns + wall_ns)
+                phase.end(ended_ns + wall_ns)
+            if record.finish_reason in _FAILURES:
+                span.set_attribute("error.type", record.finish_reason)
+                span.set_status(self._trace.StatusCode.ERROR, record.error)
+        span.end(record.ended_ns + wall_ns)
+
+    def close(self) -> None:
+        """Sends what there is, if that is possible soon."""
+        sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(_CLOSING_S)
+
+
+class _Exporter:
+    """Says once that spans cannot be sent, and once that they can again."""
+
+    def __init__(self, inner: SpanExporter, url: str) -> None:
+        self._inner = inner
+        self._url = url
+        self._fails = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._inner.export(spans)
+        fails = result.name != "SUCCESS"
+        if fails and not self._fails:
+            _log.warning("spans cannot be sent to %s; those are lost, all else goes on", self._url)
+        elif self._fails and not fails:
+            _log.info("spans can be sent to %s again", self._url)
+        self._fails = fails
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._inner.force_flush(timeout_millis)
+
+
+def _nothing() -> Any:
+    """A context without a span: what else this process does is no part of a request."""
+    from opentelemetry.context import Context
+
+    return Context()
+
+
+def _traces_url(endpoint: str) -> str:
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(
+            f"--otlp-endpoint must be an HTTP URL such as http://localhost:4318, got {endpoint}."
+        )
+    return f"{endpoint.rstrip('/')}/v1/traces" if parts.path in ("", "/") else endpoint
+
+
+def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+    arrived, first, last = record.origin.arrived_ns, record.first_token_ns, record.last_token_ns
+    yield "gen_ai.usage.output_tokens", record.num_output_tokens
+    yield "gen_ai.usage.cache_read.input_tokens", record.num_cached_tokens
+    yield "gen_ai.usage.prompt_tokens", record.num_prompt_tokens
+    yield "gen_ai.usage.completion_tokens", record.num_output_tokens
+    yield "gen_ai.response.finish_reasons", (record.finish_reason,)
+    if record.origin.key:
+        yield "pagoda.key", record.origin.key
+    if record.queue_time_s is not None:
+        yield "gen_ai.latency.time_in_queue", record.queue_time_s
+    if first is not None and last is not None:
+        yield "gen_ai.latency.time_to_first_token", (first - arrived) / 1e9
+        yield "gen_ai.latency.time_in_model_decode", (last - first) / 1e9
+    if record.ended_ns is not None:
+        yield "gen_ai.latency.e2e", (record.ended_ns - arrived) / 1e9
+    for name, began_ns, ended_ns in _phases(record):
+        if name == "prefill":
+            yield "gen_ai.latency.time_in_model_prefill", (ended_ns - began_ns) / 1e9
+
+
+def _phases(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
+    """What is known of when it waited, when its prompt was computed, and when its tokens came."""
+    first, last = record.first_token_ns, record.last_token_ns
+    if first is None or last is None:
+        return
+    if record.queue_time_s is not None:
+        admitted_ns = min(first, record.started_ns + int(record.queue_time_s * 1e9))
+        yield "queue", record.started_ns, admitted_ns
+        yield "prefill", admitted_ns, first
+    yield "decode", first, last

@@ -1,0 +1,35 @@
+"""Counts of values by size, cheap enough for every token."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+
+class Histogram:
+    """How many values there were up to each of some bounds, and their sum. Belongs to one thread."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds` ascend."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """Of values up to each bound and above the one before; the last are above all."""
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def copy(self) -> Histogram:
+        return total([self], self.bounds)
+
+
+def total(histograms: Iterable[Histogram], bounds: Sequence[float]) -> Histogram:
+    """All values of histograms that have the same bounds."""
+    added = Histogram(bounds)
+    for one in histograms:
+        added.counts = [a + b for a, b in zip(added.counts, one.counts, strict=True)]
+        added.sum += one.sum
+    return added

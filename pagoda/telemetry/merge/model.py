@@ -1,0 +1,114 @@
+"""A trace: all processes of all hosts, on one clock.
+
+Times are whole nanoseconds, so that what touches still touches after any arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+ClockSource = Literal["main", "measured", "wall"]
+"""How the clock of a process was found: it is the trace's own; by measured offsets; by the time of day."""
+
+
+class Span(msgspec.Struct, gc=False):
+    """Something that took time. There are millions: not frozen, since their times are moved and cut in place."""
+
+    start: int
+    end: int
+    name: str
+    args: bytes
+    """A JSON object, or nothing."""
+
+
+class Moment(msgspec.Struct, gc=False):
+    """An instant, or what a counter is from then on."""
+
+    at: int
+    name: str
+    tid: int
+    args: bytes
+
+
+@dataclass
+class Row:
+    """What goes on one line of the picture; its spans are in order and nest."""
+
+    tid: int
+    name: str
+    spans: list[Span]
+
+    @property
+    def request(self) -> str | None:
+        """The id of the request that the row is of."""
+        kind, _, request = self.name.partition(" ")
+        return request if kind == "request" and request else None
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process rows are of."""
+
+    role: str
+    uid: str = ""
+    pid: int = 0
+    """As the system of its host had numbered it."""
+    host: str = ""
+    run: str = ""
+    level: str = ""
+    clock: ClockSource = "main"
+    descriptions: dict[str, Any] = {}
+    """What its events refer to, such as `forward_ops`."""
+
+    @property
+    def storey(self) -> str:
+        """`router`, `frontend`, `engine`, `worker`, or what else its role begins with."""
+        return self.role.partition(" ")[0]
+
+    @property
+    def replica(self) -> str:
+        """The part of the role that an engine and its workers share: `dp0`."""
+        return self.role.split()[1] if len(self.role.split()) > 1 else ""
+
+
+@dataclass
+class Process:
+    """One process: a group of rows."""
+
+    pid: int
+    """In the trace: small, in the order of the picture."""
+    name: str
+    origin: Origin
+    parent: int | None = None
+    """The `pid` of the process that it measured its clock against, which is the one that it works for."""
+    rows: list[Row] = field(default_factory=list)
+    instants: list[Moment] = field(default_factory=list)
+    counters: list[Moment] = field(default_factory=list)
+
+    def row(self, tid: int) -> Row | None:
+        return next((row for row in self.rows if row.tid == tid), None)
+
+    @property
+    def main(self) -> Row | None:
+        """What the process does by itself."""
+        return self.row(self.pid)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All of it. Time 0 is where the first event is."""
+
+    processes: list[Process]
+    began_ns: int
+    """Of time 0, since 1970, by the clock of the main process's host."""
+    notes: tuple[str, ...] = ()
+    """What was missing or could not be read, a sentence each."""
+
+
+def arguments(args: bytes) -> Mapping[str, Any]:
+    """What is said of an event."""
+    decoded: Mapping[str, Any] = msgspec.json.decode(args) if args else {}
+    return decoded

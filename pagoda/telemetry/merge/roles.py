@@ -1,0 +1,140 @@
+"""How processes are called and in which order they stand: every server's frontend, engines, workers.
+
+A process id says nothing, since systems use it again. A role that was taken up by several processes, one after the
+other, has a group of rows for each: `worker dp0 tp0 pp0`, `worker dp0 tp0 pp0 #2`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pagoda.telemetry.fragments import ProcessHeader
+from pagoda.telemetry.merge.reading import ClockEdge
+
+_PLACE = re.compile(r"(engine|worker) dp(\d+)(?: tp(\d+) pp(\d+))?")
+_STOREYS = {"router": 0, "frontend": 1, "engine": 2, "worker": 3}
+_OTHER = 4
+_LAST = 1 << 31
+
+Group = tuple[str, ...]
+"""The processes of one server: by the `uid` of its frontend, else by host and run."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A process in its place."""
+
+    header: ProcessHeader
+    name: str
+    parent: str | None
+    """The `uid` of the process that it works for."""
+
+
+def in_order(
+    headers: Sequence[ProcessHeader], edges: Mapping[str, Iterable[ClockEdge]]
+) -> list[Named]:
+    """The processes as they are to be shown, each under a name that no other has."""
+    by_uid = {header.uid: header for header in headers}
+    parents = {header.uid: _parent(header, edges, by_uid) for header in headers}
+    groups = _groups(headers, parents, by_uid)
+    members: defaultdict[Group, list[ProcessHeader]] = defaultdict(list)
+    for header in headers:
+        members[groups[header.uid]].append(header)
+    ordered = sorted(members, key=lambda group: _group_order(members[group]))
+    labels = _labels(ordered, members)
+    result: list[Named] = []
+    for group in ordered:
+        times: Counter[str] = Counter()
+        for header in sorted(members[group], key=_order):
+            times[header.role] += 1
+            again = f" #{times[header.role]}" if times[header.role] > 1 else ""
+            name = f"{header.role}{labels[group]}{again}"
+            result.append(Named(header, name, parents[header.uid]))
+    return result
+
+
+def _storey(header: ProcessHeader) -> int:
+    return _STOREYS.get(header.role.partition(" ")[0], _OTHER)
+
+
+def _order(header: ProcessHeader) -> tuple[int, int, int, int, str, int, str]:
+    """Within a server: the frontend, then each engine with its workers, first come first."""
+    place = _PLACE.fullmatch(header.role)
+    if place is None:
+        replica = -1 if _storey(header) < _OTHER else _LAST
+        return (replica, _storey(header), 0, 0, header.role, header.wall_ns, header.uid)
+    dp, tp, pp = (int(number or 0) for number in place.groups()[1:])
+    return (dp, _storey(header), pp, tp, header.role, header.wall_ns, header.uid)
+
+
+def _parent(
+    header: ProcessHeader,
+    edges: Mapping[str, Iterable[ClockEdge]],
+    by_uid: Mapping[str, ProcessHeader],
+) -> str | None:
+    """A child measures its clock against the one above it."""
+    above = [
+        edge.peer
+        for edge in edges.get(header.uid, ())
+        if edge.peer in by_uid and _storey(by_uid[edge.peer]) < _storey(header)
+    ]
+    return max(above, key=lambda uid: _storey(by_uid[uid]), default=None)
+
+
+def _groups(
+    headers: Sequence[ProcessHeader],
+    parents: Mapping[str, str | None],
+    by_uid: Mapping[str, ProcessHeader],
+) -> dict[str, Group]:
+    heads = [header for header in headers if _storey(header) <= _STOREYS["frontend"]]
+    result: dict[str, Group] = {}
+    for header in headers:
+        above: str | None = header.uid
+        while above is not None and by_uid[above] not in heads:
+            above = parents[above]
+        result[header.uid] = (above,) if above is not None else _group_by_place(header, heads)
+    return result
+
+
+def _group_by_place(header: ProcessHeader, heads: Sequence[ProcessHeader]) -> Group:
+    """Of a process that measured nothing: the one server of its run, on its own host if need be."""
+    same_run = [head for head in heads if head.run == header.run]
+    same_host = [head for head in same_run if head.host == header.host]
+    for candidates in (same_host, same_run):
+        if len(candidates) == 1:
+            return (candidates[0].uid,)
+    return (header.host, header.run)
+
+
+def _group_order(members: Sequence[ProcessHeader]) -> tuple[int, int, str]:
+    first = min(members, key=_order)
+    return (_storey(first), first.wall_ns, first.uid)
+
+
+def _labels(
+    groups: Sequence[Group], members: Mapping[Group, Sequence[ProcessHeader]]
+) -> dict[Group, str]:
+    """What tells servers apart: nothing if there is one, else the host, or the run, or a number."""
+    first = {group: min(members[group], key=_order) for group in groups}
+    servers = [group for group in groups if _storey(first[group]) != _STOREYS["router"]]
+    routers = [group for group in groups if group not in servers]
+    labels: dict[Group, str] = {}
+    for kind in (routers, servers):
+        if len(kind) == 1:
+            labels[kind[0]] = ""
+            continue
+        hosts = Counter(first[group].host for group in kind)
+        runs = Counter(first[group].run for group in kind)
+        for number, group in enumerate(kind, start=1):
+            header = first[group]
+            if hosts[header.host] == 1:
+                label = header.host
+            elif runs[header.run] == 1:
+                label = header.run
+            else:
+                label = f"{header.host} {number}"
+            labels[group] = f" @ {label}"
+    return labels

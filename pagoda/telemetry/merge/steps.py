@@ -1,0 +1,125 @@
+"""Which requests each step of an engine had, and which steps of workers computed it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pagoda.telemetry.merge.model import Process, Row, Span, Trace
+
+_TOLERATED_NS = 100_000_000
+"""How far apart an engine's step and a worker's may lie for all that clocks are wrong."""
+
+
+class StepArgs(msgspec.Struct, frozen=True):
+    """What an engine says of a step."""
+
+    step: int
+    rows: list[int]
+    """Of the requests in it."""
+    tokens: list[int] = []
+    """That it computes for each."""
+
+
+class _WorkerStepArgs(msgspec.Struct, frozen=True):
+    step: int
+
+
+@dataclass(frozen=True)
+class PlacedSpan:
+    """A span and where it is."""
+
+    pid: int
+    tid: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an engine."""
+
+    place: PlacedSpan
+    told: StepArgs
+    workers: list[PlacedSpan] = field(default_factory=list)
+    """The same step at each worker."""
+
+
+def read_step(args: bytes) -> StepArgs | None:
+    """None if that is nothing an engine would say."""
+    try:
+        return msgspec.json.decode(args, type=StepArgs) if args else None
+    except msgspec.DecodeError:
+        return None
+
+
+def steps_of(trace: Trace) -> dict[int, list[Step]]:
+    """The steps of each engine, in order, by the engine's `pid`."""
+    engines = [it for it in trace.processes if it.origin.storey == "engine"]
+    steps = {engine.pid: _engine_steps(engine) for engine in engines}
+    numbered = {pid: _numbered(found) for pid, found in steps.items()}
+    for worker in trace.processes:
+        if worker.origin.storey == "worker" and worker.main is not None:
+            own = [numbered[engine.pid] for engine in engines_of(worker, engines)]
+            for number, place in _worker_steps(worker, worker.main):
+                step = _nearest([it for index in own for it in index.get(number, ())], place.span)
+                if step is not None:
+                    step.workers.append(place)
+    return steps
+
+
+def _engine_steps(engine: Process) -> list[Step]:
+    found = []
+    for row in engine.rows:
+        for span in row.spans:
+            if span.name == "step" and row is not engine.main:
+                told = read_step(span.args)
+                if told is not None:
+                    found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
+    found.sort(key=lambda step: step.place.span.start)
+    return found
+
+
+def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
+    index: defaultdict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        index[step.told.step].append(step)
+    return index
+
+
+def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
+    """The engine that a worker measured its clock against; else all that had its part of the model."""
+    measured = [engine for engine in engines if engine.pid == worker.parent]
+    origin = worker.origin
+    return measured or [
+        engine
+        for engine in engines
+        if (engine.origin.run, engine.origin.replica) == (origin.run, origin.replica)
+    ]
+
+
+def _worker_steps(worker: Process, row: Row) -> Iterator[tuple[int, PlacedSpan]]:
+    for span in row.spans:
+        if span.name == "step" and span.args:
+            try:
+                told = msgspec.json.decode(span.args, type=_WorkerStepArgs)
+            except msgspec.DecodeError:
+                continue
+            yield told.step, PlacedSpan(worker.pid, row.tid, span)
+
+
+def _nearest(candidates: Sequence[Step], span: Span) -> Step | None:
+    """Engines count anew when they start anew, so of steps with the same number the time decides."""
+
+    def apart(step: Step) -> int:
+        engine = step.place.span
+        return max(engine.start - span.end, span.start - engine.end, 0)
+
+    best = min(
+        candidates,
+        key=lambda step: (apart(step), abs(step.place.span.start - span.start)),
+        default=None,
+    )
+    return None if best is None or apart(best) > _TOLERATED_NS else best

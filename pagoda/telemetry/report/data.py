@@ -1,0 +1,151 @@
+"""What a report says. Times are in seconds, shares between 0 and 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where some of the time went."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """How long something took, of all times that it happened."""
+
+    name: str
+    count: int
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A piece of a request's time, from the beginning of the request on."""
+
+    name: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RequestReport:
+    """One request, from its arrival to its last byte."""
+
+    request: str
+    arrived: float
+    """After the trace began."""
+    end_to_end: float
+    first_token: float | None
+    """From its arrival; None if there was none."""
+    per_token: float | None
+    """Of the tokens after the first; None of answers of a token or none."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    parts: tuple[Part, ...]
+    phases: tuple[Phase, ...]
+    detokenize: float
+    write: float
+    """Both while the engine goes on, so they are no part of the time beside it."""
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OperationReport:
+    """All operations of one kind in forward passes."""
+
+    kind: str
+    seconds: float
+    share: float
+    bytes_per_s: float | None
+    """Of weights; None where they have none."""
+    flops_per_s: float | None
+
+
+@dataclass(frozen=True)
+class ForwardReport:
+    """What forward passes of one kind of step achieved."""
+
+    steps: str
+    """`decode` or `with prompts`."""
+    count: int
+    tokens: int
+    seconds: float
+    bytes_per_s: float
+    """Weights and KV that had to be read."""
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One worker process."""
+
+    name: str
+    num_steps: int
+    parts: tuple[Part, ...]
+    operations: tuple[OperationReport, ...]
+    forwards: tuple[ForwardReport, ...]
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine process."""
+
+    name: str
+    num_steps: int
+    loop: tuple[Part, ...]
+    """What the engine did itself; shares of the time that requests were there."""
+    steps: tuple[Part, ...]
+    """From when a step is handed over until its result is taken."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where the time went."""
+
+    seconds: float
+    began_ns: int
+    """Since 1970."""
+    processes: tuple[str, ...]
+    requests: tuple[RequestReport, ...]
+    parts: tuple[Part, ...]
+    """Of all requests together."""
+    percentiles: tuple[Percentiles, ...]
+    slowest: tuple[RequestReport, ...]
+    engines: tuple[EngineReport, ...]
+    workers: tuple[WorkerReport, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine can do; None where nobody knows."""
+
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> Percentiles:
+    """Each is a time that was measured (nearest rank)."""
+    ordered = sorted(seconds)
+
+    def rank(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    return Percentiles(name, len(ordered), rank(0.5), rank(0.9), rank(0.99))
+
+
+def parts_of(seconds: dict[str, float], total: float) -> tuple[Part, ...]:
+    return tuple(
+        Part(name, value, value / total if total else 0.0) for name, value in seconds.items()
+    )

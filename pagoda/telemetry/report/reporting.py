@@ -1,0 +1,110 @@
+"""A report of a trace: where the time of requests and steps went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pagoda.telemetry.merge.chrome_reading import read_chrome_trace
+from pagoda.telemetry.merge.merging import merge_fragments
+from pagoda.telemetry.merge.model import Process, Trace
+from pagoda.telemetry.merge.steps import Step, engines_of, steps_of
+from pagoda.telemetry.report.data import Part, Percentiles, Report, RequestReport, percentiles
+from pagoda.telemetry.report.intervals import Interval, union
+from pagoda.telemetry.report.requests import PARTS, request_reports
+from pagoda.telemetry.report.steps import engine_report, worker_report
+
+NUM_SLOWEST = 10
+
+
+def load_trace(path: Path) -> Trace:
+    """From a file of `pagoda trace merge`, or a directory of fragments.
+
+    Raises:
+        ConfigError: there is no trace.
+    """
+    return merge_fragments([path]) if path.is_dir() else read_chrome_trace(path)
+
+
+def report_of(trace: Trace) -> Report:
+    """All that is known."""
+    steps = steps_of(trace)
+    found = list(request_reports(trace, steps))
+    requests = sorted((request for request, _ in found), key=lambda it: it.arrived)
+    token_times = [time for _, times in found for time in times]
+    engines = [it for it in trace.processes if it.origin.storey == "engine"]
+    workers = [it for it in trace.processes if it.origin.storey == "worker"]
+    busy = {engine.pid: _busy(engine, workers, engines) for engine in engines}
+    reported = [worker_report(worker, engines_of(worker, engines)) for worker in workers]
+    return Report(
+        seconds=_end(trace) / 1e9,
+        began_ns=trace.began_ns,
+        processes=tuple(process.name for process in trace.processes),
+        requests=tuple(requests),
+        parts=_parts(requests),
+        percentiles=tuple(_percentiles(requests, token_times, steps, workers)),
+        slowest=tuple(sorted(requests, key=lambda it: -it.end_to_end)[:NUM_SLOWEST]),
+        engines=tuple(engine_report(it, steps[it.pid], busy[it.pid]) for it in engines),
+        workers=tuple(it for it in reported if it is not None),
+        notes=trace.notes,
+    )
+
+
+def _end(trace: Trace) -> int:
+    ends = [row.spans[0].end for it in trace.processes for row in it.rows if row.spans]
+    ends += [row.spans[-1].end for it in trace.processes for row in it.rows if row.spans]
+    return max(ends, default=0)
+
+
+def _busy(
+    engine: Process, workers: Sequence[Process], engines: Sequence[Process]
+) -> list[Interval]:
+    return union(
+        (span.start, span.end)
+        for worker in workers
+        if engine in engines_of(worker, engines) and worker.main is not None
+        for span in worker.main.spans
+        if span.name == "step"
+    )
+
+
+def _parts(requests: Sequence[RequestReport]) -> tuple[Part, ...]:
+    """Parts that no request has are left out."""
+    took = {
+        name: sum(part.seconds for it in requests for part in it.parts if part.name == name)
+        for name in PARTS
+    }
+    total = sum(took.values())
+    return tuple(Part(name, value, value / total) for name, value in took.items() if value)
+
+
+def _percentiles(
+    requests: Sequence[RequestReport],
+    token_times: Sequence[float],
+    steps: Mapping[int, Sequence[Step]],
+    workers: Sequence[Process],
+) -> Iterator[Percentiles]:
+    queued = [
+        sum(it.seconds for it in request.parts if it.name == "queued") for request in requests
+    ]
+    in_engine = [
+        (it.place.span.end - it.place.span.start) / 1e9 for found in steps.values() for it in found
+    ]
+    in_worker = [
+        (span.end - span.start) / 1e9
+        for worker in workers
+        if worker.main is not None
+        for span in worker.main.spans
+        if span.name == "step"
+    ]
+    for name, times in (
+        ("time to first token", [it.first_token for it in requests if it.first_token is not None]),
+        ("time per output token", [it.per_token for it in requests if it.per_token is not None]),
+        ("between tokens", token_times),
+        ("end to end", [it.end_to_end for it in requests]),
+        ("in the queue", queued),
+        ("step, in the engine", in_engine),
+        ("step, in the worker", in_worker),
+    ):
+        if times:
+            yield percentiles(name, times)

@@ -1,0 +1,194 @@
+"""Where the time of each request went, by the spans of its rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import msgspec
+
+from pagoda.telemetry.merge.model import Process, Row, Span, Trace
+from pagoda.telemetry.merge.steps import Step
+from pagoda.telemetry.report.data import Phase, RequestReport, parts_of
+from pagoda.telemetry.report.intervals import Interval, covered, length, union
+from pagoda.telemetry.report.reasons import Evidence, reasons_of
+
+PARTS = (
+    "HTTP, prepare",
+    "queued",
+    "waiting for KV",
+    "prefill",
+    "decode",
+    "preempted",
+    "recovering",
+    "between steps",
+    "between processes",
+)
+"""Of a request's time, in the order in which they are shown."""
+_COMPUTING = ("prefill", "decode")
+_PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
+
+StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """What is said of a request at its end."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    detokenize_ms: float = 0.0
+    write_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The rows of one request: the outermost that answers it, and those of engines."""
+
+    outer: Row
+    engines: list[tuple[Process, Row]] = field(default_factory=list)
+
+
+def request_reports(
+    trace: Trace, steps: Mapping[int, Sequence[Step]]
+) -> Iterator[tuple[RequestReport, list[float]]]:
+    """Each request of which the whole was seen, and the times between its tokens where these were traced."""
+    by_row = _by_row(steps)
+    for request, seen in _seen(trace).items():
+        whole = next((span for span in seen.outer.spans if span.name == "request"), None)
+        if whole is not None:
+            yield _report(request, whole, seen, by_row), _token_times(seen.outer)
+
+
+def _by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
+    index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    for pid, found in steps.items():
+        for step in found:
+            for tid in step.told.rows:
+                index[pid, tid].append(step)
+    return index
+
+
+def _seen(trace: Trace) -> dict[str, _Seen]:
+    """Processes come in order, so that the first row of a request is a router's if there is one."""
+    found: dict[str, _Seen] = {}
+    for process in trace.processes:
+        for row in process.rows:
+            if row.request is None:
+                continue
+            if process.origin.storey != "engine":
+                found.setdefault(row.request, _Seen(row))
+            elif row.request in found:
+                found[row.request].engines.append((process, row))
+    return found
+
+
+def _report(request: str, whole: Span, seen: _Seen, by_row: StepsByRow) -> RequestReport:
+    phases = _phases(whole, seen)
+    computing = union((it.start, it.end) for it in phases if it.name in _COMPUTING)
+    own = [step for process, row in seen.engines for step in by_row.get((process.pid, row.tid), ())]
+    stepping = union((it.place.span.start, it.place.span.end) for it in own)
+    parts = _parts(whole, seen, phases, stepping if own else computing)
+    told = _told(whole)
+    in_engine = [
+        _told(span) for _, row in seen.engines for span in row.spans if span.name == "request"
+    ]
+    report = RequestReport(
+        request=request,
+        arrived=whole.start / 1e9,
+        end_to_end=(whole.end - whole.start) / 1e9,
+        first_token=_first_token(whole, seen.outer),
+        per_token=_per_token(seen.outer, told.output_tokens),
+        prompt_tokens=told.prompt_tokens,
+        cached_tokens=told.cached_tokens,
+        output_tokens=told.output_tokens,
+        preemptions=sum(it.preemptions for it in in_engine),
+        parts=parts_of({name: ns / 1e9 for name, ns in parts.items()}, sum(parts.values()) / 1e9),
+        phases=tuple(_shown(phase, whole) for phase in phases),
+        detokenize=told.detokenize_ms / 1e3,
+        write=told.write_ms / 1e3,
+    )
+    evidence = Evidence(report, _shared(own, seen))
+    return replace(report, reasons=reasons_of(evidence))
+
+
+def _phases(whole: Span, seen: _Seen) -> list[Span]:
+    """Within the request, in order, and one at a time: what a second engine still did of it does not count."""
+    found = [
+        span
+        for _, row in seen.engines
+        for span in row.spans
+        if span.name in _PHASES and span.end > whole.start and span.start < whole.end
+    ]
+    phases: list[Span] = []
+    free = whole.start
+    for span in sorted(found, key=lambda it: it.start):
+        start, end = max(span.start, free), min(span.end, whole.end)
+        if end > start:
+            phases.append(Span(start, end, span.name, b""))
+            free = end
+    return phases
+
+
+def _parts(
+    whole: Span, seen: _Seen, phases: Sequence[Span], stepping: Sequence[Interval]
+) -> dict[str, int]:
+    """Nanoseconds of each part; together they are the request's time."""
+    parts = dict.fromkeys(PARTS, 0)
+    prepared = [it for it in seen.outer.spans if it.name == "prepare"]
+    parts["HTTP, prepare"] = length((it.start, it.end) for it in prepared)
+    for phase in phases:
+        took = phase.end - phase.start
+        if phase.name in _COMPUTING:
+            computed = covered(stepping, phase.start, phase.end)
+            parts["between steps"] += took - computed
+            took = computed
+        parts[phase.name] += took
+    parts["between processes"] = max(0, whole.end - whole.start - sum(parts.values()))
+    return parts
+
+
+def _shown(phase: Span, whole: Span) -> Phase:
+    return Phase(phase.name, (phase.start - whole.start) / 1e9, (phase.end - phase.start) / 1e9)
+
+
+def _told(span: Span) -> _Told:
+    try:
+        return msgspec.json.decode(span.args, type=_Told) if span.args else _Told()
+    except msgspec.DecodeError:
+        return _Told()
+
+
+def _first_token(whole: Span, outer: Row) -> float | None:
+    ends = [span.end for span in outer.spans if span.name == "first token"]
+    return (ends[0] - whole.start) / 1e9 if ends else None
+
+
+def _per_token(outer: Row, output_tokens: int) -> float | None:
+    streams = [span.end - span.start for span in outer.spans if span.name == "stream"]
+    return streams[0] / 1e9 / (output_tokens - 1) if streams and output_tokens > 1 else None
+
+
+def _token_times(outer: Row) -> list[float]:
+    """Seconds between tokens: those of `verbose` traces."""
+    ends = [span.end for span in outer.spans if span.name == "token"]
+    return [(later - earlier) / 1e9 for earlier, later in pairwise(ends)]
+
+
+def _shared(own: Sequence[Step], seen: _Seen) -> tuple[int, float]:
+    """Prompt tokens of others in the steps that gave this request a token, and the seconds of these steps."""
+    rows = {(process.pid, row.tid) for process, row in seen.engines}
+    num_tokens, ns = 0, 0
+    for step in own:
+        counts = list(zip(step.told.rows, step.told.tokens, strict=False))
+        pid = step.place.pid
+        if any((pid, row) in rows and count > 1 for row, count in counts):
+            continue
+        prompts = sum(count for row, count in counts if (pid, row) not in rows and count > 1)
+        if prompts:
+            num_tokens += prompts
+            ns += step.place.span.end - step.place.span.start
+    return num_tokens, ns / 1e9

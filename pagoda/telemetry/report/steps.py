@@ -1,0 +1,228 @@
+"""Where the time of steps went: in the engine, on the way, in the worker."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pagoda.telemetry.merge.model import Process, Row, Span
+from pagoda.telemetry.merge.operations import Operations, operations_of, operations_within
+from pagoda.telemetry.merge.steps import Step
+from pagoda.telemetry.report.data import (
+    EngineReport,
+    ForwardReport,
+    OperationReport,
+    WorkerReport,
+    parts_of,
+)
+from pagoda.telemetry.report.intervals import Interval, covered, length, union
+
+_LOOP = ("schedule", "submit", "update", "send")
+_PHASES = ("prepare", "forward", "sample", "await stage")
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """What a worker says of its part of the model."""
+
+    weight_bytes: float = 0.0
+    flops_per_token: float = 0.0
+    kv_bytes_per_token: float = 0.0
+
+
+class _Batch(msgspec.Struct, frozen=True):
+    """What a worker says of a step."""
+
+    tokens: int = 0
+    seqs: int = 0
+    context_tokens: int = 0
+
+
+def engine_report(
+    engine: Process, steps: Sequence[Step], workers: Sequence[Interval]
+) -> EngineReport:
+    """`workers`: when any worker of this engine was in a step."""
+    main = engine.main.spans if engine.main is not None else []
+    present = _present(engine)
+    loop = {name: sum(it.end - it.start for it in main if it.name == name) / 1e9 for name in _LOOP}
+    whole = own = waited = 0
+    for step in steps:
+        span = step.place.span
+        whole += span.end - span.start
+        mine = union((it.span.start, it.span.end) for it in step.workers)
+        in_own = covered(mine, span.start, span.end)
+        own += in_own
+        waited += covered(workers, span.start, span.end) - in_own
+    parts = {
+        "in the worker": own / 1e9,
+        "behind other steps": waited / 1e9,
+        "IPC": (whole - own - waited) / 1e9,
+    }
+    return EngineReport(
+        name=engine.name,
+        num_steps=len(steps),
+        loop=parts_of(loop, length(present) / 1e9),
+        steps=parts_of(parts, whole / 1e9),
+    )
+
+
+def _present(engine: Process) -> list[Interval]:
+    """When there was a request in the engine."""
+    return union(
+        (span.start, span.end)
+        for row in engine.rows
+        if row.request is not None
+        for span in row.spans
+    )
+
+
+def worker_report(worker: Process, engines: Sequence[Process]) -> WorkerReport | None:
+    """None for a worker that computed nothing. `engines` may have been those that it worked for."""
+    row = worker.main
+    steps = [] if row is None else [span for span in row.spans if span.name == "step"]
+    if row is None or not steps:
+        return None
+    present = union(it for engine in engines for it in _present(engine))
+    busy = union((span.start, span.end) for span in steps)
+    took = _phase_times(row)
+    between = covered(present, busy[0][0], busy[-1][1]) - sum(
+        covered(present, start, end) for start, end in busy
+    )
+    took["rest of the step"] = length(busy) - sum(took.values())
+    took["idle, with requests there"] = between
+    seconds = {name: max(0, ns) / 1e9 for name, ns in took.items() if ns or name in _PHASES[:3]}
+    return WorkerReport(
+        name=worker.name,
+        num_steps=len(steps),
+        parts=parts_of(seconds, sum(seconds.values())),
+        operations=_operation_reports(worker, row),
+        forwards=_forward_reports(worker, row),
+    )
+
+
+def _phase_times(row: Row) -> dict[str, int]:
+    """Nanoseconds in steps, by phase; what start-up did is none."""
+    took = dict.fromkeys(_PHASES, 0)
+    step_end = -1
+    for span in row.spans:
+        if span.name == "step":
+            step_end = span.end
+        elif span.name in took and span.end <= step_end:
+            took[span.name] += span.end - span.start
+    return took
+
+
+# ---- forward passes
+
+
+@dataclass
+class _Kind:
+    ns: int = 0
+    num_bytes: float = 0.0
+    flops: float = 0.0
+
+
+def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]:
+    """What took most comes first."""
+    operations = operations_of(worker)
+    costs = _costs(operations)
+    kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
+    batch = _Batch()
+    for index, span in enumerate(row.spans):
+        if span.name == "step":
+            batch = _batch(span)
+        elif span.name == "forward":
+            for name, kind, ns in operations_within(row, index, operations):
+                num_bytes, flops_per_token = costs.get(name, (0.0, 0.0))
+                kinds[kind].ns += ns
+                kinds[kind].num_bytes += num_bytes
+                kinds[kind].flops += flops_per_token * batch.tokens
+    total = sum(kind.ns for kind in kinds.values())
+    ordered = sorted(kinds.items(), key=lambda it: -it[1].ns)
+    return tuple(
+        OperationReport(
+            kind=name,
+            seconds=it.ns / 1e9,
+            share=it.ns / total if total else 0.0,
+            bytes_per_s=it.num_bytes / it.ns * 1e9 if it.num_bytes and it.ns else None,
+            flops_per_s=it.flops / it.ns * 1e9 if it.flops and it.ns else None,
+        )
+        for name, it in ordered
+    )
+
+
+def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
+    """Bytes of weights and operations a token, by name."""
+    described = zip(
+        operations.names, operations.weight_bytes, operations.flops_per_token, strict=False
+    )
+    return {name: (num_bytes, flops) for name, num_bytes, flops in described}
+
+
+def _forward_reports(worker: Process, row: Row) -> tuple[ForwardReport, ...]:
+    """Of steps in which every request computed one token, and of others."""
+    model, weights = _model(worker), sum(operations_of(worker).weight_bytes)
+    if not model.weight_bytes:
+        return ()
+    found: defaultdict[str, list[tuple[_Batch, int]]] = defaultdict(list)
+    for batch, forward_ns, sample_ns in _passes(row):
+        # Where operations are not described, the head is among the model's weights: sampling reads it.
+        ns = forward_ns if weights else forward_ns + sample_ns
+        if ns:
+            found["decode" if batch.tokens <= batch.seqs else "with prompts"].append((batch, ns))
+    return tuple(
+        _forward_report(name, passes, weights or model.weight_bytes, model)
+        for name, passes in sorted(found.items())
+    )
+
+
+def _forward_report(
+    name: str, passes: Sequence[tuple[_Batch, int]], weight_bytes: float, model: _Model
+) -> ForwardReport:
+    seconds = sum(ns for _, ns in passes) / 1e9
+    tokens = sum(batch.tokens for batch, _ in passes)
+    context = sum(batch.context_tokens for batch, _ in passes)
+    num_bytes = weight_bytes * len(passes) + model.kv_bytes_per_token * context
+    return ForwardReport(
+        steps=name,
+        count=len(passes),
+        tokens=tokens,
+        seconds=seconds,
+        bytes_per_s=num_bytes / seconds,
+        flops_per_s=model.flops_per_token * tokens / seconds,
+    )
+
+
+def _passes(row: Row) -> list[tuple[_Batch, int, int]]:
+    """The batch of each step, and its nanoseconds of forward pass and sampling."""
+    found: list[tuple[_Batch, int, int]] = []
+    step_end = -1
+    for span in row.spans:
+        took = span.end - span.start
+        if span.name == "step":
+            found.append((_batch(span), 0, 0))
+            step_end = span.end
+        elif found and span.end <= step_end and span.name in ("forward", "sample"):
+            batch, forward_ns, sample_ns = found[-1]
+            if span.name == "forward":
+                forward_ns += took
+            else:
+                sample_ns += took
+            found[-1] = (batch, forward_ns, sample_ns)
+    return found
+
+
+def _batch(step: Span) -> _Batch:
+    try:
+        return msgspec.json.decode(step.args, type=_Batch) if step.args else _Batch()
+    except msgspec.DecodeError:
+        return _Batch()
+
+
+def _model(worker: Process) -> _Model:
+    try:
+        return msgspec.convert(worker.origin.descriptions.get("model", {}), _Model)
+    except msgspec.ValidationError:
+        return _Model()

@@ -1,0 +1,41 @@
+"""What the figures in a worker's trace are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagoda.backend.operation import Operation
+from pagoda.telemetry.tracer import Tracer
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A rank's part of a model, and what it costs at least."""
+
+    operations: Sequence[Operation]
+    """Of the forward pass, whose times come in this order; empty if they come as spans."""
+    weight_bytes: int
+    """That a step reads, with the head's."""
+    flops_per_token: int
+    """Of products with weights in the forward pass, without the head."""
+    kv_bytes_per_token: int
+    """That attention reads for each token of a context."""
+
+    def tell(self, tracer: Tracer) -> None:
+        """For every fragment once; nothing while tracing is off."""
+        costs = {
+            "weight_bytes": self.weight_bytes,
+            "flops_per_token": self.flops_per_token,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+        }
+        tracer.describe("model", costs)
+        if not self.operations:
+            return
+        operations = {
+            "names": [operation.name for operation in self.operations],
+            "kinds": [operation.kind for operation in self.operations],
+            "weight_bytes": [operation.weight_bytes for operation in self.operations],
+            "flops_per_token": [operation.flops_per_token for operation in self.operations],
+        }
+        tracer.describe("forward_ops", operations)

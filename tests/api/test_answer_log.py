@@ -1,0 +1,82 @@
+"""One line for each answer, or one for a request that got none."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from pagoda.api.keys import ApiKeys
+from pagoda.errors import OverloadedError
+
+PROMPT = "a secret question"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="pagoda")
+    return caplog
+
+
+def lines(log: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in log.records if record.name.startswith("pagoda.api")]
+
+
+async def test_an_answer_has_one_line_with_its_figures(serve_api, log) -> None:
+    api = await serve_api("hello", api_keys=ApiKeys(["alice=a"]))
+    api.endpoint.num_cached_tokens = 3
+    headers = {"Authorization": "Bearer a", "X-Request-Id": "req-1"}
+    clock = iter(range(10**9, 10**12, 10**9))  # a second for every look at it
+    api.service.book.clock_ns = lambda: next(clock)
+    await api.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3}, headers=headers)
+    [line] = lines(log)
+    assert line.levelname == "INFO"
+    assert line.request_id.startswith("req-1-")
+    assert line.fields == {
+        "finish_reason": "length",
+        "prompt_tokens": len(PROMPT),
+        "cached_tokens": 3,
+        "output_tokens": 3,
+        "queue_ms": None,
+        "ttft_ms": 2000,
+        "itl_ms": 1000,
+        "duration_ms": 5000,
+        "key": "alice",
+        "error": None,
+    }
+    assert line.getMessage() == (
+        "length: 17 prompt tokens (3 cached), 3 output tokens, first token after 2000 ms, "
+        "then one every 1000 ms, all in 5000 ms, key alice"
+    )
+
+
+async def test_each_answer_of_several_has_a_line(api, log) -> None:
+    await api.complete(n=3)
+    assert len(lines(log)) == 3
+
+
+async def test_what_gets_no_answer_has_the_line_of_http(api, log) -> None:
+    await api.complete(model="other")
+    await api.get("/v1/models")
+    first, second = lines(log)
+    assert first.getMessage().startswith("POST /v1/completions 404 ")
+    assert second.fields == {"method": "GET", "path": "/v1/models", "status": 200}
+
+
+async def test_a_refusal_has_one_line_too(api, log) -> None:
+    api.endpoint.raises = OverloadedError("The waiting queue is full.")
+    assert (await api.complete()).status == 429
+    [line] = lines(log)
+    assert line.getMessage().startswith("refused: ")
+    assert line.getMessage().endswith("error The waiting queue is full.")
+
+
+async def test_neither_prompts_nor_answers_are_logged(serve_api, caplog) -> None:
+    caplog.set_level(logging.DEBUG)
+    api = await serve_api("a secret answer")
+    await api.post("/v1/completions", {"prompt": PROMPT})
+    await api.chat(stream=True)
+    await api.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 10**9})
+    assert caplog.records
+    assert "secret" not in caplog.text

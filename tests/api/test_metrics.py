@@ -1,0 +1,327 @@
+"""`/metrics`: what it counts, under which names, and that Prometheus' own tools take it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from debian_programs import debian_program
+from metrics_text import names, series, value
+from scripted_endpoint import ScriptedEndpoint
+
+from pagoda.api.keys import ApiKeys
+from pagoda.engine.messages import (
+    STEP_TOKEN_BOUNDS,
+    LoadReport,
+    ProcessMemory,
+    ReplicaLoad,
+    StepTotals,
+    TierLoad,
+)
+from pagoda.errors import EngineDeadError, OverloadedError
+
+TIERS = (
+    TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
+    TierLoad(
+        name="disk",
+        num_blocks=0,
+        num_total_blocks=90,
+        num_loaded=6,
+        num_failed=1,
+        is_indexed=False,
+    ),
+)
+
+
+async def scrape(api: Any, path: str = "/metrics") -> str:
+    answer = await api.get(path, headers={"Authorization": "Bearer a"})
+    assert answer.status == 200
+    assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return answer.body.decode()
+
+
+async def report_with(api: Any, replicas: Sequence[ReplicaLoad] = (), **fields: Any) -> LoadReport:
+    """Lets the endpoint say this of one replica, and of others."""
+    zeros = await ScriptedEndpoint().load()
+    own = msgspec.structs.replace(zeros, **fields)
+    first = ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=own)
+    whole = msgspec.structs.replace(own, replicas=(first, *replicas))
+
+    async def load() -> LoadReport:
+        return whole
+
+    api.endpoint.load = load
+    return whole
+
+
+async def full_report(api: Any) -> None:
+    """One that has everything."""
+    counts = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+    counts[0], counts[2] = 3, 1
+    steps = StepTotals(15, 5, counts, [3, 1], 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    await report_with(
+        api,
+        tiers=TIERS,
+        steps=steps,
+        expert_tokens=[4, 9],
+        expert_rank_tokens=[4, 9],
+        processes=(ProcessMemory("engine dp0", 11, 2**20),),
+    )
+
+
+# ---- what replicas report
+
+
+async def test_replicas(api) -> None:
+    other = ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0, num_losses=2)
+    await report_with(
+        api,
+        [other],
+        num_prompt_tokens=7,
+        num_generated_tokens=9,
+        num_blocks_stored=5,
+        num_blocks_removed=3,
+        num_blocks=8,
+        num_free_blocks=6,
+        expert_tokens=[4, 9],
+        expert_rank_tokens=[4, 9],
+        num_engine_restarts=1,
+    )
+    text = await scrape(api)
+    assert value(text, "pagoda_replica_ready", replica="0") == 1
+    assert value(text, "pagoda_replica_ready", replica="1") == 0
+    assert value(text, "pagoda_engine_restarts_total", replica="0") == 1
+    assert value(text, "pagoda_engine_restarts_total", replica="1") == 2
+    assert value(text, "pagoda_prefix_cache_queries_total", model_name="tiny", replica="0") == 7
+    assert value(text, "pagoda_generated_tokens_total", replica="0") == 9
+    assert value(text, "pagoda_kv_blocks_stored_total", replica="0") == 5
+    assert value(text, "pagoda_kv_blocks_removed_total", replica="0") == 3
+    assert value(text, "pagoda_kv_cache_usage_ratio", tier="device") == 0.25
+    for name, label in (("expert", "expert"), ("expert_rank", "rank")):
+        found = series(text, f"pagoda_{name}_tokens_total")
+        assert [(labels[label], count) for labels, count in found] == [("0", 4), ("1", 9)]
+    assert [labels["replica"] for labels, _ in series(text, "pagoda_num_requests_running")] == ["0"]
+    await report_with(api)
+    assert "expert" not in await scrape(api)
+
+
+async def test_tiers(api) -> None:
+    assert "kv_tier" not in await scrape(api)
+    await report_with(api, num_awaiting_kv=4, tiers=TIERS)
+    text = await scrape(api)
+    assert value(text, "pagoda_num_requests_awaiting_kv", replica="0") == 4
+    expected = {
+        "kv_tier_blocks": (3, 0),
+        "kv_tier_capacity_blocks": (8, 90),
+        "kv_tier_indexed": (1, 0),
+        "kv_tier_blocks_stored_total": (5, 0),
+        "kv_tier_blocks_removed_total": (2, 0),
+        "kv_tier_blocks_loaded_total": (0, 6),
+        "kv_tier_blocks_failed_total": (0, 1),
+    }
+    for name, (host, disk) in expected.items():
+        assert value(text, f"pagoda_{name}", replica="0", tier="host") == host
+        assert value(text, f"pagoda_{name}", replica="0", tier="disk") == disk
+    assert value(text, "pagoda_kv_cache_usage_ratio", tier="host") == 0.375
+    [disk_load] = [
+        tier for tier in (await api.get("/v1/load")).json()["tiers"] if tier["name"] == "disk"
+    ]
+    assert (disk_load["num_total_blocks"], disk_load["is_indexed"]) == (90, False)
+
+
+async def test_steps_and_memory(api) -> None:
+    await full_report(api)
+    text = await scrape(api)
+    assert (
+        value(text, "pagoda_step_tokens_count") == value(text, "pagoda_step_sequences_count") == 4
+    )
+    assert value(text, "pagoda_step_tokens_sum") == 15
+    assert value(text, "pagoda_step_sequences_sum") == 5
+    buckets = {labels["le"]: count for labels, count in series(text, "pagoda_step_tokens_bucket")}
+    assert [buckets[bound] for bound in ("1.0", "8.0", "16.0", "+Inf")] == [3, 3, 4, 4]
+    phases = {
+        labels["phase"]: seconds
+        for labels, seconds in series(text, "pagoda_step_phase_seconds_total")
+    }
+    assert list(phases.values()) == [1, 2, 3, 4, 5, 6, 7]
+    memory = "pagoda_process_resident_memory_bytes"
+    assert value(text, memory, process="engine dp0", replica="0") == 2**20
+    assert value(text, memory, process="frontend", replica="") > 2**20
+    load = (await api.get("/v1/load")).json()
+    assert load["steps"]["num_tokens"] == 15
+    assert load["processes"] == [{"role": "engine dp0", "pid": 11, "resident_bytes": 2**20}]
+
+
+async def test_requests_are_counted_also_while_there_is_no_engine(serve_api) -> None:
+    api = await serve_api(loading=True)
+    assert (await api.complete()).status == 503
+    text = await scrape(api)
+    assert value(text, "pagoda_http_errors_total", status="503", route="/v1/completions") == 1
+    assert "pagoda_replica_ready" not in text
+    api = await serve_api()
+
+    async def load() -> LoadReport:
+        raise EngineDeadError("It ended.")
+
+    api.endpoint.load = load
+    assert value(await scrape(api), "pagoda_requests_total", finish_reason="stop") == 0
+
+
+# ---- what clients get
+
+
+async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
+    api = await serve_api("hello", api_keys=ApiKeys(["alice=a", "b"]))
+    alice, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
+    assert (await api.chat()).status == 401
+    await api.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}, headers=alice)
+    await api.post("/v1/completions", {"prompt": ["hi", "you"]}, headers=second)
+    api.endpoint.raises = OverloadedError("The waiting queue is full.")
+    refused = await api.post("/v1/completions", {"prompt": "hi"}, headers=second)
+    assert refused.status == 429
+    text = await scrape(api)
+    requests = "pagoda_requests_total"
+    assert value(text, requests, key="alice", finish_reason="length") == 1
+    assert value(text, requests, key="alice", finish_reason="stop") == 0
+    assert value(text, requests, key="key2", finish_reason="stop") == 2
+    assert value(text, requests, key="key2", finish_reason="refused") == 1
+    assert value(text, "pagoda_request_generated_tokens_sum", key="alice") == 2
+    assert value(text, "pagoda_request_prompt_tokens_count", key="key2") == 2
+    assert value(text, "pagoda_time_to_first_token_seconds_count", key="key2") == 2
+    assert value(text, "pagoda_inter_token_latency_seconds_count", key="alice") == 1
+    assert value(text, "pagoda_request_duration_seconds_count", key="key2") == 2
+    errors = {tuple(labels.values()): n for labels, n in series(text, "pagoda_http_errors_total")}
+    assert errors == {
+        ("invalid_api_key", "/v1/chat/completions", "401"): 1,
+        ("rate_limit_exceeded", "/v1/completions", "429"): 1,
+    }
+
+
+async def test_times_are_those_of_the_book(serve_api) -> None:
+    api = await serve_api()
+    clock = iter(range(10**9, 10**12, 10**9))  # a second for every look at it
+    api.service.book.clock_ns = lambda: next(clock)
+    await api.complete(max_tokens=2)
+    text = await scrape(api)
+    # Arrival, start, two tokens and the end.
+    expected = {
+        "time_to_first_token_seconds": 2,
+        "inter_token_latency_seconds": 1,
+        "request_time_per_output_token_seconds": 1,
+        "request_duration_seconds": 4,
+        "request_decode_time_seconds": 1,
+    }
+    assert {name: value(text, f"pagoda_{name}_sum") for name in expected} == expected
+    assert value(text, "pagoda_request_queue_time_seconds_count") == 0
+
+
+async def test_what_clients_send_makes_no_series(api) -> None:
+    before = len((await scrape(api)).splitlines())
+    for index in range(20):
+        assert (await api.get(f"/nowhere/{index}")).status == 404
+        assert (await api.get(f"/v1/models/{index}")).status == 404
+        assert (await api.complete(model=f"model-{index}")).status == 404
+        assert (await api.request(("PUT", "PATCH")[index % 2], "/v1/models")).status == 405
+    text = await scrape(api)
+    found = [tuple(labels.values()) for labels, _ in series(text, "pagoda_http_errors_total")]
+    assert sorted(found) == [
+        ("", "", "404"),
+        ("", "/v1/models", "405"),
+        ("model_not_found", "/v1/completions", "404"),
+        ("model_not_found", "/v1/models/*", "404"),
+    ]
+    assert len(text.splitlines()) == before + 4
+
+
+async def test_what_is_not_http_is_counted_too(api) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"x" * 20000 + b"\r\n\r\n")
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    writer.close()
+    assert value(await scrape(api), "pagoda_http_errors_total", status="431", route="") == 1
+
+
+# ---- names
+
+
+async def test_the_names_of_vllm(serve_api) -> None:
+    api = await serve_api("hello", api_keys=ApiKeys(["a", "b"]))
+    for key in "ab":
+        headers = {"Authorization": f"Bearer {key}"}
+        await api.post("/v1/completions", {"prompt": "hi", "max_tokens": 3}, headers=headers)
+    await report_with(api, num_waiting=2, num_awaiting_kv=1, num_blocks=8, num_free_blocks=2)
+    text = await scrape(api, "/metrics/vllm")
+    engine = {"model_name": "tiny", "engine": "0"}
+    assert value(text, "vllm:num_requests_waiting", **engine) == 3
+    assert value(text, "vllm:kv_cache_usage_perc", **engine) == 0.75
+    assert value(text, "vllm:e2e_request_latency_seconds_count", model_name="tiny") == 2
+    assert value(text, "vllm:time_per_output_token_seconds_count") == 4
+    assert value(text, "vllm:request_success_total", finished_reason="length") == 2
+    assert value(text, "vllm:cache_config_info", block_size="16", num_gpu_blocks="8") == 1
+    ours = names(await scrape(api))
+    assert names(text) - ours == {name for name in names(text) if name.startswith("vllm:")}
+    assert ours <= names(text)
+
+
+VLLM_DASHBOARD = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:time_per_output_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_sum",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:iteration_tokens_total_bucket",
+    "vllm:request_success_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+)
+
+
+@pytest.mark.parametrize("name", VLLM_DASHBOARD)
+async def test_what_dashboards_for_vllm_ask_for_is_there(api, name: str) -> None:
+    await full_report(api)
+    found = series(await scrape(api, "/metrics/vllm"), name)
+    assert found
+    assert all(labels["model_name"] == "tiny" for labels, _ in found)
+
+
+async def test_prometheus_has_no_complaint(serve_api) -> None:
+    api = await serve_api("hello")
+    await full_report(api)
+    await asyncio.gather(api.complete(), api.chat(), api.get("/nowhere"))
+    assert await _complaints(await scrape(api)) == []
+    complaints = await _complaints(await scrape(api, "/metrics/vllm"))
+    assert all(line.startswith("vllm:") for line in complaints)
+    assert {line.partition(" ")[2] for line in complaints} == {
+        "metric names should not contain ':'",
+        'non-counter metrics should not have "_total" suffix',
+    }
+
+
+async def _complaints(text: str) -> list[str]:
+    promtool = debian_program("promtool", package="prometheus")
+    check = await asyncio.to_thread(
+        subprocess.run,
+        [promtool, "check", "metrics"],
+        input=text.encode(),
+        capture_output=True,
+        timeout=30,
+    )
+    assert check.returncode in (0, 3), check.stderr
+    return check.stderr.decode().splitlines() + check.stdout.decode().splitlines()

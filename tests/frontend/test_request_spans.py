@@ -1,0 +1,290 @@
+"""Spans as a collector gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from linked_hosts import Host, Router
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from scripted_endpoint import TEXT, ScriptedEndpoint
+
+from pagoda.engine.messages import SamplingParams
+from pagoda.errors import ConfigError, OverloadedError
+from pagoda.frontend import request_spans
+from pagoda.frontend.request_book import Origin, RequestBook
+from pagoda.frontend.request_spans import RequestSpans
+from pagoda.frontend.text_generator import TextGenerator
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
+SECOND = 10**9
+
+
+class Collector:
+    """Takes OTLP over HTTP, as a collector does."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.spans: list[Span] = []
+        self.resource: dict[str, Any] = {}
+
+    async def take(self, http: web.BaseRequest) -> web.StreamResponse:
+        assert http.path == "/v1/traces"
+        for group in ExportTraceServiceRequest.FromString(await http.read()).resource_spans:
+            self.resource = values(group.resource.attributes)
+            for scope in group.scope_spans:
+                self.spans += scope.spans
+        return web.Response(body=b"")
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def requests(self) -> list[Span]:
+        return [span for span in self.spans if span.kind == Span.SPAN_KIND_SERVER]
+
+
+def values(attributes: Any) -> dict[str, Any]:
+    found = {}
+    for attribute in attributes:
+        kind = attribute.value.WhichOneof("value")
+        value = getattr(attribute.value, kind)
+        if kind == "array_value":
+            value = [item.string_value for item in value.values]
+        found[attribute.key] = value
+    return found
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[Collector]:
+    collector = Collector()
+    runner = web.ServerRunner(web.Server(collector.take))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield collector
+    await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Any:
+    yield
+    logging.getLogger("opentelemetry").setLevel(logging.NOTSET)
+
+
+async def ask(
+    texts: TextGenerator, traceparent: str | None = None, route: str = "", key: str = ""
+) -> None:
+    origin = Origin(
+        name="req-1",
+        arrived_ns=texts.book.clock_ns(),
+        traceparent=traceparent,
+        route=route,
+        key=key,
+    )
+    [request] = await texts.prepare("hi", SamplingParams(max_tokens=3), origin=origin)
+    async for _ in texts.stream(request):
+        pass
+
+
+def generator(
+    spans: RequestSpans, endpoint: ScriptedEndpoint, clock_ns: Callable[[], int] | None = None
+) -> TextGenerator:
+    book = RequestBook() if clock_ns is None else RequestBook(clock_ns)
+    book.observe(spans)
+    return TextGenerator(endpoint, TEXT, book)
+
+
+async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> None:
+    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
+    endpoint.num_cached_tokens = 1
+    seconds = iter(range(SECOND, 100 * SECOND, SECOND))
+    texts = generator(spans, endpoint, lambda: next(seconds))
+    await ask(texts, PARENT, route="/v1/chat/completions", key="alice")
+    await asyncio.to_thread(spans.close)
+    [span] = collector.requests()
+    assert span.name == "chat tiny"
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, SPAN_ID)
+    assert endpoint.requests[0].traceparent == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
+    assert collector.resource["service.name"] == "pagoda"
+    found = values(span.attributes)
+    assert found.pop("gen_ai.request.id").startswith("req-1-")
+    # The clock says a second more at arrival, start, each of three tokens, and the end.
+    assert found == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "pagoda",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.response.model": "tiny",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.usage.prompt_tokens": 2,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.completion_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 1,
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.latency.time_to_first_token": 2.0,
+        "gen_ai.latency.time_in_model_decode": 2.0,
+        "gen_ai.latency.e2e": 5.0,
+        "pagoda.key": "alice",
+    }
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 5 * SECOND
+    assert span.status.code == Status.STATUS_CODE_UNSET
+
+
+async def test_phases_lie_in_their_request(collector: Collector) -> None:
+    spans = RequestSpans(f"{collector.url}/v1/traces", "tiny")
+    book = RequestBook()
+    book.observe(spans)
+    origin = Origin(name="a", arrived_ns=book.clock_ns())
+    record = book.open("a-1", origin, num_prompt_tokens=2, max_tokens=3)
+    record.queue_time_s = 1e-9
+    book.grow(record, 1)
+    book.grow(record, 1)
+    book.close(record, "stop")
+    await asyncio.to_thread(spans.close)
+    [whole] = collector.requests()
+    phases = [collector.named(name)[0] for name in ("queue", "prefill", "decode")]
+    assert all(phase.parent_span_id == whole.span_id for phase in phases)
+    edges = [whole.start_time_unix_nano, *(phase.start_time_unix_nano for phase in phases)]
+    edges += [phases[-1].end_time_unix_nano, whole.end_time_unix_nano]
+    assert edges == sorted(edges)
+    assert phases[0].end_time_unix_nano == phases[1].start_time_unix_nano
+    assert "gen_ai.latency.time_in_model_prefill" in values(whole.attributes)
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        None,
+        "",
+        "nonsense",
+        f"00-{'0' * 32}-{SPAN_ID}-01",
+        f"00-{TRACE_ID}-{'0' * 16}-01",
+        f"00-{TRACE_ID}-{SPAN_ID}",
+        f"ff-{TRACE_ID}-{SPAN_ID}-01",
+        f"00-{TRACE_ID.upper()}x-{SPAN_ID}-01",
+        "00-" + "é" * 32 + f"-{SPAN_ID}-01",
+    ],
+)
+async def test_what_names_no_span_begins_a_trace(
+    collector: Collector, traceparent: str | None
+) -> None:
+    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint()
+    await ask(generator(spans, endpoint), traceparent)
+    await asyncio.to_thread(spans.close)
+    [span] = collector.requests()
+    assert span.parent_span_id == b""
+    assert span.trace_id.hex() != TRACE_ID
+    given = endpoint.requests[0].traceparent or ""
+    assert given.startswith(f"00-{span.trace_id.hex()}-{span.span_id.hex()}-")
+
+
+async def test_a_client_that_does_not_want_its_trace_recorded_is_heard(
+    collector: Collector,
+) -> None:
+    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint()
+    await ask(generator(spans, endpoint), f"00-{TRACE_ID}-{SPAN_ID}-00")
+    await asyncio.to_thread(spans.close)
+    assert collector.spans == []
+    assert (endpoint.requests[0].traceparent or "").startswith(f"00-{TRACE_ID}-")
+    assert (endpoint.requests[0].traceparent or "").endswith("-00")
+
+
+async def test_failures_are_marked(collector: Collector) -> None:
+    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
+    texts = generator(spans, endpoint)
+    endpoint.breaks_after = 1
+    await ask(texts)
+    endpoint.raises = OverloadedError("The waiting queue is full.")
+    with pytest.raises(OverloadedError):
+        await ask(texts)
+    await asyncio.to_thread(spans.close)
+    broken, refused = collector.requests()
+    assert (broken.status.code, broken.status.message) == (Status.STATUS_CODE_ERROR, "It broke.")
+    assert values(broken.attributes)["error.type"] == "error"
+    assert refused.status.message == "The waiting queue is full."
+    assert values(refused.attributes)["error.type"] == "refused"
+
+
+async def test_the_span_of_the_router_is_the_parent_of_that_of_the_host(
+    collector: Collector,
+) -> None:
+    above, below = (RequestSpans(collector.url, name) for name in ("router", "host"))
+    router, endpoint = Router(), ScriptedEndpoint("hello")
+    book = RequestBook()
+    book.observe(below)
+    host = Host(endpoint, book=book)
+    host.join(router)
+    try:
+        await router.until_hosts(1)
+        texts = generator(above, router.dispatcher)  # type: ignore[arg-type]
+        await ask(texts, PARENT)
+    finally:
+        await host.close()
+        await router.close()
+    await asyncio.to_thread(above.close)
+    await asyncio.to_thread(below.close)
+    [outer] = collector.named("text_completion router")
+    [inner] = collector.named("text_completion host")
+    assert outer.parent_span_id.hex() == SPAN_ID
+    assert inner.parent_span_id == outer.span_id
+    assert inner.trace_id == outer.trace_id
+    assert values(inner.attributes)["gen_ai.usage.output_tokens"] == 3
+    assert (endpoint.requests[0].traceparent or "").split("-")[2] == inner.span_id.hex()
+
+
+async def test_a_collector_that_is_not_there_harms_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_spans, "_EXPORT_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    spans, endpoint = RequestSpans(f"http://127.0.0.1:{port}", "tiny"), ScriptedEndpoint()
+    texts = generator(spans, endpoint)
+    for _ in range(3):
+        await ask(texts)
+        await asyncio.to_thread(spans._provider.force_flush)
+    await asyncio.to_thread(spans.close)
+    assert len(endpoint.requests) == 3
+    [line] = caplog.records
+    assert line.levelname == "WARNING"
+    assert f"spans cannot be sent to http://127.0.0.1:{port}/v1/traces" in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "localhost:4318", "ftp://host", "http://", "http://[", "http://host:99999"]
+)
+def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="--otlp-endpoint must be an HTTP URL"):
+        RequestSpans(endpoint, "tiny")
+
+
+def test_without_the_sdk_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without_sdk(name: str, *arguments: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ImportError(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without_sdk)
+    with pytest.raises(ConfigError, match=r"pip install 'pagoda-llm\[otel\]'"):
+        RequestSpans("http://localhost:4318", "tiny")
+
+
+def test_the_sdk_is_imported_by_those_who_ask_only() -> None:
+    code = (
+        "import sys, pagoda.cli.serve, pagoda.cli.route\n"
+        "print([m for m in sys.modules if m.startswith(('opentelemetry', 'prometheus_client'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,217 @@
+"""Where the time went, by traces whose script is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_server import MODEL, OPERATIONS, Life, ScriptedProcess, serve
+
+from pagoda.errors import ConfigError
+from pagoda.telemetry.merge.chrome import write_chrome_trace
+from pagoda.telemetry.report.data import Part, Report, RequestReport
+from pagoda.telemetry.report.intervals import covered, length, union
+from pagoda.telemetry.report.reasons import seconds
+from pagoda.telemetry.report.reporting import load_trace, report_of
+
+ALONE = Life("one", 0.0, prompt_tokens=64, output_tokens=4)
+
+
+def report(directory: Path, processes: list[ScriptedProcess]) -> Report:
+    """Of the fragments; that of the merged file says the same."""
+    for process in processes:
+        process.write(directory)
+    trace = load_trace(directory)
+    found = report_of(trace)
+    path = directory / "trace.json.gz"
+    write_chrome_trace(trace, path)
+    assert report_of(load_trace(path)) == found
+    return found
+
+
+def milliseconds(parts: tuple[Part, ...]) -> dict[str, float]:
+    return {part.name: round(part.seconds * 1e3, 3) for part in parts if part.seconds}
+
+
+def only(found: Report) -> RequestReport:
+    (request,) = found.requests
+    return request
+
+
+def test_the_parts_of_a_request_are_its_time(tmp_path: Path) -> None:
+    request = only(report(tmp_path, serve([ALONE])))
+    assert milliseconds(request.parts) == {
+        "HTTP, prepare": 1.5,
+        "queued": 1.0,
+        "prefill": 9.6,
+        "decode": 28.8,
+        "between steps": 1.6,
+        "between processes": 1.5,
+    }
+    assert sum(part.seconds for part in request.parts) == pytest.approx(request.end_to_end)
+    assert sum(part.share for part in request.parts) == pytest.approx(1)
+    assert request.first_token == pytest.approx(0.014)
+    assert request.per_token == pytest.approx(0.010)
+    assert (request.prompt_tokens, request.output_tokens, request.preemptions) == (64, 4, 0)
+
+
+def test_the_time_of_steps_is_told_apart(tmp_path: Path) -> None:
+    found = report(tmp_path, serve([ALONE]))
+    (engine,), (worker,) = found.engines, found.workers
+    assert (engine.num_steps, worker.num_steps) == (4, 4)
+    assert milliseconds(engine.steps) == {"in the worker": 36.0, "IPC": 2.4}
+    assert milliseconds(engine.loop) == {"schedule": 0.4, "update": 0.4}
+    assert milliseconds(worker.parts) == {
+        "prepare": 2.0,
+        "forward": 32.0,
+        "sample": 2.0,
+        "idle, with requests there": 3.0,
+    }
+
+
+def test_a_step_behind_another_is_not_ipc(tmp_path: Path) -> None:
+    frontend, engine, worker = serve([])
+    (first, second) = (engine.open_row(f"steps {number}") for number in (2, 3))
+    engine.span("step", 0.0, 10.0, first, step=0, rows=[], tokens=[])
+    engine.span("step", 1.0, 20.0, second, step=1, rows=[], tokens=[])
+    worker.span("step", 1.0, 9.0, step=0, tokens=1, seqs=1, context_tokens=1)
+    worker.span("step", 10.0, 19.0, step=1, tokens=1, seqs=1, context_tokens=1)
+    (found,) = report(tmp_path, [frontend, engine, worker]).engines
+    assert milliseconds(found.steps) == {
+        "in the worker": 17.0,
+        "behind other steps": 8.0,
+        "IPC": 4.0,
+    }
+
+
+def test_forward_passes_are_held_against_what_they_had_to_read(tmp_path: Path) -> None:
+    (worker,) = report(tmp_path, serve([ALONE])).workers
+    decode, prompts = worker.forwards
+    assert (decode.steps, decode.count, decode.tokens) == ("decode", 3, 3)
+    assert (prompts.steps, prompts.count, prompts.tokens) == ("with prompts", 1, 64)
+    context = 2 + 3 + 4
+    num_bytes = 3 * sum(OPERATIONS["weight_bytes"]) + context * MODEL["kv_bytes_per_token"]
+    assert decode.bytes_per_s == pytest.approx(num_bytes / 0.024)
+    assert prompts.flops_per_s == pytest.approx(64 * MODEL["flops_per_token"] / 0.008)
+    linear, *others = worker.operations
+    assert (linear.kind, linear.share) == ("linear", pytest.approx(0.5))
+    assert linear.bytes_per_s == pytest.approx(4 * 6_000_000 / 0.016)
+    assert linear.flops_per_s == pytest.approx(67 * 6_000_000 / 0.016)
+    assert {it.kind for it in others} == {"attention", "head", "embedding"}
+
+
+def test_percentiles_are_times_that_were_measured(tmp_path: Path) -> None:
+    lives = [Life(f"r{number}", number * 1000.0, 4, 1 + number % 3) for number in range(20)]
+    found = {it.name: it for it in report(tmp_path, serve(lives)).percentiles}
+    first, whole = found["time to first token"], found["end to end"]
+    assert (first.count, first.p50, first.p99) == (20, pytest.approx(0.014), pytest.approx(0.014))
+    assert (whole.p50, whole.p90) == (pytest.approx(0.024), pytest.approx(0.034))
+    assert found["time per output token"].count == 13
+    assert found["step, in the worker"].p99 == pytest.approx(0.009)
+    assert "between tokens" not in found
+
+
+def test_tokens_are_timed_where_they_were_traced(tmp_path: Path) -> None:
+    processes = serve([ALONE])
+    for number in range(4):
+        processes[0].span("token", 14.0 + 5 * number, 14.5 + 5 * number, 1)
+    found = {it.name: it for it in report(tmp_path, processes).percentiles}
+    assert (found["between tokens"].count, found["between tokens"].p50) == (3, pytest.approx(0.005))
+
+
+@pytest.mark.parametrize(
+    ("lives", "worker_dies", "expected"),
+    [
+        ([ALONE], False, "4 tokens took 9.6 ms each"),
+        ([Life("one", 0, 64, 4, waits=1200)], False, "waited 1.2 s in the queue"),
+        ([Life("one", 0, 4096, 2)], False, "4,096 prompt tokens took 9.6 ms to compute"),
+        (
+            [Life("one", 0, 8, 4, preempted_for=800)],
+            False,
+            "preempted once: 800 ms until it ran again, 10 ms to compute again",
+        ),
+        (
+            [ALONE],
+            True,
+            "a worker was lost once: 20 ms until it ran again, 10 ms to compute again",
+        ),
+    ],
+)
+def test_reasons_are_what_took_long(
+    tmp_path: Path, lives: list[Life], worker_dies: bool, expected: str
+) -> None:
+    (slowest,) = report(tmp_path, serve(lives, worker_dies=worker_dies)).slowest
+    if "token" in expected:
+        assert expected in slowest.reasons
+    else:
+        assert slowest.reasons[0] == expected
+
+
+def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
+    frontend, engine, worker = serve([ALONE])
+    for line in engine.lines:
+        if line.get("name") == "step" and line["args"]["step"] in (1, 2):
+            line["args"]["rows"].append(99)
+            line["args"]["tokens"].append(2048)
+    request = only(report(tmp_path, [frontend, engine, worker]))
+    assert "shared steps of 19.2 ms with prompts of 4,096 tokens" in request.reasons
+
+
+def test_the_ten_slowest_come_first(tmp_path: Path) -> None:
+    lives = [Life(f"r{number:02}", number * 1000.0, 4, 1 + number) for number in range(12)]
+    found = report(tmp_path, serve(lives))
+    assert [it.request for it in found.slowest] == [f"r{number:02}" for number in range(11, 1, -1)]
+    assert len(found.requests) == 12
+
+
+def test_a_request_of_which_a_part_was_seen_is_left_out(tmp_path: Path) -> None:
+    frontend, engine, worker = serve([ALONE])
+    frontend.lines = [line for line in frontend.lines if line.get("name") != "request"]
+    found = report(tmp_path, [frontend, engine, worker])
+    assert (found.requests, found.slowest, found.parts) == ((), (), ())
+    assert found.engines[0].num_steps == 4
+
+
+def test_other_files_are_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_trace(path)
+    for text in ("", "[]", '{"traceEvents": [', '{"traceEvents": []}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="no trace that `pagoda trace merge` made"):
+            load_trace(path)
+    path.write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 µs"),
+        (0.00012, "120 µs"),
+        (0.0042, "4.2 ms"),
+        (0.25, "250 ms"),
+        (1.24, "1.2 s"),
+        (125, "125 s"),
+    ],
+)
+def test_times_have_the_unit_that_people_would_take(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+Intervals = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda it: tuple(sorted(it)))
+)
+
+
+@given(Intervals, st.integers(0, 50), st.integers(0, 50))
+def test_intervals_are_sets_of_moments(
+    intervals: list[tuple[int, int]], start: int, end: int
+) -> None:
+    moments = {at for begin, stop in intervals for at in range(begin, stop)}
+    together = union(intervals)
+    assert length(together) == len(moments)
+    assert covered(together, start, end) == len(moments & set(range(start, end)))
