@@ -19,6 +19,7 @@ from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
+from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.text_generator import start_generator
 from pagoda.frontend.trace_control import TraceControl
@@ -84,7 +85,8 @@ async def serve(
             served_model_name=server.served_model_name or model_name,
             api_keys=server.api_keys,
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
-        )
+        ),
+        book=RequestBook(tracer.clock_ns),
     )
     tracing = service.tracing = TraceControl(
         tracer, service.book, profile.directory, _run_name(tracer, server.port)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
@@ -72,7 +73,8 @@ class EngineClient:
         self._num_traces = 0
         self._trace_end: asyncio.Future[list[str]] | None = None
         """Of the last trace: why the engine's fragments lack something."""
-        self._answers: set[asyncio.Future[None]] = set()
+        self._messages: set[asyncio.Future[Any]] = set()
+        """On their way to an engine."""
         self._directory = RuntimeDirectory()
         self._context = zmq.asyncio.Context()
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
@@ -220,10 +222,16 @@ class EngineClient:
             self._trace_end.set_result(problems)
 
     def _tell(self, engine: _Engine, message: FrontendMessage) -> None:
-        """Also an engine that is not ready yet."""
-        sending = asyncio.ensure_future(engine.send(self._encode(message)))
-        self._answers.add(sending)
-        sending.add_done_callback(self._answers.discard)
+        """Also an engine that is not ready yet; one that is gone need not know. Sends at once."""
+        with contextlib.suppress(zmq.ZMQError):
+            sending = asyncio.ensure_future(engine.socket.send(self._encode(message)))
+            self._messages.add(sending)
+            sending.add_done_callback(self._told)
+
+    def _told(self, sending: asyncio.Future[Any]) -> None:
+        self._messages.discard(sending)
+        if not sending.cancelled():
+            sending.exception()
 
     async def close(self) -> None:
         if self._supervisor is not None:

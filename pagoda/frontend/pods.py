@@ -74,7 +74,8 @@ class Pod:
         Prompts of which `min_tokens` or more are not cached where they are answered are computed by prefill hosts.
         """
         # Decode hosts compute what no prefill host does, so all of these may be left out.
-        self._prefill = Dispatcher([], POLICIES["least-pending-tokens"], keeps_half=False)
+        by_work = POLICIES["least-pending-tokens"]
+        self._prefill = Dispatcher([], by_work, keeps_half=False, tracer=tracer)
         prefill = RemotePrefill(self._prefill, min_tokens)
         self.dispatcher = Dispatcher([], policy, prefill, tracer=tracer)
         self._prefill.watch(self.dispatcher.reconsider)

@@ -9,12 +9,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import openai
 import psutil
 import pytest
 from scripted_endpoint import ScriptedEndpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
+
+from fragment_files import assert_nested, end_of, read_fragments
 
 from pagoda.api.server import ProfileConfig, ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process
@@ -24,7 +29,7 @@ from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import EngineFleet, Fleet
 from pagoda.frontend.model_text import synthetic_model_text
-from pagoda.telemetry.tracer import Tracer
+from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
 USER = [{"role": "user", "content": "Hello"}]
@@ -178,6 +183,7 @@ async def serve_simulated(
     make_fleet: Callable[[], Fleet] = lambda: EngineFleet(simulated()),
     *,
     on_ready: Callable[[str, EngineReady], None],
+    profile: ProfileConfig | None = None,
 ) -> None:
     await serve(
         server,
@@ -185,7 +191,7 @@ async def serve_simulated(
         synthetic_model_text,
         model_name="m",
         on_ready=on_ready,
-        profile=ProfileConfig(),
+        profile=profile or ProfileConfig(),
         tracer=Tracer("frontend"),
     )
 
@@ -322,3 +328,46 @@ def test_one_prompt_for_two_replicas_is_refused_before_anything_starts() -> None
         )
         assert done.returncode == 2
         assert "--data-parallel-size 2 is of no use for one prompt at a time" in done.stderr
+
+
+# ---- traces
+
+
+async def test_a_directory_of_traces_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    profile = ProfileConfig(tmp_path / "taken", TraceLevel.E2E)
+    with pytest.raises(
+        ConfigError, match=r"^--profile-dir .*taken cannot be written \(File exists"
+    ):
+        await serve_simulated(ServerConfig(port=0), on_ready=print, profile=profile)
+
+
+def test_a_server_is_traced_from_its_start_to_its_last_answer(tmp_path: Path) -> None:
+    flags = ["--profile", "e2e", "--profile-dir", str(tmp_path / "t"), "--sim-base-ms", "20"]
+    with (
+        server_process([*SIM, *flags]) as process,
+        openai.OpenAI(base_url=f"{process.base_url}/v1", api_key="x") as client,
+    ):
+        stream = client.completions.create(
+            model="qwen3-0.6b", prompt="x", max_tokens=9, stream=True,
+            extra_body={"ignore_eos": True}, extra_headers={"X-Request-Id": "mine"},
+        )  # fmt: skip
+        chunks = iter(stream)
+        next(chunks)
+        os.kill(process.pid, signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    fragments = read_fragments(tmp_path / "t")
+    assert [fragment.header.role for fragment in fragments] == ["frontend", "engine dp0"]
+    frontend, engine = fragments
+    for fragment in fragments:
+        assert_nested(fragment)
+        assert not fragment.is_cut
+        assert fragment.header.run == f"frontend-{frontend.header.host}-{frontend.header.uid}"
+    assert len(engine.named("worker ready")) == 1
+    (answer,), (request,) = frontend.named("request"), engine.named("request")
+    assert answer["args"]["request"] == request["args"]["request"]
+    assert request["args"]["request"].startswith("mine-")
+    assert answer["args"]["output_tokens"] == request["args"]["output_tokens"] == 9
+    # On one host all processes have the same clock, so what is within what can be seen.
+    (first,) = frontend.named("first token")
+    assert answer["ts"] < request["ts"] < end_of(first) < end_of(request) < end_of(answer)
