@@ -178,7 +178,8 @@ class _Recorder:
             self._keep(norms.keys) if norms else 0,
             norms.eps if norms else 0.0,
         )
-        self._note("rotary")
+        norm_bytes = norms.queries.nbytes + norms.keys.nbytes if norms else 0
+        self._note("rotary", None, norm_bytes)
         return Value(index, qkv.dtype, width)
 
     def attention(

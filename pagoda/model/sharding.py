@@ -171,15 +171,14 @@ class Shard:
             ConfigError: a linear map cannot be quantized, or cut, so.
         """
         maps = (self._map_bytes(m, quantization, itemsize) for m in self.linear_maps())
-        return self._num_vector_elements() * itemsize + sum(maps)
+        return self._vector_bytes(itemsize) + sum(maps)
 
-    def step_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of the weights that a step reads when it samples: all but a table that only gives single rows."""
-        config = self.config
-        total = self.weight_bytes(quantization, itemsize)
-        if not self.is_first or (config.tie_word_embeddings and self.is_last):
-            return total
-        return total - self._map_bytes(config.embedding, quantization, itemsize)
+    def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
+        """Of the weights that a forward pass reads: the head is no part of it, and an embedding gives rows."""
+        maps = (m for m in self.linear_maps() if m.split is not Split.VOCABULARY)
+        return self._vector_bytes(itemsize) + sum(
+            self._map_bytes(m, quantization, itemsize) for m in maps
+        )
 
     def flops_per_token(self) -> int:
         """Of products with weights, without the head, through which few tokens of a prompt go."""
@@ -206,7 +205,7 @@ class Shard:
         held_as = format_of_part(m.name, _format_of(m, quantization), m.inputs, part.inputs)
         return format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
 
-    def _num_vector_elements(self) -> int:
+    def _vector_bytes(self, itemsize: int) -> int:
         """Of norms, and of this rank's parts of biases."""
         config = self.config
         total = config.hidden_size * self.is_last
@@ -217,7 +216,7 @@ class Shard:
                 biases += [*config.mlp_maps(layer)] * config.mlp_bias
             total += 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
             total += sum(len(self.part_of(m).outputs) for m in biases)
-        return total
+        return total * itemsize
 
 
 def whole(config: ModelConfig) -> Shard:

@@ -11,14 +11,14 @@ from pagoda.telemetry.tracer import Tracer
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A rank's part of a model, and what it costs at least."""
+    """What a rank's part of a forward pass costs at least; the head is no part of it."""
 
     operations: Sequence[Operation]
     """Of the forward pass, whose times come in this order; empty if they come as spans."""
     weight_bytes: int
-    """That a step reads, with the head's."""
+    """That a pass reads."""
     flops_per_token: int
-    """Of products with weights in the forward pass, without the head."""
+    """Of products with weights."""
     kv_bytes_per_token: int
     """That attention reads for each token of a context."""
 

@@ -187,7 +187,7 @@ def load_runner(
     )
     description = ModelDescription(
         operations=model.operations,
-        weight_bytes=shard.step_bytes(plan.quantization, plan.dtype.itemsize),
+        weight_bytes=shard.forward_bytes(plan.quantization, plan.dtype.itemsize),
         flops_per_token=shard.flops_per_token(),
         kv_bytes_per_token=plan.kv_bytes_per_token,
     )

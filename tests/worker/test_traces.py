@@ -144,9 +144,7 @@ def test_a_recorded_pass_tells_the_time_of_each_operation(tmp_path: Path, model:
     assert costs["flops_per_token"] == sum(operations["flops_per_token"])
     assert costs["weight_bytes"] > 0
     if model == "qwen3":  # others have maps whose panels are padded
-        head, head_norms = 4 * 320 * 64, 4 * 2 * 2 * 32
-        read = sum(operations["weight_bytes"])
-        assert costs["weight_bytes"] == read + head + head_norms
+        assert costs["weight_bytes"] == sum(operations["weight_bytes"])
 
 
 def test_operations_of_a_direct_pass_are_spans(tmp_path: Path) -> None:
