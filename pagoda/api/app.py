@@ -79,7 +79,11 @@ def make_server(service: Service) -> ApiServer:
     """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop."""
 
     async def handle(http: web.BaseRequest) -> web.StreamResponse:
-        return await _answer(http, service)
+        connection = cast(_Connection, http.protocol)
+        try:
+            return await _answer(http, service)
+        finally:
+            connection.end(is_read=http.content.is_eof())
 
     def make_request(
         message: RawRequestMessage,
@@ -97,7 +101,7 @@ def make_server(service: Service) -> ApiServer:
             asyncio.get_running_loop(),
             client_max_size=service.config.max_body_bytes,
         )
-        request[_ARRIVED] = cast(_Connection, protocol).received_ns
+        request[_ARRIVED] = cast(_Connection, protocol).begin()
         return request
 
     return ApiServer(
@@ -264,7 +268,7 @@ class ApiServer(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ("_clock_ns", "_refused", "received_ns")
+    __slots__ = ("_arrived_ns", "_clock_ns", "_is_idle", "_refused")
 
     def __init__(
         self,
@@ -276,12 +280,24 @@ class _Connection(web.RequestHandler):
         super().__init__(*arguments, **options)
         self._refused = refused
         self._clock_ns = clock_ns
-        self.received_ns = 0
+        self._is_idle = True
+        self._arrived_ns = 0
 
     def data_received(self, data: bytes) -> None:
         # A request's own task may begin much later, behind those of all that arrived with it.
-        self.received_ns = self._clock_ns()
+        if self._is_idle and not self._arrived_ns:
+            self._arrived_ns = self._clock_ns()
         super().data_received(data)
+
+    def begin(self) -> int:
+        """When the first bytes of the request that is to be answered now came."""
+        arrived_ns, self._arrived_ns = self._arrived_ns or self._clock_ns(), 0
+        self._is_idle = False
+        return arrived_ns
+
+    def end(self, *, is_read: bool) -> None:
+        """The request is answered; what comes next is another one, if all of it was read."""
+        self._is_idle = is_read
 
     def handle_error(
         self,
