@@ -3,6 +3,8 @@
 # make setup   create .venv and install Pagoda into it
 # make test    set up with the test tools, then linters, types, import contracts and all tests
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
+# make test-ui       the tests of the page, in Debian's Chromium
+# make screenshots   the pictures of the page in docs/img
 # make clean   remove .venv and everything that the tools leave behind
 #
 # PYTHON=python3.12 chooses another interpreter.
@@ -15,10 +17,11 @@ TORCH := torch==2.13.0
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/impl/*)
 
+CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-native clean
+.PHONY: setup demo serve test test-ui test-native screenshots clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +37,18 @@ test: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 3 --dist loadfile
+
+test-ui: $(VENV)/.installed-ui | $(CHROMIUM)
+	$(BIN)/python -m pytest tests/ui
+
+screenshots: $(VENV)/.installed-ui | $(CHROMIUM)
+	$(BIN)/python tests/ui/screenshots.py docs/img
+
+$(CHROMIUM):
+	@test "$$(id -u)" = 0 -a -x /usr/bin/apt-get || \
+		{ echo "The page is tested in Chromium, which is not at $@: apt-get install chromium" >&2; exit 2; }
+	@echo "installing chromium"
+	@apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null
 
 # The sanitizers' libraries must be there before the interpreter allocates anything.
 test-native: $(VENV)/.installed-test $(SANITIZED)/.built
@@ -75,3 +90,8 @@ $(VENV)/.installed-test: $(VENV)/.torch $(SOURCES)
 	@echo "installing pagoda and the test tools"
 	@$(PIP) install --editable '.[test]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-ui: $(VENV)/.installed-test
+	@echo "installing what drives a browser"
+	@$(PIP) install --editable '.[ui]'
+	@touch $@

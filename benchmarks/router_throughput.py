@@ -41,7 +41,7 @@ from pagoda.engine.messages import (
     TokenChunk,
 )
 from pagoda.frontend.discovery.joins import Membership
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.fleet import read_cluster_key
 from pagoda.frontend.host_link import HostDoor, Identity
 from pagoda.frontend.merge import cancel_all
@@ -120,6 +120,11 @@ class Host:
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         """It has no cache."""
         listener(CacheNews(b"", b"", starts_anew=True))
+        return lambda: None
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """It has no steps."""
+        del listener
         return lambda: None
 
     async def abort(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from pagoda.api import hosts, info
+from pagoda.api import hosts, info, live, page
 from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
@@ -36,6 +36,8 @@ from pagoda.frontend.request_book import Origin
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, dict[str, Handler]] = {
+    "/": {"GET": page.index},
+    "/ui/*": {"GET": page.file},
     "/health": {"GET": info.health_ready},
     "/health/live": {"GET": info.health_live},
     "/health/ready": {"GET": info.health_ready},
@@ -43,6 +45,9 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models": {"GET": info.models},
     "/v1/models/*": {"GET": info.model},
     "/v1/load": {"GET": info.load},
+    "/v1/live": {"GET": live.live},
+    "/v1/requests": {"GET": live.list_requests},
+    "/v1/requests/*": {"DELETE": live.cancel_request},
     "/v1/hosts": {"GET": hosts.list_hosts},
     "/v1/hosts/*": {"DELETE": hosts.dismiss_host},
     "/metrics": {"GET": metrics},
@@ -56,8 +61,9 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 """What answers, by path and method. A `*` at the end takes the rest of the path."""
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""Answered without an API key: whoever watches a server need not be allowed to use it."""
+OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
+"""Answered without an API key: whoever watches a server need not be allowed to use it, and the page asks for
+the key itself."""
 
 CONNECTION_IDLE_S = 75.0
 """A connection without a complete request for this long is closed."""
@@ -91,12 +97,13 @@ def make_server(service: Service) -> ApiServer:
             asyncio.get_running_loop(),
             client_max_size=service.config.max_body_bytes,
         )
-        request[_ARRIVED] = service.book.clock_ns()
+        request[_ARRIVED] = cast(_Connection, protocol).received_ns
         return request
 
     return ApiServer(
         handle,
         lambda status: service.request_metrics.refused(Refusal("", status, "")),
+        lambda: service.book.clock_ns(),
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
@@ -134,7 +141,8 @@ def _log_access(call: Call, status: int, duration_s: float) -> None:
     path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
     fields = {"method": call.http.method, "path": path, "status": status}
     extra = {"request_id": call.request_id, "fields": fields}
-    _log.info("%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
+    level = logging.DEBUG if call.origin.route == "/ui/*" else logging.INFO  # a score for each page
+    _log.log(level, "%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
 
 
 def _call(http: web.BaseRequest, service: Service) -> Call:
@@ -145,7 +153,7 @@ def _call(http: web.BaseRequest, service: Service) -> Call:
         arrived_ns=http[_ARRIVED],
         key=key_name or "",
         traceparent=headers.get("traceparent"),
-        route=_route(http.path) or "",
+        route=_find(http.path)[0],
     )
     return Call(http, service, key_name, origin)
 
@@ -153,31 +161,30 @@ def _call(http: web.BaseRequest, service: Service) -> Call:
 async def _dispatch(call: Call) -> web.StreamResponse:
     path = call.http.path
     _check_host(call)
-    if path not in OPEN_PATHS:
+    route, argument = _find(path)
+    if route not in OPEN_PATHS:
         _check_key(call)
-    route = _route(path)
-    if route is None:
+    methods = ROUTES.get(route)
+    if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
-    methods = ROUTES[route]
     method = "GET" if call.http.method == "HEAD" else call.http.method
     if method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(
             405, f"{path} answers {allowed}, not {call.http.method}.", headers={"Allow": allowed}
         )
-    argument = path[len(route) - 1 :] if route.endswith("*") else ""
     return await methods[method](replace(call, path_argument=argument))
 
 
-def _route(path: str) -> str | None:
-    """The route that answers a path; None if none does."""
+def _find(path: str) -> tuple[str, str]:
+    """The route of a path, empty if there is none, and what stands for the `*` of it."""
     if path in ROUTES and not path.endswith("*"):
-        return path
-    for pattern in ROUTES:
-        prefix = pattern.removesuffix("*")
-        if prefix != pattern and path.startswith(prefix) and len(path) > len(prefix):
-            return pattern
-    return None
+        return path, ""
+    for route in ROUTES:
+        prefix = route.removesuffix("*")
+        if prefix != route and path.startswith(prefix) and len(path) > len(prefix):
+            return route, path[len(prefix) :]
+    return "", ""
 
 
 def _request_id(given: str) -> str:
@@ -244,22 +251,37 @@ class ApiServer(web.Server):
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         refused: Callable[[int], None],
+        clock_ns: Callable[[], int],
         **options: Any,
     ) -> None:
-        """`refused` is told of each such error, by its status."""
+        """`refused` is told of each such error, by its status. `clock_ns` tells when a request arrives."""
         super().__init__(handler, **options)
         self._refused = refused
+        self._clock_ns = clock_ns
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self._refused, self, loop=self._loop, **self._kwargs)
+        return _Connection(self._refused, self._clock_ns, self, loop=self._loop, **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ("_refused",)
+    __slots__ = ("_clock_ns", "_refused", "received_ns")
 
-    def __init__(self, refused: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        refused: Callable[[int], None],
+        clock_ns: Callable[[], int],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         self._refused = refused
+        self._clock_ns = clock_ns
+        self.received_ns = 0
+
+    def data_received(self, data: bytes) -> None:
+        # A request's own task may begin much later, behind those of all that arrived with it.
+        self.received_ns = self._clock_ns()
+        super().data_received(data)
 
     def handle_error(
         self,

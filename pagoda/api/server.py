@@ -99,6 +99,7 @@ async def serve(
             tracing.start(profile.level)
         fleet = make_fleet()
     except BaseException:
+        tracer.stop()
         await runner.cleanup()
         raise
     service.fleet = fleet
@@ -122,6 +123,7 @@ async def serve(
             await dispatcher.drain(0.0)
     finally:
         service.draining = True
+        service.sampler.close()
         await runner.cleanup()
         if tracing.session is not None:
             await tracing.stop()

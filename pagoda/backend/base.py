@@ -245,7 +245,7 @@ class Compiled(Protocol[PlanT]):
     def traced(
         self, step: StepInput[Tensor, PlanT], tracer: Tracer
     ) -> tuple[Tensor, Sequence[int]]:
-        """The same result, and how many nanoseconds each of `operations` took.
+        """The same result, and how many nanoseconds each of `operations` took, by the clock of the device.
 
         Of a pass that is not recorded each operation becomes a span of the tracer's instead.
         """

@@ -71,7 +71,7 @@ def _parts(title: str, parts: Sequence[Part], count: int) -> TextTable:
 
 def _operations(worker: WorkerReport, limits: Limits) -> TextTable:
     return TextTable(
-        f"{worker.name}: operations of forward passes",
+        f"{worker.name}: operations",
         ("kind", "time", "share", *_rate_columns(limits)),
         tuple(
             (

@@ -15,6 +15,7 @@ from pagoda.engine.messages import (
     RequestRefused,
     Role,
     StartTrace,
+    StepNews,
     StepResult,
     TokenChunk,
     TraceStopped,
@@ -23,6 +24,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.engine.step_meter import StepMeter
+from pagoda.engine.step_news import StepReporter
 from pagoda.engine.tracing import EngineTracing
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
@@ -93,6 +95,7 @@ class EngineCore:
         self._tiers: ConnectorStack | None = None
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
+        self._step_news = StepReporter(clock)
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -210,6 +213,7 @@ class EngineCore:
             planned = self._clock.now()
             if trace_began:
                 self._tracing.scheduled(trace_began, plan, scheduler)
+            self._step_news.begin(plan)
             trace_began = self._tracer.e2e()
             self._executor.submit(plan)
             self._meter.submitted(plan, began, planned)
@@ -244,6 +248,7 @@ class EngineCore:
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
+        self._step_news.end(result)
         taken, trace_began = self._last_progress, self._tracer.e2e()
         chunks = self._scheduler.update(result)
         self._meter.finished(result, taken)
@@ -387,7 +392,7 @@ class EngineCore:
         return [] if self._kv_events is None else self._kv_events.take()
 
     def follow_cache(self, frontend: bytes) -> None:
-        """From now on `frontend` is among those that `take_cache_news` names.
+        """From now on `frontend` is among those that `take_news` names.
 
         Raises RuntimeError before the engine is ready.
         """
@@ -395,9 +400,17 @@ class EngineCore:
             raise RuntimeError("The engine is not ready.")
         self._cache_news.follow(frontend)
 
-    def take_cache_news(self) -> list[tuple[bytes, CacheNews]]:
-        """What frontends are to be told now."""
-        return [] if self._cache_news is None else self._cache_news.take()
+    def follow_steps(self, frontend: bytes) -> None:
+        """From now on `frontend` is told of steps, until `unfollow_steps`."""
+        self._step_news.follow(frontend)
+
+    def unfollow_steps(self, frontend: bytes) -> None:
+        self._step_news.unfollow(frontend)
+
+    def take_news(self) -> list[tuple[bytes, CacheNews | StepNews]]:
+        """What frontends that follow something are to be told now."""
+        cache_news = [] if self._cache_news is None else self._cache_news.take()
+        return [*cache_news, *self._step_news.take()]
 
     def next_wakeup(self) -> float | None:
         """When there is something to do even if no event comes, on the clock; None for never."""
@@ -410,6 +423,7 @@ class EngineCore:
                 None if self._holder is None else self._holder.next_event_at(),
                 None if self._remote is None else self._remote.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
+                self._step_news.next_event_at(),
             )
             if instant is not None
         ]
@@ -427,6 +441,7 @@ class EngineCore:
             num_waiting=scheduler.num_waiting,
             num_pending_tokens=scheduler.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
+            num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,

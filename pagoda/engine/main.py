@@ -28,6 +28,7 @@ from pagoda.engine.messages import (
     EngineFailed,
     EngineMessage,
     FollowCache,
+    FollowSteps,
     FrontendMessage,
     GenerateRequest,
     Hello,
@@ -39,6 +40,7 @@ from pagoda.engine.messages import (
     StopTrace,
     TokenChunk,
     TokenChunks,
+    UnfollowSteps,
 )
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
@@ -80,8 +82,10 @@ class EngineProcess:
         self._owners: dict[str, bytes] = {}
         """Which frontend a running request belongs to."""
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
-        self._clocks = ClockComparison(self._tracer.clock_ns)
-        """With the frontend that asked for a trace."""
+        self._clocks: ClockComparison | None = None
+        """With the frontend that asked for a trace, as long as it takes."""
+        self._stops_trace = False
+        """Whether the trace is to end as soon as clocks are compared."""
         self._told_worker_ready = True
         """What frontends believe of the worker; `EngineReady` tells them that there is one."""
         self._stopping = False
@@ -128,7 +132,7 @@ class EngineProcess:
                 self._send_chunks(self._core.step())
                 self._greet()
                 self._tell_of_the_worker()
-                self._tell_of_the_cache()
+                self._tell_followers()
                 self._tell_of_the_trace()
                 self._publish_kv_events()
         finally:
@@ -167,16 +171,24 @@ class EngineProcess:
                 self._send(frontend, report)
             case FollowCache():
                 self._core.follow_cache(frontend)
+            case FollowSteps():
+                self._core.follow_steps(frontend)
+            case UnfollowSteps():
+                self._core.unfollow_steps(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
                 self._core.start_trace(message)
                 self._compare_clocks(frontend)
             case StopTrace():
-                self._core.stop_trace()
+                if self._clocks is None:
+                    self._core.stop_trace()
+                else:
+                    self._stops_trace = True
             case ClockPong():
-                if self._clocks.pong(message.number, message.uid, message.now_ns):
-                    self._ask_for_time(frontend)
+                clocks = self._clocks
+                if clocks and clocks.pong(message.number, message.uid, message.now_ns):
+                    self._ask_for_time(frontend, clocks)
             case Shutdown():
                 self._stopping = True
 
@@ -209,8 +221,8 @@ class EngineProcess:
         for frontend in self._frontends:
             self._send(frontend, report)
 
-    def _tell_of_the_cache(self) -> None:
-        for frontend, news in self._core.take_cache_news():
+    def _tell_followers(self) -> None:
+        for frontend, news in self._core.take_news():
             self._send(frontend, news)
 
     def _tell_of_the_trace(self) -> None:
@@ -219,15 +231,18 @@ class EngineProcess:
                 self._send(frontend, end)
 
     def _compare_clocks(self, frontend: bytes) -> None:
-        self._clocks = ClockComparison(self._tracer.clock_ns)
-        self._ask_for_time(frontend)
+        self._clocks, self._stops_trace = ClockComparison(self._tracer.clock_ns), False
+        self._ask_for_time(frontend, self._clocks)
 
-    def _ask_for_time(self, frontend: bytes) -> None:
-        number = self._clocks.next_ping()
-        if number is None:
-            self._clocks.note(self._tracer)
-        else:
+    def _ask_for_time(self, frontend: bytes, clocks: ClockComparison) -> None:
+        number = clocks.next_ping()
+        if number is not None:
             self._send(frontend, ClockPing(number))
+            return
+        clocks.note(self._tracer)
+        self._clocks = None
+        if self._stops_trace:
+            self._core.stop_trace()
 
     def _publish_kv_events(self) -> None:
         if self._publisher is not None:

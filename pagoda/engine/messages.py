@@ -261,6 +261,14 @@ class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
     """Asks for `CacheNews`, from what is cached now on. Who asks again is told from the beginning."""
 
 
+class FollowSteps(msgspec.Struct, frozen=True, tag="follow_steps"):
+    """Asks for `StepNews` of the steps from now on, until `UnfollowSteps`."""
+
+
+class UnfollowSteps(msgspec.Struct, frozen=True, tag="unfollow_steps"):
+    """Enough of `StepNews`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the workers, then the engine."""
 
@@ -403,6 +411,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """Prompt and output tokens not yet computed."""
     num_free_blocks: int
     """Free or evictable, on the device."""
+    num_cached_blocks: int
+    """Of these, how many hold what a later request may find."""
     num_blocks: int
     num_steps: int
     """Finished since start."""
@@ -460,6 +470,32 @@ class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
     removed: bytes
     starts_anew: bool = False
     """Whether what was told before counts no longer."""
+
+
+class StepBin(msgspec.Struct, frozen=True, array_like=True):
+    """A step, or several that ended close together."""
+
+    age_s: float
+    """How long before the message the last of them ended."""
+    step: int
+    """The number of the last of them."""
+    num_steps: int
+    step_time_s: float
+    """Of the longest of them."""
+    num_prefill_tokens: int
+    """Of all of them: tokens that requests were given several at a time."""
+    num_decode_tokens: int
+    """Of all of them: tokens that requests were given one by one."""
+    num_seqs: int
+    """The most in one of them."""
+
+
+class StepNews(msgspec.Struct, frozen=True, tag="step_news"):
+    """Steps that have ended since the last such message, oldest first; a bounded number."""
+
+    bins: list[StepBin]
+    replica: str = ""
+    """Which one it was, as the dispatcher in front of it calls it; an engine does not know that."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -590,6 +626,8 @@ FrontendMessage = (
     | AbortRequests
     | LoadQuery
     | FollowCache
+    | FollowSteps
+    | UnfollowSteps
     | Shutdown
     | StartTrace
     | StopTrace
@@ -602,6 +640,7 @@ EngineMessage = (
     | TokenChunks
     | LoadReport
     | CacheNews
+    | StepNews
     | TraceStopped
     | ClockPing
 )

@@ -10,7 +10,7 @@ from pagoda.engine.scheduler import Scheduler
 from pagoda.telemetry.tracer import Tracer
 
 _COUNTERS_NS = 50_000_000
-"""Counters are written this far apart at least."""
+"""Counters are written this far apart at least, but for the last before the engine sleeps."""
 
 
 class EngineTracing:
@@ -26,7 +26,8 @@ class EngineTracing:
         self._scheduler: Scheduler | None = None
         self._steps_left: int | None = None
         self._num_hit_tokens = 0
-        self._counted_at = 0
+        self._counted_at: int | None = None
+        self._counted_idle = False
 
     # ---- on and off
 
@@ -35,6 +36,7 @@ class EngineTracing:
         self.stop()
         self.tracer.start(order.session)
         self._steps_left = order.num_steps
+        self._counted_at = None
         rows = range(self._max_in_flight)
         self._step_rows = [self.tracer.open_row(f"steps {index}") for index in rows]
         if scheduler is not None:
@@ -130,11 +132,12 @@ class EngineTracing:
             self.tracer.span("step", handed_over, args, row=row, ended=ended)
 
     def count(self, scheduler: Scheduler) -> None:
-        """How many requests and blocks there are, if that was not said just now."""
-        now = self.tracer.clock_ns()
-        if now - self._counted_at < _COUNTERS_NS:
+        """How many requests and blocks there are, if that was not said just now; and when no request is left."""
+        now, is_idle = self.tracer.clock_ns(), not scheduler.has_requests()
+        is_recent = self._counted_at is not None and now - self._counted_at < _COUNTERS_NS
+        if is_recent and (not is_idle or self._counted_idle):
             return
-        self._counted_at = now
+        self._counted_at, self._counted_idle = now, is_idle
         counts = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
         self.tracer.counter("requests", counts)
         pool = scheduler.kv.pool

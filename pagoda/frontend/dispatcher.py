@@ -23,6 +23,7 @@ from pagoda.engine.messages import (
     LoadReport,
     ReplicaLoad,
     Role,
+    StepNews,
     TokenChunk,
 )
 from pagoda.errors import (
@@ -33,7 +34,7 @@ from pagoda.errors import (
     OverloadedError,
 )
 from pagoda.frontend.cache_union import CacheUnion
-from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
 from pagoda.frontend.ledger import Account, Ledger
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.outliers import (
@@ -354,6 +355,19 @@ class Dispatcher:
         def end() -> None:
             unfollow()
             self._follow_caches()
+
+        return end
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """Replicas that come later are hosts, of which no steps are told."""
+        ends = [
+            member.replica.follow_steps(partial(_pass_on, member.name, listener))
+            for member in self._members
+        ]
+
+        def end() -> None:
+            for unfollow in ends:
+                unfollow()
 
         return end
 
@@ -887,6 +901,10 @@ class _Held:
 
 def _chunks_of(replica: Replica, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
     return cast(AsyncGenerator[TokenChunk, None], replica.generate(request))
+
+
+def _pass_on(replica: str, listener: StepListener, news: StepNews) -> None:
+    listener(msgspec.structs.replace(news, replica=replica))
 
 
 async def _load_of(member: _Member) -> LoadReport | None:

@@ -8,7 +8,14 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import CacheNews, EngineReady, GenerateRequest, LoadReport, TokenChunk
+from pagoda.engine.messages import (
+    CacheNews,
+    EngineReady,
+    GenerateRequest,
+    LoadReport,
+    StepNews,
+    TokenChunk,
+)
 from pagoda.errors import EngineDeadError
 
 
@@ -33,6 +40,7 @@ class ReplicaState(enum.StrEnum):
 
 
 CacheListener = Callable[[CacheNews], None]
+StepListener = Callable[[StepNews], None]
 
 
 class Endpoint(Protocol):
@@ -80,6 +88,11 @@ class Endpoint(Protocol):
 
         First of all what is cached already, soon; then what changes, a few times a second at most.
         """
+        ...
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """Tells `listener` about twice a second of the steps of engines on this host, until the function returned
+        is called. Those of other hosts are told there alone."""
         ...
 
     async def health(self) -> Health:

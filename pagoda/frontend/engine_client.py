@@ -30,13 +30,14 @@ from pagoda.engine.messages import (
     RequestRefused,
     Shutdown,
     StartTrace,
+    StepNews,
     StopTrace,
     TokenChunk,
     TokenChunks,
     TraceStopped,
 )
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
@@ -150,6 +151,9 @@ class EngineClient:
 
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         return self._session.follow_cache(listener)
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        return self._session.follow_steps(listener)
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -319,7 +323,7 @@ class EngineClient:
             case LoadReport(query_id=None):
                 ready = message.is_worker_ready
                 self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
-            case LoadReport() | RequestRefused() | CacheNews():
+            case LoadReport() | RequestRefused() | CacheNews() | StepNews():
                 self._session.take(message)
             case ClockPing(number):
                 tracer = self._tracer
@@ -367,6 +371,7 @@ class EngineClient:
             return
         self._failure = error
         self._failed.set()
+        self._end_trace([])
         self._enter(ReplicaState.FAILED)
         self._lose_requests()
         if self._started is not None and not self._started.done():

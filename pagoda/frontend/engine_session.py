@@ -12,16 +12,19 @@ from pagoda.engine.messages import (
     CacheNews,
     FinishReason,
     FollowCache,
+    FollowSteps,
     FrontendMessage,
     GenerateRequest,
     LoadQuery,
     LoadReport,
     RequestRefused,
+    StepNews,
     TokenChunk,
     TokenChunks,
+    UnfollowSteps,
 )
 from pagoda.errors import OverloadedError
-from pagoda.frontend.endpoint import CacheListener
+from pagoda.frontend.endpoint import CacheListener, StepListener
 from pagoda.frontend.token_stream import TokenStream
 
 
@@ -44,6 +47,7 @@ class EngineSession:
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
         self._num_queries = 0
         self._cache_listeners: list[CacheListener] = []
+        self._step_listeners: list[StepListener] = []
         self._questions: set[asyncio.Future[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,16 +89,30 @@ class EngineSession:
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         """As `Endpoint.follow_cache`. Those who listen already are told all again too."""
         self._cache_listeners.append(listener)
-        self._ask_for_cache_news()
+        self._ask(FollowCache())
         return partial(self._cache_listeners.remove, listener)
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """As `Endpoint.follow_steps`."""
+        self._step_listeners.append(listener)
+        self._ask(FollowSteps())
+
+        def end() -> None:
+            self._step_listeners.remove(listener)
+            if not self._step_listeners:
+                self._ask(UnfollowSteps())
+
+        return end
 
     def begin(self) -> None:
         """There is an engine, which knows nothing of what the one before it was asked for."""
         if self._cache_listeners:
-            self._ask_for_cache_news()
+            self._ask(FollowCache())
+        if self._step_listeners:
+            self._ask(FollowSteps())
 
-    def _ask_for_cache_news(self) -> None:
-        question = asyncio.ensure_future(self._send(FollowCache()))
+    def _ask(self, message: FollowCache | FollowSteps | UnfollowSteps) -> None:
+        question = asyncio.ensure_future(self._send(message))
         self._questions.add(question)
         question.add_done_callback(self._questions.discard)
 
@@ -106,7 +124,9 @@ class EngineSession:
         for request_id in list(self._streams):
             await self.abort(request_id)
 
-    def take(self, message: TokenChunks | LoadReport | RequestRefused | CacheNews) -> None:
+    def take(
+        self, message: TokenChunks | LoadReport | RequestRefused | CacheNews | StepNews
+    ) -> None:
         """What came back. A `LoadReport` is one that was asked for."""
         match message:
             case TokenChunks():
@@ -128,6 +148,9 @@ class EngineSession:
             case CacheNews():
                 for listener in list(self._cache_listeners):
                     listener(message)
+            case StepNews():
+                for hear in list(self._step_listeners):
+                    hear(message)
 
     def fail(self, error: Exception) -> None:
         """Whoever had them is gone; all streams and queries end with `error`."""

@@ -52,7 +52,7 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all, keep_going
 from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
@@ -506,6 +506,11 @@ class RemoteHost:
 
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         return self._session.follow_cache(listener)
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        """They are the host's own to tell: there may be thousands of hosts."""
+        del listener
+        return lambda: None
 
     async def health(self) -> Health:
         if self._loss is not None:

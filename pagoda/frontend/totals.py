@@ -21,6 +21,7 @@ _SUMS = (
     "num_awaiting_kv",
     "num_pending_tokens",
     "num_free_blocks",
+    "num_cached_blocks",
     "num_blocks",
     "num_steps",
     "num_preemptions",

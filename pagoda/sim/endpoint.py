@@ -12,16 +12,18 @@ from pagoda.engine.messages import (
     AbortRequests,
     EngineReady,
     FollowCache,
+    FollowSteps,
     FrontendMessage,
     GenerateRequest,
     LoadReport,
     RequestRefused,
     TokenChunk,
     TokenChunks,
+    UnfollowSteps,
 )
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import SimExecutor, SimNeighbours
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.frontend.merge import cancel_all
 from pagoda.ipc.clock import LoopClock
@@ -135,6 +137,9 @@ class SimEndpoint:
     def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
         return self._session.follow_cache(listener)
 
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        return self._session.follow_steps(listener)
+
     async def health(self) -> Health:
         if self._state is ReplicaState.READY:
             return Health(True)
@@ -188,7 +193,7 @@ class SimEndpoint:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self._deliver(core.step())
-            for _, news in core.take_cache_news():
+            for _, news in core.take_news():
                 self._session.take(news)
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
@@ -227,6 +232,10 @@ class SimEndpoint:
             case FollowCache():
                 self._core.follow_cache(_FRONTEND)
                 self._news.set()
+            case FollowSteps():
+                self._core.follow_steps(_FRONTEND)
+            case UnfollowSteps():
+                self._core.unfollow_steps(_FRONTEND)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         self._session.take(TokenChunks(chunks))

@@ -8,13 +8,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from pagoda.parallel.config import RankPlace
 from pagoda.worker.memory import format_bytes
 
-_BAR_COLUMNS = 18
+_BAR_COLUMNS = 16
 _LINE_COLUMNS = 60
 """No log line is shorter: one that any process writes meanwhile covers the whole bar."""
 _FIRST_AFTER_S = 0.3
@@ -91,10 +91,11 @@ class _Bar:
 
     def _line(self) -> str:
         filled = self._done * _BAR_COLUMNS // self._total
-        bar = "━" * filled + "─" * (_BAR_COLUMNS - filled)
-        line = f"loading weights {bar} {format_bytes(self._done)} of {format_bytes(self._total)}"
+        bar = "#" * filled + "-" * (_BAR_COLUMNS - filled)
+        line = f"loading weights [{bar}] {format_bytes(self._done)} of {format_bytes(self._total)}"
         return line[: _LINE_COLUMNS - 1]
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with suppress(OSError):  # the terminal has gone; loading goes on
+            self._stream.write(text)
+            self._stream.flush()

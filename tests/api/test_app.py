@@ -5,7 +5,7 @@ import gzip
 
 import pytest
 
-from pagoda.api.app import ROUTES, hosts_for
+from pagoda.api.app import OPEN_PATHS, ROUTES, hosts_for
 from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import Health
@@ -157,11 +157,13 @@ async def test_refused_by_an_endpoint_that_drains(api) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Basic secret", "é"])
-async def test_every_route_but_health_asks_for_the_key(serve_api, given: str | None) -> None:
+async def test_every_route_but_health_and_the_page_asks_for_the_key(
+    serve_api, given: str | None
+) -> None:
     api = await serve_api(api_keys=ApiKeys(["secret"]))
     headers = {"Authorization": given} if given else {}
-    paths = {path.replace("*", "tiny") for path in ROUTES} | {"/nothing", "/health/live/x"}
-    for path in sorted(paths - {"/health", "/health/live", "/health/ready"}):
+    closed = {path.replace("*", "tiny") for path in ROUTES.keys() - OPEN_PATHS}
+    for path in sorted(closed | {"/nothing", "/health/live/x", "/ui", "/ui/"}):
         for method in ("GET", "POST", "OPTIONS"):
             answer = await api.request(method, path, headers=headers)
             assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.api.server import ProfileConfig
 from pagoda.cli import main as command
 from pagoda.cli.bench.serve import RequestOptions
 from pagoda.cli.options import EngineOptions, ExecutorOptions
+from pagoda.cli.serve import ProfileOptions
 from pagoda.errors import ConfigError, EngineDeadError
+from pagoda.telemetry.tracer import TraceLevel
 from pagoda.version import __version__
 
 Calls = list[dict[str, object]]
@@ -247,3 +250,35 @@ def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
     [line] = captured.err.splitlines()
     assert line.startswith("pagoda: ")
     return line
+
+
+@pytest.mark.parametrize("source", ["flag", "environment"])
+@pytest.mark.parametrize("name", ["serve", "route"])
+def test_servers_may_be_traced_from_their_start(
+    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ProfileOptions] = []
+
+    def stop(options: ProfileOptions) -> None:
+        seen.append(options)
+        raise ConfigError("stop here.")
+
+    monkeypatch.setattr(ProfileOptions, "config", stop)
+    for module in ("serve", "route"):
+        monkeypatch.setattr(f"pagoda.cli.{module}.hold_lifeline", lambda: None)
+    arguments = []
+    if name == "route":
+        (tmp_path / "key").write_text("x" * 32)
+        arguments = ["--cluster-key-file", str(tmp_path / "key")]
+    if source == "flag":
+        arguments += ["--profile", "kernel", "--profile-dir", "traces"]
+    else:
+        monkeypatch.setenv("PAGODA_PROFILE", "kernel")
+        monkeypatch.setenv("PAGODA_PROFILE_DIR", "traces")
+    assert command.main([name, *arguments]) == 2
+    assert seen == [ProfileOptions(profile="kernel", profile_dir=Path("traces"))]
+
+
+def test_where_traces_go_unless_something_else_is_said() -> None:
+    assert ProfileOptions().config() == ProfileConfig(Path("pagoda-trace"), None)
+    assert ProfileOptions(profile="verbose").config().level is TraceLevel.VERBOSE

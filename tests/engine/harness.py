@@ -22,6 +22,7 @@ from pagoda.engine.messages import (
     KVDirectory,
     SamplingParams,
     SimConfig,
+    StartTrace,
     TokenChunk,
     Transfer,
     WorkerConfig,
@@ -38,6 +39,7 @@ from pagoda.kv.stack import ConnectorStack
 from pagoda.kv.tiers import RemoteOpener, stack_tiers
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
+from pagoda.telemetry.tracer import Tracer
 
 VOCAB_SIZE = 50
 
@@ -91,6 +93,7 @@ class Harness:
         fails: bool = False,
         disk: SimDisk | None = None,
         transfer_fate: Callable[[Transfer], TransferFate] = lambda _: TransferFate(),
+        trace: StartTrace | None = None,
     ) -> None:
         self.clock = clock or VirtualClock()
         self.disk = disk
@@ -130,12 +133,18 @@ class Harness:
             kv_tiers=kv_tiers,
             handoff=handoff,
             fail_on_load_failure=fails,
+            trace=trace,
         )
-        self.core = EngineCore(config, executor, self.clock, self._build_tiers, links)
+        self.tracer = Tracer("engine dp0", clock_ns=self._clock_ns)
+        self.core = EngineCore(config, executor, self.clock, self._build_tiers, links, self.tracer)
         self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, TokenChunk] = {}
         self.step()
+
+    def _clock_ns(self) -> int:
+        """Virtual time, in which nothing that is computed takes any; 0 would mean that nothing is traced."""
+        return 1 + round(self.clock.now() * 1e9)
 
     def _build_tiers(
         self,

@@ -11,6 +11,7 @@ from pagoda.engine.messages import GenerateRequest, KVPeer, SamplingParams, Step
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
+from pagoda.telemetry.tracer import TraceSession
 
 POISON = VOCAB_SIZE + 1
 
@@ -49,6 +50,12 @@ class MortalExecutor:
             end = slot.num_computed_tokens
             if POISON in slot.token_ids[end - count : end]:
                 self._death_at = self._clock.now()
+
+    def start_trace(self, session: TraceSession) -> None:
+        self._inner.start_trace(session)
+
+    def stop_trace(self) -> None:
+        self._inner.stop_trace()
 
     def poll(self) -> list[ExecutorEvent]:
         events = self._inner.poll()

@@ -18,6 +18,7 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.parallel.config import ParallelConfig
+from pagoda.telemetry.tracer import TraceSession
 
 
 class ScriptedExecutor:
@@ -36,6 +37,12 @@ class ScriptedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)
+
+    def start_trace(self, session: TraceSession) -> None:
+        self._inner.start_trace(session)
+
+    def stop_trace(self) -> None:
+        self._inner.stop_trace()
 
     def poll(self) -> list[ExecutorEvent]:
         if self.loss is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ import msgspec
 import pytest
 import zmq
 from worker_double import kv_rank
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
+
+from fragment_files import read_fragments
 
 from pagoda.engine.messages import (
     CurveKeys,
@@ -27,6 +32,7 @@ from pagoda.engine.messages import (
     SlotStart,
     StepPlan,
     StepResult,
+    TraceStopped,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -42,6 +48,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client, new_keys
 from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink
 
 PLAN = StepPlan(
@@ -598,3 +605,85 @@ def test_a_link_does_not_speak_for_its_rank(
             poll_once_heard(executor)
     finally:
         executor.close()
+
+
+# ---- traces
+
+
+def trace_session(directory: Path) -> TraceSession:
+    return TraceSession(level=TraceLevel.E2E, directory=str(directory), run="r")
+
+
+def roles(directory: Path) -> list[str]:
+    return sorted(fragment.header.role for fragment in read_fragments(directory))
+
+
+def test_all_ranks_trace_and_know_the_time_of_the_engine(
+    make_executor: MakeExecutor, tmp_path: Path
+) -> None:
+    executor = make_executor("obeys", SQUARE)
+    assert isinstance(next_event(executor), WorkerReady)
+    executor.start_trace(trace_session(tmp_path / "t"))
+    executor.submit(PLAN)  # waits until the clocks have been compared
+    assert isinstance(next_event(executor), StepResult)
+    executor.stop_trace()
+    stopped = next_event(executor)
+    assert isinstance(stopped, TraceStopped)
+    assert sorted(stopped.problems) == [f"rank {rank} has a word to say." for rank in range(4)]
+    assert roles(tmp_path / "t") == [f"worker rank {rank}" for rank in range(4)]
+    for fragment in read_fragments(tmp_path / "t"):
+        (clock,) = fragment.clocks
+        assert clock["peer"] == executor._tracer.process.uid
+        # Processes of one host have the same clock, so all of what was measured is error.
+        assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
+    executor.submit(msgspec.structs.replace(PLAN, step=1, freed_slots=[0]))
+    assert isinstance(next_event(executor), StepResult)
+
+
+def test_workers_that_start_while_tracing_is_on_trace_at_once(
+    make_executor: MakeExecutor, tmp_path: Path
+) -> None:
+    executor = make_executor("obeys", PAIR)
+    next_event(executor)
+    executor.start_trace(trace_session(tmp_path / "t"))
+    (pid, _) = pids(executor).values()
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(next_event(executor), WorkerLost)
+    executor.start()
+    assert isinstance(next_event(executor), WorkerReady)
+    executor.stop_trace()
+    assert isinstance(next_event(executor), TraceStopped)
+    assert roles(tmp_path / "t").count("worker rank 1") >= 1
+    successors = [
+        it for it in read_fragments(tmp_path / "t") if it.header.pid in pids(executor).values()
+    ]
+    assert sorted(it.header.role for it in successors) == ["worker rank 0", "worker rank 1"]
+    assert all(len(it.clocks) == 1 for it in successors)
+
+
+def test_workers_that_are_still_starting_are_told_when_they_are_ready(
+    make_executor: MakeExecutor, tmp_path: Path
+) -> None:
+    executor = make_executor("obeys")
+    executor.start_trace(trace_session(tmp_path / "t"))
+    executor.stop_trace()
+    assert executor.poll() == [TraceStopped()]  # there is nothing to wait for
+    executor.start_trace(trace_session(tmp_path / "t"))
+    assert isinstance(next_event(executor), WorkerReady)
+    executor.stop_trace()
+    assert isinstance(next_event(executor), TraceStopped)
+    assert roles(tmp_path / "t") == ["worker rank 0"]
+
+
+def test_a_worker_lost_before_its_fragment_is_closed_is_waited_for_no_longer(
+    make_executor: MakeExecutor, tmp_path: Path
+) -> None:
+    executor = make_executor("obeys")
+    next_event(executor)
+    executor.start_trace(trace_session(tmp_path / "t"))
+    os.kill(pids(executor)["the worker"], signal.SIGSTOP)
+    executor.stop_trace()
+    os.kill(pids(executor)["the worker"], signal.SIGKILL)
+    assert isinstance(next_event(executor), WorkerLost)
+    executor.stop_trace()
+    assert executor.poll() == [TraceStopped()]

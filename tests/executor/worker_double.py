@@ -20,7 +20,9 @@ from pagoda.engine.messages import (
     KVRank,
     RemoteBlocks,
     SimConfig,
-    StepPlan,
+    StartTrace,
+    StopTrace,
+    TraceStopped,
     Transfer,
     TransferEnd,
     TransferLink,
@@ -34,6 +36,7 @@ from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
 
 
@@ -42,11 +45,15 @@ def main() -> None:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     parallel, place = config.parallel, config.place
     rank = parallel.rank_in_replica(place)
+    tracer = Tracer(f"worker rank {rank}")
     behaviour, _, of_rank = config.model.partition("@")
     if of_rank not in ("", str(rank)):
         behaviour = "obeys"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = EngineLink(context, sys.argv[1], config)
+    if config.trace is not None:
+        tracer.start(config.trace)
+        engine.compare_clocks(tracer)
     if behaviour == "fails":
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
@@ -75,9 +82,16 @@ def main() -> None:
     engine.send(ready)
     worker = SimWorker(sim, check_kv=True, num_stages=parallel.pipeline_parallel_size)
     while True:
-        plan = engine.receive()
-        if not isinstance(plan, StepPlan):
-            continue
+        order = engine.receive()
+        match order:
+            case StartTrace(session):
+                tracer.start(session)
+                engine.compare_clocks(tracer)
+                continue
+            case StopTrace():
+                tracer.stop()
+                engine.send(TraceStopped([f"rank {rank} has a word to say."]))
+                continue
         if behaviour == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "hangs-up":
@@ -85,7 +99,7 @@ def main() -> None:
             time.sleep(60)
         if behaviour == "hangs":
             time.sleep(60)
-        result = worker.execute(plan, 0.0)
+        result = worker.execute(order, 0.0)
         if place == parallel.sampling_place(place.dp):
             engine.send(result)
 

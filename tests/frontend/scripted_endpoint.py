@@ -18,7 +18,7 @@ from pagoda.engine.messages import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.model_text import synthetic_model_text
 
 TEXT = synthetic_model_text()
@@ -61,6 +61,7 @@ class ScriptedEndpoint:
         self.healthy = Health(True)
         self.state = ReplicaState.READY
         self._listeners: list[Callable[[], None]] = []
+        self.step_listeners: list[StepListener] = []
 
     def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
@@ -70,6 +71,10 @@ class ScriptedEndpoint:
         """It has none."""
         del listener
         return lambda: None
+
+    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+        self.step_listeners.append(listener)
+        return partial(self.step_listeners.remove, listener)
 
     def change(self) -> None:
         """Tells that `state` or `limits` are others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import msgspec
 import pytest
 import zmq
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
+
+from fragment_files import assert_nested, phases_of, read_fragments
+
 from pagoda.engine.config import EngineConfig, HandoffConfig
 from pagoda.engine.messages import (
     FinishReason,
@@ -20,16 +25,19 @@ from pagoda.engine.messages import (
     Role,
     SamplingParams,
     SimConfig,
+    StartTrace,
     TokenChunk,
     WorkerConfig,
 )
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import sim_token
+from pagoda.frontend import engine_client
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.ipc.curve import keys_of
 from pagoda.pd.messages import KVDone, KVWant
 from pagoda.pd.peers import SocketPeers
+from pagoda.telemetry.tracer import TraceLevel, TraceSession
 
 VOCAB_SIZE = 100
 
@@ -246,3 +254,100 @@ async def test_after_closing_requests_are_refused_with_the_reason() -> None:
     with pytest.raises(EngineDeadError, match="closed"):
         await collect(client, make_request(1))
     assert not (await client.health()).ready
+
+
+# ---- traces
+
+
+def start_order(directory: Path, num_steps: int | None = None) -> StartTrace:
+    session = TraceSession(level=TraceLevel.E2E, directory=str(directory), run="r")
+    return StartTrace(session, num_steps)
+
+
+async def test_an_engine_traces_until_it_is_told_to_stop(
+    client: EngineClient, tmp_path: Path
+) -> None:
+    await collect(client, make_request(0))
+    client.start_trace(start_order(tmp_path))
+    await collect(client, make_request(1))
+    assert await client.stop_trace() == []
+    await collect(client, make_request(2))
+    (fragment,) = read_fragments(tmp_path)
+    assert_nested(fragment)
+    assert fragment.header.role == "engine dp0"
+    assert phases_of(fragment, "r1") == ["queued", "prefill", "decode"]
+    assert len(fragment.named("request")) == 1
+    assert fragment.named("send")
+    (clock,) = fragment.clocks
+    assert clock["peer"] == client._tracer.process.uid
+    assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
+    assert await client.stop_trace() == []
+
+
+async def test_an_engine_that_is_to_start_traces_its_start(tmp_path: Path) -> None:
+    client = EngineClient(sim_config())
+    client.start_trace(start_order(tmp_path))
+    await client.start()
+    try:
+        assert await client.stop_trace() == []
+        (fragment,) = read_fragments(tmp_path)
+        assert len(fragment.named("worker ready")) == 1
+        assert len(fragment.clocks) == 1
+    finally:
+        await client.close()
+
+
+async def test_the_next_engine_traces_too(client: EngineClient, tmp_path: Path) -> None:
+    client.start_trace(start_order(tmp_path))
+    running = asyncio.create_task(collect(client, make_request(0, max_tokens=4000)))
+    await until_traced(tmp_path)
+    assert client.engine_pid is not None
+    os.kill(client.engine_pid, signal.SIGKILL)
+    with pytest.raises(EngineLostError):
+        await running
+    async with asyncio.timeout(20):
+        while client.state is not ReplicaState.READY:
+            await asyncio.sleep(0.01)
+    await collect(client, make_request(1))
+    assert await client.stop_trace() == []
+    killed, successor = read_fragments(tmp_path)
+    assert killed.header.uid != successor.header.uid
+    assert killed.named("step")
+    assert phases_of(successor, "r1") == ["queued", "prefill", "decode"]
+    for fragment in (killed, successor):
+        assert_nested(fragment)
+        assert len(fragment.clocks) == 1
+
+
+async def until_traced(directory: Path) -> None:
+    """Until a step has been written."""
+    async with asyncio.timeout(20):
+        while not any(fragment.named("step") for fragment in read_fragments(directory)):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_stops_by_itself_after_so_many_steps(
+    client: EngineClient, tmp_path: Path
+) -> None:
+    client.start_trace(start_order(tmp_path, num_steps=3))
+    await collect(client, make_request(0))
+    async with asyncio.timeout(20):
+        await client.trace_ended()
+    (fragment,) = read_fragments(tmp_path)
+    assert len(fragment.named("update")) == 3
+    assert await client.stop_trace() == []
+
+
+async def test_an_engine_that_does_not_answer_is_not_waited_for(
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "_TRACE_END_S", 0.05)
+    client.start_trace(start_order(tmp_path))
+    assert client.engine_pid is not None
+    os.kill(client.engine_pid, signal.SIGSTOP)
+    try:
+        assert await client.stop_trace() == [
+            "the engine has not closed its fragment within 0.05 s."
+        ]
+    finally:
+        os.kill(client.engine_pid, signal.SIGCONT)

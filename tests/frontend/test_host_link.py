@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq.asyncio
 from linked_hosts import until
 from scripted_endpoint import ScriptedEndpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
+
+from fragment_files import read_fragments
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.messages import (
@@ -31,6 +37,7 @@ from pagoda.frontend.host_link import HostDoor, Identity, RemoteHost
 from pagoda.frontend.policies import POLICIES
 from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
 from pagoda.sim.endpoint import SimEndpoint
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 KEYS = keys_of(b"a secret of all hosts and routers")
 HOST = Identity("host", "m", "digest", is_router=False)
@@ -183,3 +190,60 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
         door.socket.close()
         await until(lambda: endpoint.aborted == ["r"])
         assert not door.door._followed
+
+
+# ---- traces
+
+
+async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    keep_door(context, KEYS)
+    host, asleep = Tracer("frontend"), Tracer("router")
+    session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
+    door = HostDoor(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
+    address = f"tcp://127.0.0.1:{door.port}"
+    before, after = (RemoteHost(context, address, KEYS, ROUTER, asleep) for _ in range(2))
+    try:
+        await before.start()
+        host.start(session)
+        door.compare_clocks()
+        await until_clocks(tmp_path, 1)
+        await after.start()  # a router that comes later is asked as well
+        await until_clocks(tmp_path, 2)
+    finally:
+        for remote in (before, after):
+            await remote.close()
+        await door.close()
+        context.term()
+        host.stop()
+    (fragment,) = read_fragments(tmp_path)
+    assert {clock["peer"] for clock in fragment.clocks} == {asleep.process.uid}
+    for clock in fragment.clocks:
+        assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
+
+
+async def until_clocks(directory: Path, count: int) -> None:
+    async with asyncio.timeout(20):
+        while [len(it.clocks) for it in read_fragments(directory)] != [count]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    keep_door(context, KEYS)
+    router = Tracer("router")
+    router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
+    door = HostDoor(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
+    try:
+        await remote.start()
+        sampling = SamplingParams(seed=1, max_tokens=3)
+        request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
+        assert [chunk async for chunk in remote.generate(request)]
+    finally:
+        await remote.close()
+        await door.close()
+        context.term()
+        router.stop()
+    (fragment,) = read_fragments(tmp_path)
+    assert sum(event["args"]["chunks"] for event in fragment.named("chunks")) == 3

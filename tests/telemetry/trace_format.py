@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -129,13 +130,12 @@ def _problems_of_nesting(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _problems_of_flows(events: Sequence[Event]) -> Iterator[str]:
-    rows = spans_by_row(events)
+    rows = {place: _outermost(spans) for place, spans in spans_by_row(events).items()}
     flows: defaultdict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in "stf":
             flows[event["cat"], event["id"]].append(event)
-            place = (event["pid"], event["tid"])
-            if not any(begin <= event["ts"] < end for begin, end, _ in rows.get(place, ())):
+            if not _is_within(event["ts"], rows.get((event["pid"], event["tid"]), ())):
                 yield f"bound to nothing: {event}"
     for key, points in flows.items():
         phases = "".join(point["ph"] for point in points)
@@ -145,3 +145,17 @@ def _problems_of_flows(events: Sequence[Event]) -> Iterator[str]:
             yield f"flow {key} goes back in time"
         if any(point.get("bp") != "e" for point in points):
             yield f"flow {key} is not bound to the spans around it"
+
+
+def _outermost(spans: Sequence[tuple[Decimal, Decimal, str]]) -> list[tuple[Decimal, Decimal]]:
+    """Begin and end of what has no span around it; they do not overlap."""
+    found: list[tuple[Decimal, Decimal]] = []
+    for begin, end, _ in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if not found or begin >= found[-1][1]:
+            found.append((begin, end))
+    return found
+
+
+def _is_within(at: Decimal, spans: Sequence[tuple[Decimal, Decimal]]) -> bool:
+    index = bisect_right(spans, at, key=lambda span: span[0]) - 1
+    return index >= 0 and at < spans[index][1]

@@ -19,6 +19,11 @@ class _Terminal(io.StringIO):
         return True
 
 
+class _Gone(_Terminal):
+    def write(self, text: str) -> int:  # noqa: ARG002
+        raise OSError("Input/output error")
+
+
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -39,8 +44,8 @@ def test_a_terminal_shows_a_line_that_goes_away(caplog: pytest.LogCaptureFixture
     drawn = stream.getvalue().split("\r\x1b[K")
     assert drawn == [
         "",
-        "loading weights ━━━━━━━━━───────── 512.0 MiB of 1.0 GiB\r",
-        "loading weights ━━━━━━━━━━━━━━━━━━ 1.0 GiB of 1.0 GiB\r",
+        "loading weights [########--------] 512.0 MiB of 1.0 GiB\r",
+        "loading weights [################] 1.0 GiB of 1.0 GiB\r",
         "",
     ]
     assert caplog.messages == ["loaded 1.0 GiB of weights in 2.0 s, 512.0 MiB/s"]
@@ -58,6 +63,13 @@ def test_a_failure_leaves_no_bar_behind(caplog: pytest.LogCaptureFixture) -> Non
         load()
     assert stream.getvalue().endswith("\r\x1b[K")
     assert not caplog.messages
+
+
+def test_a_terminal_that_has_gone_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    stream, ticks = _Gone(), _clock(0, 0, 1, 1)
+    with loading_weights(FIRST, 100, stream=stream, clock=lambda: next(ticks)) as advance:
+        advance(100)
+    assert caplog.messages == ["loaded 100 bytes of weights in 1.0 s, 100 bytes/s"]
 
 
 def test_what_loads_at_once_shows_nothing() -> None:

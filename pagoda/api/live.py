@@ -1,0 +1,56 @@
+"""What the page shows while a server runs: its snapshots as an event stream, and the answers that it gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.call import Call
+from pagoda.api.errors import ApiError, unavailable
+from pagoda.api.sampler import Snapshot, live_answers
+from pagoda.api.sse import EventStream, event
+
+
+async def live(call: Call) -> web.StreamResponse:
+    """A snapshot a second, until the client has enough or the server ends."""
+    service = call.service
+    endpoint = service.ready_generator().endpoint
+
+    async def send(stream: EventStream) -> None:
+        snapshots = cast(AsyncGenerator[Snapshot, None], service.sampler.watch(endpoint))
+        async with aclosing(snapshots):
+            async for snapshot in snapshots:
+                server = {"started": service.created, "draining": service.draining}
+                await stream.send(event({**server, **msgspec.structs.asdict(snapshot)}))
+        if not stream.is_open:
+            raise unavailable("The server is shutting down.")
+
+    return await call.stream(send)
+
+
+async def list_requests(call: Call) -> web.StreamResponse:
+    """The answers that are being given, oldest first."""
+    book = call.service.book
+    return call.json({"object": "list", "total": len(book.live), "data": live_answers(book)})
+
+
+async def cancel_request(call: Call) -> web.StreamResponse:
+    """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far."""
+    generator = call.service.ready_generator()
+    wanted = call.path_argument
+    found = [
+        record.request_id
+        for record in list(call.service.book.live.values())
+        if wanted in (record.request_id, record.origin.name)
+    ]
+    if not found:
+        raise ApiError(
+            404, f"There is no running request {wanted[:200]!r}.", code="request_not_found"
+        )
+    await asyncio.gather(*map(generator.endpoint.abort, found))
+    return call.json({"id": wanted, "object": "request", "cancelled": found})

@@ -1,0 +1,306 @@
+"""What a server does, once a second, for whoever looks on: one sampler for all pages, and none without a page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from itertools import islice
+
+import msgspec
+
+from pagoda.api.latencies import Latencies, Percentiles
+from pagoda.engine.messages import LoadReport, ReplicaLoad, StepBin, StepNews
+from pagoda.errors import EngineDeadError
+from pagoda.frontend.endpoint import Endpoint
+from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.request_book import RequestBook, RequestRecord
+
+INTERVAL_S = 1.0
+WINDOW_S = 10
+"""Percentiles are of the last so many seconds."""
+MAX_ANSWERS = 200
+"""Told one by one; the oldest ones."""
+MAX_REPLICAS = 256
+"""Told one by one."""
+MAX_STEP_BINS = 1024
+"""In one snapshot, of all replicas together."""
+
+
+class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer that is being given."""
+
+    id: str
+    name: str
+    """What the client calls the request; of several answers to one request it is the same."""
+    key: str
+    state: str
+    """`waiting` for its first token, or `generating`."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    age_s: float
+
+
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """How full one tier of KV is, in blocks. `num_cached` are those that can be given up for others."""
+
+    name: str
+    num_total: int
+    num_used: int
+    num_cached: int
+    is_indexed: bool = True
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine or host. What it does not say itself is None while it does not answer."""
+
+    name: str
+    state: str
+    num_requests: int
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_blocks: int | None = None
+    num_used_blocks: int | None = None
+    step_time_ms: float | None = None
+    num_restarts: int | None = None
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One second of a server."""
+
+    time_s: float
+    """On a clock of the server's own, which begins anew with it."""
+    prompt_tokens_per_s: float
+    """Taken up by engines, with those whose KV was there already."""
+    output_tokens_per_s: float
+    """Generated for clients of this server."""
+    ttft_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    num_running: int
+    num_waiting: int
+    num_awaiting_kv: int
+    prefix_hit_rate: float | None
+    """Of the prompt tokens of this second; None if there were none."""
+    total_prefix_hit_rate: float | None
+    """Of all since the engines started."""
+    num_preemptions: int
+    num_restarts: int
+    tiers: list[TierState]
+    """The device first."""
+    num_replicas: int
+    replicas: list[ReplicaState]
+    num_answers: int
+    answers: list[LiveAnswer]
+    steps: dict[str, list[StepBin]]
+    """By replica, those that have ended since the last snapshot; `age_s` is as of this one."""
+
+
+class Sampler:
+    """Makes a snapshot a second while somebody watches. Belongs to one event loop."""
+
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+        self._feed: _Feed | None = None
+        self._closed = False
+
+    async def watch(self, endpoint: Endpoint) -> AsyncIterator[Snapshot]:
+        """The first one at once, if nobody else watches; ends when the sampler is closed or `endpoint` has ended.
+
+        A watcher that takes its time misses snapshots.
+        """
+        if self._closed:
+            return
+        if self._feed is None:
+            self._feed = _Feed(endpoint, self._book)
+        feed = self._feed
+        feed.num_watchers += 1
+        try:
+            while (snapshot := await asyncio.shield(feed.next)) is not None:
+                yield snapshot
+        finally:
+            feed.num_watchers -= 1
+            if feed.num_watchers == 0:
+                if self._feed is feed:
+                    self._feed = None
+                await cancel_all([feed.task])
+
+    def close(self) -> None:
+        """All watchers have seen enough: the server ends."""
+        self._closed = True
+        if self._feed is not None:
+            self._feed.task.cancel()
+
+
+class _Feed:
+    """What all who watch at the same time are shown."""
+
+    def __init__(self, endpoint: Endpoint, book: RequestBook) -> None:
+        self.num_watchers = 0
+        self.next: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
+        """None, and no other any more, when there is nothing to be seen."""
+        self._view = _View(endpoint, book)
+        self.task = asyncio.create_task(self._sample())
+        self.task.add_done_callback(self._end)
+
+    def _end(self, _: asyncio.Task[None]) -> None:
+        self._view.close()
+        self.next.set_result(None)
+
+    async def _sample(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        with contextlib.suppress(EngineDeadError):  # the server ends, and says why
+            while True:
+                snapshot = await self._view.look()
+                told, self.next = self.next, loop.create_future()
+                told.set_result(snapshot)
+                due = max(due + INTERVAL_S, loop.time())
+                await asyncio.sleep(due - loop.time())
+
+
+class _View:
+    """What is seen from one snapshot to the next."""
+
+    def __init__(self, endpoint: Endpoint, book: RequestBook) -> None:
+        self._endpoint = endpoint
+        self._book = book
+        self._clock = asyncio.get_running_loop().time
+        self._latencies = Latencies(round(WINDOW_S / INTERVAL_S))
+        self._steps: dict[str, list[tuple[float, StepBin]]] = {}
+        """By replica, with the time at which they were told."""
+        self._num_bins = 0
+        self._at = self._clock()
+        """Of the last snapshot; nothing is said of the time before the first."""
+        self._before: LoadReport | None = None
+        self._tokens_before = 0
+        self._unobserve = book.observe(self._latencies)
+        self._unfollow = endpoint.follow_steps(self._hear)
+
+    def close(self) -> None:
+        self._unobserve()
+        self._unfollow()
+
+    def _hear(self, news: StepNews) -> None:
+        room = MAX_STEP_BINS - self._num_bins
+        bins = news.bins[-room:] if room > 0 else []
+        self._num_bins += len(bins)
+        now = self._clock()
+        self._steps.setdefault(news.replica, []).extend((now, one) for one in bins)
+
+    def _take_steps(self) -> dict[str, list[StepBin]]:
+        steps, self._steps, self._num_bins = self._steps, {}, 0
+        now = self._clock()
+        return {
+            replica: [
+                msgspec.structs.replace(
+                    one,
+                    age_s=round(one.age_s + now - told_at, 4),
+                    step_time_s=round(one.step_time_s, 6),
+                )
+                for told_at, one in bins
+            ]
+            for replica, bins in steps.items()
+        }
+
+    async def look(self) -> Snapshot:
+        """
+        Raises:
+            EngineDeadError: there is nothing to be seen any more.
+        """
+        report = await self._endpoint.load()
+        now = self._clock()
+        before = self._before or report
+        elapsed_s = max(now - self._at, 1e-3)
+        # Those of an engine that was started again begin anew.
+        num_prompt = max(0, report.num_prompt_tokens - before.num_prompt_tokens)
+        num_hits = max(0, report.num_prefix_hit_tokens - before.num_prefix_hit_tokens)
+        num_output = 0
+        if self._before is not None:
+            num_output = self._latencies.num_tokens - self._tokens_before
+        self._at, self._before, self._tokens_before = now, report, self._latencies.num_tokens
+        ttft, itl = self._latencies.next_window()
+        return Snapshot(
+            time_s=round(now, 3),
+            prompt_tokens_per_s=round(num_prompt / elapsed_s, 1),
+            output_tokens_per_s=round(num_output / elapsed_s, 1),
+            ttft_ms=ttft,
+            itl_ms=itl,
+            num_running=report.num_running,
+            num_waiting=report.num_waiting,
+            num_awaiting_kv=report.num_awaiting_kv,
+            prefix_hit_rate=_share(num_hits, num_prompt),
+            total_prefix_hit_rate=_share(report.num_prefix_hit_tokens, report.num_prompt_tokens),
+            num_preemptions=report.num_preemptions,
+            num_restarts=report.num_worker_restarts,
+            tiers=_tiers(report),
+            num_replicas=len(report.replicas),
+            replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
+            num_answers=len(self._book.live),
+            answers=live_answers(self._book),
+            steps=self._take_steps(),
+        )
+
+
+def live_answers(book: RequestBook) -> list[LiveAnswer]:
+    """The oldest of those that are being given."""
+    now_ns = book.clock_ns()
+    return [_answer(record, now_ns) for record in islice(book.live.values(), MAX_ANSWERS)]
+
+
+def _answer(record: RequestRecord, now_ns: int) -> LiveAnswer:
+    return LiveAnswer(
+        id=record.request_id,
+        name=record.origin.name,
+        key=record.origin.key,
+        state="waiting" if record.first_token_ns is None else "generating",
+        prompt_tokens=record.num_prompt_tokens,
+        cached_tokens=record.num_cached_tokens,
+        output_tokens=record.num_output_tokens,
+        max_tokens=record.max_tokens,
+        age_s=round((now_ns - record.origin.arrived_ns) / 1e9, 2),
+    )
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(min(part / whole, 1.0), 4) if whole > 0 else None
+
+
+def _tiers(report: LoadReport) -> list[TierState]:
+    device = TierState(
+        name="device",
+        num_total=report.num_blocks,
+        num_used=report.num_blocks - report.num_free_blocks,
+        num_cached=report.num_cached_blocks,
+    )
+    below = [
+        TierState(
+            name=tier.name,
+            num_total=tier.num_total_blocks,
+            num_used=0,
+            num_cached=tier.num_blocks,
+            is_indexed=tier.is_indexed,
+        )
+        for tier in report.tiers
+    ]
+    return [device, *below]
+
+
+def _replica(replica: ReplicaLoad) -> ReplicaState:
+    report = replica.report
+    if report is None:
+        return ReplicaState(
+            name=replica.name, state=replica.state, num_requests=replica.num_requests
+        )
+    return ReplicaState(
+        name=replica.name,
+        state=replica.state,
+        num_requests=replica.num_requests,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting + report.num_awaiting_kv,
+        num_blocks=report.num_blocks,
+        num_used_blocks=report.num_blocks - report.num_free_blocks,
+        step_time_ms=round(report.step_time_s * 1e3, 3),
+        num_restarts=report.num_worker_restarts,
+    )

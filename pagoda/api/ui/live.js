@@ -1,0 +1,186 @@
+// The Live view: follows the server's snapshots, keeps the last minutes of them, and draws.
+
+import { ApiFailure, events, request, sentence } from "./api.js";
+import { LineChart } from "./chart.js";
+import { $, announce, h, setText } from "./dom.js";
+import { axisMs, count, ms, percent } from "./format.js";
+import { KVPicture } from "./kv.js";
+import { RequestTable } from "./requests.js";
+import { StepTimeline } from "./steps.js";
+
+const KEPT_S = 300;
+const LEAST_SPAN_S = 60;
+const TOLD_S = 20;
+const RETRY_S = [0.5, 1, 2, 4];
+
+const of = (name, part) => (point) => (part ? (point[name]?.[part] ?? null) : point[name]);
+const percentiles = (name) => ["p50", "p90", "p99"].map((part) => ({ name: part, label: part, of: of(name, part) }));
+
+const CHARTS = [
+  [
+    "Tokens per second",
+    [
+      { name: "decode", label: "generated", of: of("output_tokens_per_s") },
+      { name: "prefill", label: "prompts", of: of("prompt_tokens_per_s") },
+    ],
+    { format: count, unit: "/s", least: 10 },
+  ],
+  ["Time to first token", percentiles("ttft_ms"), { format: ms, axis: axisMs, least: 1 }],
+  [
+    "Requests",
+    [
+      { name: "used", label: "running", of: of("num_running") },
+      { name: "prefill", label: "waiting", of: (point) => point.num_waiting + point.num_awaiting_kv },
+    ],
+    { format: count, least: 4 },
+  ],
+  ["Time between tokens", percentiles("itl_ms"), { format: ms, axis: axisMs, least: 1 }],
+];
+
+const TILES = [
+  ["Generated", (s) => count(s.output_tokens_per_s), "tokens/s"],
+  ["Prompts", (s) => count(s.prompt_tokens_per_s), "tokens/s"],
+  ["TTFT p50", (s) => ms(s.ttft_ms?.p50), ""],
+  ["ITL p50", (s) => ms(s.itl_ms?.p50), ""],
+  ["Running", (s) => count(s.num_running), ""],
+  ["Waiting", (s) => count(s.num_waiting + s.num_awaiting_kv), ""],
+  ["Prefix hits", (s) => percent(s.prefix_hit_rate ?? s.total_prefix_hit_rate), ""],
+  ["Preemptions", (s) => count(s.num_preemptions), ""],
+  ["Restarts", (s) => count(s.num_restarts), ""],
+];
+
+export function startLive() {
+  const tiles = TILES.map(([name, , unit]) => {
+    const value = h("span", { class: "big" }, "–");
+    $("tiles").append(
+      h("div", { class: "tile" }, h("dt", {}, name), h("dd", {}, value, unit ? h("span", { class: "unit" }, unit) : null)),
+    );
+    return value;
+  });
+  const charts = CHARTS.map((chart) => new LineChart(...chart));
+  $("charts").append(...charts.map((chart) => chart.element));
+  const kv = new KVPicture($("kv"));
+  const steps = new StepTimeline($("steps"));
+  const table = new RequestTable($("requests"), $("requests-more"));
+  const history = [];
+  const follower = new Follower(draw);
+
+  function draw(snapshot, isNew) {
+    const now = performance.now() / 1000;
+    if (isNew) steps.steps = [];
+    history.push({ ...snapshot, t: now, steps: null, answers: null, replicas: null });
+    while (history[0].t < now - KEPT_S) history.shift();
+    const span = Math.min(KEPT_S, Math.max(LEAST_SPAN_S, now - history[0].t));
+    for (const chart of charts) chart.show(history, now, span);
+    TILES.forEach(([, text], index) => setText(tiles[index], text(snapshot)));
+    kv.show(snapshot.tiers);
+    steps.add(snapshot.steps, now);
+    table.show(snapshot.answers, snapshot.num_answers);
+    showReplicas(snapshot);
+  }
+
+  follower.run();
+  return { retry: () => follower.retry(), onServer: (listener) => follower.listeners.push(listener) };
+}
+
+function showReplicas(snapshot) {
+  const list = $("replicas");
+  while (list.children.length > snapshot.replicas.length) list.lastChild.remove();
+  snapshot.replicas.forEach((replica, index) => {
+    const row = list.children[index] ?? list.appendChild(replicaRow());
+    const [head, meter] = row.children;
+    const [name, state, text] = head.children;
+    setText(name, replica.name);
+    setText(state, replica.state);
+    state.dataset.state = replica.state;
+    const known = replica.num_blocks !== null;
+    const share = known && replica.num_blocks ? replica.num_used_blocks / replica.num_blocks : 0;
+    const step = known ? ` · step ${ms(replica.step_time_ms)}` : "";
+    const waiting = replica.num_waiting ? `, ${count(replica.num_waiting)} waiting` : "";
+    setText(text, `${count(replica.num_running ?? replica.num_requests)} running${waiting}${step}`);
+    meter.setAttribute("value", String(share));
+    meter.setAttribute("aria-label", `KV of replica ${replica.name}: ${percent(share)} in use`);
+  });
+}
+
+const replicaRow = () =>
+  h(
+    "li",
+    {},
+    h("div", { class: "row" }, h("span", { class: "name" }), h("span", { class: "badge" }), h("span", { class: "muted" })),
+    h("progress", { max: "1", value: "0" }),
+  );
+
+// Keeps the stream open; when the server goes away, waits for it and says so.
+class Follower {
+  constructor(onSnapshot) {
+    this.onSnapshot = onSnapshot;
+    this.listeners = [];
+    this.started = null;
+    this.failures = 0;
+    this.wake = () => {};
+  }
+
+  async run() {
+    for (;;) {
+      try {
+        await this.follow();
+        this.say("wait", "Server is ending", "The server has ended the connection.");
+      } catch (error) {
+        this.explain(error);
+      }
+      const wait = RETRY_S[Math.min(this.failures++, RETRY_S.length - 1)];
+      await new Promise((resolve) => {
+        this.wake = resolve;
+        if (!this.needsKey) setTimeout(resolve, 1000 * wait);
+      });
+    }
+  }
+
+  retry() {
+    this.failures = 0;
+    this.wake();
+  }
+
+  async follow() {
+    this.needsKey = false;
+    const response = await request("/v1/live");
+    for await (const snapshot of events(response)) {
+      const isNew = this.started !== snapshot.started;
+      if (isNew) this.meet(snapshot);
+      this.failures = 0;
+      if (snapshot.draining) this.say("wait", "Shutting down", "The server is shutting down; it finishes what runs.");
+      else this.say("on", "Live", this.restarted);
+      this.onSnapshot(snapshot, isNew);
+    }
+  }
+
+  meet(snapshot) {
+    if (this.started !== null) {
+      const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+      this.restarted = `The server was started again; this page reconnected at ${time}.`;
+      announce(this.restarted);
+      setTimeout(() => (this.restarted = ""), 1000 * TOLD_S);
+    }
+    this.started = snapshot.started;
+    for (const listener of this.listeners) listener();
+  }
+
+  explain(error) {
+    if (error instanceof ApiFailure && error.status === 401) {
+      this.needsKey = true;
+      this.say("off", "Key needed", "This server asks for an API key.");
+    } else if (error instanceof ApiFailure && error.status === 503) {
+      this.say("wait", "Waiting", error.message);
+    } else {
+      this.say("off", "Reconnecting", `${sentence(error)} This page goes on by itself when it is back.`);
+    }
+  }
+
+  say(state, text, notice = "") {
+    $("status").dataset.state = state;
+    setText($("status-text"), text);
+    setText($("notice"), notice ?? "");
+    $("notice").hidden = !notice;
+  }
+}

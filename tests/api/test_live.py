@@ -1,0 +1,283 @@
+"""What pages are shown of a server, and how an answer is ended from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagoda.api import sampler
+from pagoda.api.keys import ApiKeys
+from pagoda.api.latencies import Histogram
+from pagoda.engine.messages import LoadReport, ReplicaLoad, StepBin, StepNews, TierLoad
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch) -> None:
+    monkeypatch.setattr(sampler, "INTERVAL_S", 0.01)
+
+
+@asynccontextmanager
+async def watching(api, **headers: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    url = f"http://127.0.0.1:{api.port}/v1/live"
+    async with asyncio.timeout(20), api.session.get(url, headers=headers) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+
+        async def snapshots() -> AsyncIterator[dict[str, Any]]:
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+
+        yield snapshots()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# ---- snapshots
+
+
+async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
+    zeros = await api.endpoint.load()
+    tier = TierLoad(name="host", num_blocks=3, num_total_blocks=8, is_indexed=False)
+    own = msgspec.structs.replace(
+        zeros,
+        num_running=2,
+        num_waiting=1,
+        num_awaiting_kv=4,
+        num_blocks=64,
+        num_free_blocks=40,
+        num_cached_blocks=10,
+        num_prompt_tokens=200,
+        num_prefix_hit_tokens=50,
+        num_preemptions=3,
+        num_worker_restarts=1,
+        step_time_s=0.012,
+        tiers=(tier,),
+    )
+    ready = ReplicaLoad(name="0", state="ready", num_requests=2, weighed_tokens=9, report=own)
+    gone = ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0)
+
+    async def load() -> LoadReport:
+        return msgspec.structs.replace(own, replicas=(ready, gone))
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    async with watching(api) as snapshots:
+        told = await anext(snapshots)
+    assert told["started"] == api.service.created
+    assert (told["draining"], told["ttft_ms"], told["itl_ms"]) == (False, None, None)
+    assert (told["num_running"], told["num_waiting"], told["num_awaiting_kv"]) == (2, 1, 4)
+    assert (told["prefix_hit_rate"], told["total_prefix_hit_rate"]) == (None, 0.25)
+    assert (told["num_preemptions"], told["num_restarts"]) == (3, 1)
+    device, host = told["tiers"]
+    assert [device[name] for name in ("num_total", "num_used", "num_cached")] == [64, 24, 10]
+    assert (host["name"], host["num_cached"], host["is_indexed"]) == ("host", 3, False)
+    first, second = told["replicas"]
+    assert (first["num_waiting"], first["num_used_blocks"], first["step_time_ms"]) == (5, 24, 12.0)
+    assert (second["state"], second["num_running"]) == ("starting", None)
+
+
+async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
+    report = await api.endpoint.load()
+    prompt_tokens = iter([1000, 1100, 1300, 40, 40])
+    last = 40
+
+    async def load() -> LoadReport:
+        number = next(prompt_tokens, last)
+        return msgspec.structs.replace(
+            report, num_prompt_tokens=number, num_prefix_hit_tokens=number // 2
+        )
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    async with watching(api) as snapshots:
+        told = [await anext(snapshots) for _ in range(4)]
+    assert told[0]["prompt_tokens_per_s"] == 0
+    assert told[1]["prompt_tokens_per_s"] > 0
+    assert told[1]["prefix_hit_rate"] == 0.5
+    assert told[2]["prompt_tokens_per_s"] > 0
+    assert told[3]["prompt_tokens_per_s"] == 0, "an engine that was started again counts anew"
+
+
+async def test_tokens_and_latencies_of_answers(api) -> None:
+    async with watching(api) as snapshots:
+        await anext(snapshots)
+        await api.complete(max_tokens=3, ignore_eos=True)
+        async for told in snapshots:
+            if told["itl_ms"] is not None:
+                break
+    assert told["ttft_ms"]["count"] == 1
+    assert told["itl_ms"]["count"] == 1  # of the two tokens of "ok"
+    assert 0 < told["itl_ms"]["p50"] <= told["itl_ms"]["p90"] <= told["itl_ms"]["p99"]
+
+
+async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> None:
+    monkeypatch.setattr(sampler, "MAX_ANSWERS", 2)
+    api = await serve_api("abcdef")
+    api.endpoint.pause_after = 2
+    asks = [
+        asyncio.create_task(
+            api.post(
+                "/v1/completions",
+                {"prompt": "hi", "max_tokens": 5},
+                headers={"X-Request-Id": name},
+            )
+        )
+        for name in ("first", "second", "third")
+    ]
+    await api.endpoint.paused.wait()
+    await until(lambda: len(api.service.book.live) == 3)
+    await until(lambda: all(r.num_output_tokens == 2 for r in api.service.book.live.values()))
+    async with watching(api) as snapshots:
+        told = await anext(snapshots)
+    listed = (await api.get("/v1/requests")).json()
+    assert listed["total"] == told["num_answers"] == 3
+    assert [answer["name"] for answer in told["answers"]] == ["first", "second"]
+    [answer, _] = listed["data"]
+    assert answer["id"].startswith("first-")
+    assert answer["age_s"] >= 0
+    expected = {"state": "generating", "prompt_tokens": 2, "output_tokens": 2, "max_tokens": 5}
+    assert {name: answer[name] for name in expected} == expected
+    api.endpoint.go_on.set()
+    await asyncio.gather(*asks)
+    assert (await api.get("/v1/requests")).json() == {"object": "list", "total": 0, "data": []}
+
+
+async def test_steps_are_told_once_with_their_age(api) -> None:
+    async with watching(api) as snapshots:
+        await anext(snapshots)
+        [listener] = api.endpoint.step_listeners
+        listener(StepNews([StepBin(0.25, 7, 1, 0.01, 5, 2, 3)], replica="1"))
+        async for told in snapshots:
+            if told["steps"]:
+                break
+        [[age_s, *others]] = told["steps"]["1"]
+        assert 0.25 <= age_s < 5
+        assert others == [7, 1, 0.01, 5, 2, 3]
+        assert (await anext(snapshots))["steps"] == {}
+
+
+async def test_the_steps_of_a_snapshot_are_bounded(api, monkeypatch) -> None:
+    monkeypatch.setattr(sampler, "MAX_STEP_BINS", 10)
+    async with watching(api) as snapshots:
+        await anext(snapshots)
+        [listener] = api.endpoint.step_listeners
+        bins = [StepBin(0.0, step, 1, 0.01, 0, 1, 1) for step in range(8)]
+        for replica in ("0", "1", "2"):
+            listener(StepNews(bins, replica=replica))
+        async for told in snapshots:
+            if told["steps"]:
+                break
+        assert {name: len(steps) for name, steps in told["steps"].items()} == {
+            "0": 8,
+            "1": 2,
+            "2": 0,
+        }
+
+
+# ---- who looks on
+
+
+async def test_one_sampler_for_all_and_none_without_a_page(api, monkeypatch) -> None:
+    loads = 0
+    zeros = await api.endpoint.load()
+
+    async def load() -> LoadReport:
+        nonlocal loads
+        loads += 1
+        return zeros
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    book = api.service.book
+    others = list(book._observers)
+    async with watching(api) as one, watching(api) as other:
+        assert await anext(one)
+        assert await anext(other)
+        assert len(api.endpoint.step_listeners) == 1
+        assert len(book._observers) == len(others) + 1
+    await until(lambda: api.service.sampler._feed is None)
+    await until(lambda: not api.endpoint.step_listeners and book._observers == others)
+    before = loads
+    await asyncio.sleep(0.05)
+    assert loads == before
+    async with watching(api) as again:
+        assert await anext(again)
+
+
+async def test_streams_end_with_the_server(api) -> None:
+    async with watching(api) as snapshots:
+        await anext(snapshots)
+        api.service.draining = True
+        async for told in snapshots:
+            if told["draining"]:
+                break
+        api.service.sampler.close()
+        async for _ in snapshots:
+            pass
+    assert (await api.get("/v1/live")).status == 503
+
+
+# ---- cancelling
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> None:
+    api = await serve_api("abcdef", api_keys=ApiKeys(["k"]))
+    headers = {"Authorization": "Bearer k", "X-Request-Id": "mine"}
+    api.endpoint.pause_after = 1
+    aborted: list[str] = []
+
+    async def abort(request_id: str) -> None:
+        aborted.append(request_id)
+        api.endpoint.go_on.set()
+
+    api.endpoint.abort = abort
+    body = {"prompt": "hi", "n": 2}
+    ask = asyncio.create_task(api.post("/v1/completions", body, headers=headers))
+    await until(lambda: len(api.service.book.live) == 2)
+    ids = list(api.service.book.live)
+    wanted = "mine" if by_name else ids[0]
+    assert (await api.request("DELETE", f"/v1/requests/{wanted}")).status == 401
+    answer = await api.request("DELETE", f"/v1/requests/{wanted}", headers=headers)
+    expected = ids if by_name else ids[:1]
+    assert answer.json() == {"id": wanted, "object": "request", "cancelled": expected}
+    assert aborted == expected
+    await ask
+
+
+async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
+    answer = await api.request("DELETE", "/v1/requests/nobody")
+    assert (answer.status, answer.error()["code"]) == (404, "request_not_found")
+
+
+# ---- latencies
+
+
+def test_percentiles_are_near_what_they_should_be() -> None:
+    histogram = Histogram()
+    assert histogram.percentiles() is None
+    for milliseconds in range(1, 1001):
+        histogram.add(milliseconds * 1e6)
+    found = histogram.percentiles()
+    assert found is not None
+    assert (found.p50, found.p90, found.p99) == pytest.approx((500, 900, 990), rel=0.045)
+    assert found.count == 1000
+
+
+def test_histograms_join() -> None:
+    fast, slow = Histogram(), Histogram()
+    fast.add(1e6, 99)
+    slow.add(1e9)
+    fast.join(slow)
+    found = fast.percentiles()
+    assert found is not None
+    assert (found.p50, found.count) == (pytest.approx(1, rel=0.045), 100)
+    assert fast.percentiles() == found

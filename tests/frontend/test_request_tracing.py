@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from scripted_endpoint import TEXT, ScriptedEndpoint
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
+
+from fragment_files import Fragment, assert_nested, end_of, read_fragments
+
+from pagoda.engine.messages import SamplingParams
+from pagoda.errors import OverloadedError
+from pagoda.frontend.request_book import Origin, RequestBook
+from pagoda.frontend.request_tracing import AnswerRows
+from pagoda.frontend.text_generator import TextDelta, TextGenerator
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+
+
+class Clock:
+    """Each look takes a microsecond; what takes longer is said."""
+
+    def __init__(self) -> None:
+        self.now = 10**9
+
+    def __call__(self) -> int:
+        self.now += 1000
+        return self.now
+
+
+class Rig:
+    def __init__(self, directory: Path, answer: str = "abc") -> None:
+        self.clock = Clock()
+        self.book = RequestBook(self.clock)
+        self.endpoint = ScriptedEndpoint(answer)
+        self.texts = TextGenerator(self.endpoint, TEXT, self.book)
+        self.tracer = Tracer("frontend", clock_ns=self.clock)
+        self._directory = directory
+
+    def start(self, level: TraceLevel = TraceLevel.E2E) -> AnswerRows:
+        session = TraceSession(level=level, directory=str(self._directory), run="serve-1")
+        self.tracer.start(session)
+        return AnswerRows(self.tracer, self.book)
+
+    def stop(self, rows: AnswerRows) -> Fragment:
+        rows.close()
+        self.tracer.stop()
+        (fragment,) = read_fragments(self._directory)
+        assert_nested(fragment)
+        return fragment
+
+    async def stream(self, name: str) -> AsyncGenerator[TextDelta, None]:
+        origin = Origin(name=name, arrived_ns=self.clock())
+        self.clock.now += 50_000
+        [request] = await self.texts.prepare("hi", SamplingParams(max_tokens=9), origin=origin)
+        return self.texts.stream(request)
+
+    async def read(self, name: str) -> None:
+        """As a client that takes 10 µs for each event."""
+        async for _ in await self.stream(name):
+            self.clock.now += 10_000
+
+
+async def test_an_answer_has_a_row_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.endpoint.num_cached_tokens = 2
+    rows = rig.start()
+    await rig.read("r")
+    assert not rig.book.live
+    fragment = rig.stop(rows)
+    (name,) = [name for name in fragment.rows.values() if name != "main"]
+    assert name.startswith("request r-")
+    prepare, first, stream, whole = fragment.request(name.removeprefix("request "))
+    names = [span["name"] for span in (prepare, first, stream, whole)]
+    assert names == ["prepare", "first token", "stream", "request"]
+    assert (prepare["ts"], end_of(stream)) == (whole["ts"], end_of(whole))
+    assert prepare["dur"] > 50
+    assert (end_of(prepare), end_of(first)) == (first["ts"], stream["ts"])
+    args = whole["args"]
+    assert name == f"request {args['request']}"
+    assert (args["prompt_tokens"], args["output_tokens"]) == (2, 4)
+    assert (args["cached_tokens"], args["finish_reason"]) == (2, "stop")
+    # The first token has been handed on when the client wants the next one.
+    assert first["dur"] > 10
+    assert args["write_ms"] == pytest.approx(4 * 0.011)
+    assert 0 < args["detokenize_ms"] < 0.02
+    assert "queue_ms" not in args
+
+
+@pytest.mark.parametrize(("level", "count"), [(TraceLevel.KERNEL, 0), (TraceLevel.VERBOSE, 3)])
+async def test_each_token_has_a_span_only_when_asked_for(
+    tmp_path: Path, level: TraceLevel, count: int
+) -> None:
+    rig = Rig(tmp_path)
+    rows = rig.start(level)
+    await rig.read("r")
+    assert len(rig.stop(rows).named("token")) == count  # the first is the end of another span
+
+
+async def test_answers_that_run_are_written_as_far_as_they_are(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    before = await rig.stream("before")
+    await anext(before)
+    rows = rig.start()
+    during = await rig.stream("during")
+    await anext(during)
+    fragment = rig.stop(rows)
+    async with aclosing(before), aclosing(during):
+        pass
+    for name in fragment.rows.values():
+        if name != "main":
+            *_, whole = spans = fragment.request(name.removeprefix("request "))
+            assert whole["args"]["finish_reason"] == ""
+            assert [span["name"] for span in spans] == [
+                "prepare",
+                "first token",
+                "stream",
+                "request",
+            ]
+    assert len(fragment.named("request")) == 2
+
+
+async def test_a_client_that_goes_away_and_a_refusal_have_an_end(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rows = rig.start()
+    leaving = await rig.stream("leaves")
+    await anext(leaving)
+    await leaving.aclose()
+    rig.endpoint.raises = OverloadedError("The waiting queue is full.")
+    with pytest.raises(OverloadedError):
+        await rig.read("refused")
+    fragment = rig.stop(rows)
+    reasons = [event["args"]["finish_reason"] for event in fragment.named("request")]
+    assert reasons == ["abort", "refused"]
+    assert len(fragment.named("first token")) == 2
+
+
+async def test_the_book_has_no_observers_when_nothing_is_traced(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rows = rig.start()
+    rig.stop(rows)
+    assert rig.book.deliveries is None
+    assert not rig.book._observers
+    before = rig.clock.now
+    await rig.read("r")
+    # The request, its arrival, its beginning, four times tokens, its end; and the 90 µs that it takes.
+    assert rig.clock.now - before == 50_000 + 4 * 10_000 + 7 * 1000

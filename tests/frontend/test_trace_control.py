@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
+
+from fragment_files import read_fragments
+
+from pagoda.engine.messages import StartTrace
+from pagoda.errors import ConfigError
+from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.trace_control import TraceControl, TraceStateError
+from pagoda.telemetry.tracer import TraceLevel, Tracer
+
+
+class Engines:
+    """Stops when told to, or when `done` is set."""
+
+    def __init__(self) -> None:
+        self.orders: list[StartTrace] = []
+        self.num_stops = 0
+        self.done = asyncio.Event()
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+
+    def start_trace(self, order: StartTrace) -> None:
+        self.orders.append(order)
+
+    async def stop_trace(self) -> list[str]:
+        self.num_stops += 1
+        await self.may_stop.wait()
+        return ["engine dp0: it is full."]
+
+    async def trace_ended(self) -> None:
+        await self.done.wait()
+
+
+def control(directory: Path, engines: Engines | None = None) -> TraceControl:
+    made = TraceControl(Tracer("frontend"), RequestBook(), directory, "serve-1")
+    if engines is not None:
+        made.join(engines)
+    return made
+
+
+async def until_off(it: TraceControl) -> None:
+    async with asyncio.timeout(20):
+        while it.session is not None:
+            await asyncio.sleep(0)
+
+
+async def test_all_are_told_of_the_same(tmp_path: Path) -> None:
+    engines = Engines()
+    it = control(tmp_path / "traces", engines)
+    session = it.start(TraceLevel.KERNEL)
+    assert engines.orders == [StartTrace(session)]
+    assert (session.level, session.run) == (TraceLevel.KERNEL, "serve-1")
+    assert session.directory == str((tmp_path / "traces").absolute())
+    assert await it.stop() == ["engine dp0: it is full."]
+    assert it.session is None
+    (fragment,) = read_fragments(tmp_path / "traces")
+    assert fragment.header.role == "frontend"
+
+
+async def test_those_that_come_later_are_told_what_is_traced(tmp_path: Path) -> None:
+    it, engines = control(tmp_path), Engines()
+    session = it.start(TraceLevel.E2E)
+    it.join(engines)
+    assert engines.orders == [StartTrace(session)]
+    await it.stop()
+    later = Engines()
+    it.join(later)
+    assert later.orders == []
+
+
+async def test_it_is_on_or_off(tmp_path: Path) -> None:
+    engines = Engines()
+    it = control(tmp_path, engines)
+    with pytest.raises(TraceStateError, match=r"^Tracing is off\.$"):
+        await it.stop()
+    it.start(TraceLevel.E2E)
+    with pytest.raises(TraceStateError, match=r"^Tracing is on already\.$"):
+        it.start(TraceLevel.E2E)
+    engines.may_stop.clear()
+    first, second = asyncio.create_task(it.stop()), asyncio.create_task(it.stop())
+    await asyncio.sleep(0)
+    with pytest.raises(TraceStateError, match="on already"):
+        it.start(TraceLevel.E2E)
+    engines.may_stop.set()
+    assert await first == await second
+    assert engines.num_stops == 1
+
+
+async def test_it_ends_after_some_seconds(tmp_path: Path) -> None:
+    engines = Engines()
+    it = control(tmp_path, engines)
+    it.start(TraceLevel.E2E, seconds=0.01)
+    await until_off(it)
+    assert engines.num_stops == 1
+
+
+async def test_it_ends_when_all_engines_have(tmp_path: Path) -> None:
+    engines = Engines()
+    it = control(tmp_path, engines)
+    it.start(TraceLevel.E2E, num_steps=3)
+    assert engines.orders[0].num_steps == 3
+    assert it.session is not None
+    engines.done.set()
+    await until_off(it)
+
+
+async def test_who_stops_early_leaves_no_timer(tmp_path: Path) -> None:
+    engines = Engines()
+    it = control(tmp_path, engines)
+    it.start(TraceLevel.E2E, seconds=3600)
+    await it.stop()
+    it.start(TraceLevel.E2E, num_steps=1)
+    await it.stop()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_new_trace_removes_the_one_before_it(tmp_path: Path) -> None:
+    it = control(tmp_path)
+    other = tmp_path / "serve-2.frontend.0.0.fragment.jsonl"
+    other.write_text("")
+    for _ in range(2):
+        it.start(TraceLevel.E2E)
+        await it.stop()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert other.exists()
+
+
+async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    it = control(tmp_path / "taken")
+    with pytest.raises(
+        ConfigError, match=r"^--profile-dir .*taken cannot be written \(File exists"
+    ):
+        it.start(TraceLevel.E2E)
+    assert it.session is None

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fragment_files import Fragment, read_fragments
+
+from pagoda.telemetry import tracer as tracer_module
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+
+
+class Clock:
+    """Each look takes a microsecond."""
+
+    def __init__(self) -> None:
+        self.now = 10**9
+
+    def __call__(self) -> int:
+        self.now += 1000
+        return self.now
+
+
+def session(
+    directory: Path, level: TraceLevel = TraceLevel.E2E, run: str = "serve-1"
+) -> TraceSession:
+    return TraceSession(level=level, directory=str(directory), run=run)
+
+
+def only(directory: Path) -> Fragment:
+    (fragment,) = read_fragments(directory)
+    return fragment
+
+
+def until_failed(tracer: Tracer) -> None:
+    """Waits for the writer's thread, which says so."""
+    for thread in threading.enumerate():
+        if thread.name == "trace-writer":
+            thread.join()
+    assert tracer.problems
+
+
+def test_a_fragment_says_whose_it_is_and_what_happened(tmp_path: Path) -> None:
+    tracer = Tracer("engine dp0", clock_ns=Clock())
+    tracer.start(session(tmp_path / "not" / "there", TraceLevel.KERNEL))
+    began = tracer.e2e()
+    row = tracer.open_row("request r")
+    tracer.span("schedule", began, {"tokens": 3})
+    tracer.span("queued", began, row=row, ended=began + 2500)
+    tracer.instant("preempted", {"request": "r"}, row=row)
+    tracer.counter("requests", {"running": 1, "waiting": 0})
+    tracer.describe("model", {"weight_bytes": 7})
+    tracer.clock_offset("peer", -5, 2)
+    tracer.stop()
+    fragment = only(tmp_path / "not" / "there")
+    header = fragment.header
+    assert (header.role, header.run, header.level) == ("engine dp0", "serve-1", "kernel")
+    assert header.uid == tracer.process.uid
+    assert header.clock_ns > 10**9
+    assert fragment.rows == {0: "main", row: "request r"}
+    (schedule,), (queued,) = fragment.named("schedule"), fragment.named("queued")
+    assert schedule == {
+        "ph": "X", "name": "schedule", "ts": began / 1000, "dur": 1.0, "tid": 0, "args": {"tokens": 3},
+    }  # fmt: skip
+    assert (queued["ts"], queued["dur"], queued["tid"]) == (began / 1000, 2.5, row)
+    assert "args" not in queued
+    (instant,) = fragment.named("preempted")
+    assert (instant["ph"], instant["tid"], instant["args"]) == ("i", row, {"request": "r"})
+    (counter,) = fragment.named("requests")
+    assert (counter["ph"], counter["args"]) == ("C", {"running": 1, "waiting": 0})
+    assert {"ph": "M", "name": "model", "tid": 0, "args": {"weight_bytes": 7}} in fragment.events
+    assert fragment.clocks == [{"peer": "peer", "offset_ns": -5, "round_trip_ns": 2}]
+
+
+@pytest.mark.parametrize(
+    ("level", "clocks"),
+    [(TraceLevel.E2E, 1), (TraceLevel.KERNEL, 2), (TraceLevel.VERBOSE, 3)],
+)
+def test_each_level_has_those_before_it(tmp_path: Path, level: TraceLevel, clocks: int) -> None:
+    tracer = Tracer("frontend")
+    tracer.start(session(tmp_path, level))
+    on = [bool(clock()) for clock in (tracer.e2e, tracer.kernel, tracer.verbose)]
+    tracer.stop()
+    assert on == [True] * clocks + [False] * (3 - clocks)
+    assert [tracer.e2e(), tracer.kernel(), tracer.verbose()] == [0, 0, 0]
+
+
+def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
+    tracer = Tracer("frontend", clock_ns=Clock())
+    tracer.span("before", 5)
+    tracer.instant("before")
+    tracer.start(session(tmp_path))
+    tracer.span("began while it was off", 0)
+    began = tracer.e2e()
+    tracer.stop()
+    tracer.span("after", began)
+    tracer.counter("after", {"a": 1})
+    tracer.stop()
+    assert {event["name"] for event in only(tmp_path).events} == {"thread_name"}
+
+
+def test_a_row_that_is_open_has_its_name_in_each_fragment(tmp_path: Path) -> None:
+    tracer = Tracer("frontend", clock_ns=Clock())
+    row = tracer.open_row("request r")
+    tracer.start(session(tmp_path / "1"))
+    tracer.start(session(tmp_path / "2"))
+    tracer.close_row(row)
+    tracer.start(session(tmp_path / "3"))
+    tracer.stop()
+    names = [set(only(tmp_path / name).rows.values()) for name in "123"]
+    assert names == [{"main", "request r"}, {"main", "request r"}, {"main"}]
+
+
+def test_two_starts_in_a_row_make_two_whole_fragments(tmp_path: Path) -> None:
+    tracer = Tracer("frontend", clock_ns=Clock())
+    for name in ("first", "second"):
+        tracer.start(session(tmp_path))
+        tracer.span(name, tracer.e2e())
+    tracer.stop()
+    found = read_fragments(tmp_path)
+    assert [[e["name"] for e in it.events if e["ph"] == "X"] for it in found] == [
+        ["first"],
+        ["second"],
+    ]
+    assert not any(it.is_cut for it in found)
+
+
+def test_many_threads_lose_nothing(tmp_path: Path) -> None:
+    tracer = Tracer("frontend")
+    tracer.start(session(tmp_path))
+
+    def emit() -> None:
+        for index in range(2000):
+            tracer.span("work", tracer.e2e(), {"index": index})
+
+    threads = [threading.Thread(target=emit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tracer.stop()
+    assert len(only(tmp_path).named("work")) == 8000
+
+
+# ---- what cannot be written ends tracing, and nothing else
+
+
+def a_file_instead_of_a_directory(tmp_path: Path, tracer: Tracer) -> str:
+    (tmp_path / "taken").write_text("")
+    tracer.start(session(tmp_path / "taken"))
+    return "File exists"
+
+
+def no_room(_: Path, tracer: Tracer) -> str:
+    tracer.start(session(Path("/proc/self")))  # where nothing can be made, whoever asks
+    return "cannot be written"
+
+
+def what_is_no_json(tmp_path: Path, tracer: Tracer) -> str:
+    tracer.start(session(tmp_path))
+    tracer.span("step", tracer.e2e(), {"step": object()})
+    return "lacks an event (TypeError: "
+
+
+@pytest.mark.parametrize("fail", [a_file_instead_of_a_directory, no_room, what_is_no_json])
+def test_a_failure_ends_tracing_with_one_warning(
+    fail: Callable[[Path, Tracer], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer = Tracer("worker dp0 tp0 pp0")
+    with caplog.at_level(logging.WARNING, "pagoda.telemetry.tracer"):
+        reason = fail(tmp_path, tracer)
+        until_failed(tracer)
+    assert (tracer.session, tracer.e2e()) == (None, 0)
+    (problem,) = tracer.problems
+    assert problem.startswith("worker dp0 tp0 pp0: ")
+    assert reason in problem
+    assert problem.endswith(".")
+    assert len(caplog.records) == 1
+    assert "tracing has stopped" in caplog.text
+    tracer.span("after", 5)
+    tracer.stop()
+    assert tracer.problems == [problem]
+
+
+def test_it_can_be_started_again_after_a_failure(tmp_path: Path) -> None:
+    tracer = Tracer("frontend")
+    what_is_no_json(tmp_path / "1", tracer)
+    until_failed(tracer)
+    tracer.start(session(tmp_path / "2"))
+    assert tracer.problems == []
+    tracer.span("step", tracer.e2e())
+    tracer.stop()
+    assert tracer.problems == []
+    assert len(only(tmp_path / "2").named("step")) == 1
+
+
+def test_a_disk_that_hangs_fills_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracer_module, "MAX_QUEUED_EVENTS", 100)
+    monkeypatch.setattr("pagoda.telemetry.fragments._CLOSING_S", 0.01)
+    released = threading.Event()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: released.wait())
+    tracer = Tracer("frontend")
+    tracer.start(session(tmp_path))
+    for _ in range(1000):
+        tracer.span("step", tracer.e2e())
+    assert tracer.session is None
+    assert "is written too slowly" in tracer.problems[0]
+    tracer.stop()
+    assert len(caplog.records) == 1
+    tracer.start(session(tmp_path))
+    tracer.stop()  # with the disk still hanging
+    assert "could not be written within" in tracer.problems[0]
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "trace-writer":
+            thread.join()
+
+
+def test_a_writer_of_an_earlier_fragment_says_nothing_about_this_one(tmp_path: Path) -> None:
+    tracer = Tracer("frontend")
+    tracer.start(session(tmp_path))
+    earlier = tracer._writer
+    assert earlier is not None
+    tracer.start(session(tmp_path))
+    tracer._fail(earlier, "late news.")
+    assert tracer.session is not None
+    tracer.stop()
+    assert tracer.problems == []

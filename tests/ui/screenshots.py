@@ -1,0 +1,87 @@
+"""`make screenshots`: the pictures of the page in the documents. Views are at work when they are taken."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, expect
+from stage import Load, open_browser
+
+from pagoda.cli.server_process import server_process
+
+BUSY = (
+    *("--executor", "sim", "--sim-base-ms", "14", "--sim-per-token-ms", "0.08"),
+    *("--num-kv-blocks", "1200", "--max-num-batched-tokens", "256", "--data-parallel-size", "2"),
+)
+WATCHED_S = 64
+"""Until the last minute is full."""
+WIDE = {"width": 1360, "height": 1010}
+PHONE = {"width": 360, "height": 760}
+
+
+def take_live(browser: Browser, directory: Path) -> None:
+    """Both themes, under load, and on a phone."""
+    with server_process(BUSY) as server, Load(server.base_url, 8, num_tokens=500):
+        page = browser.new_page(viewport=WIDE, reduced_motion="reduce")  # type: ignore[arg-type]
+        page.goto(server.base_url)
+        page.wait_for_timeout(1000 * WATCHED_S)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.screenshot(path=directory / f"live-{scheme}.png", full_page=True)
+        page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+        page.wait_for_timeout(1500)
+        page.screenshot(path=directory / "live-phone.png")
+        page.close()
+
+
+def take_playground(browser: Browser, directory: Path) -> None:
+    """Two panes with other parameters, and the probabilities of a token."""
+    with server_process([]) as server:
+        page = browser.new_page(
+            viewport={"width": 1360, "height": 760},
+            reduced_motion="reduce",
+        )
+        page.goto(f"{server.base_url}/#/playground")
+        expect(page.locator("#status")).to_contain_text("Live")
+        page.get_by_role("button", name="Add a pane").click()
+        left, right = page.locator(".pane").all()
+        for pane, fields in (
+            (left, {"temperature": "0"}),
+            (right, {"temperature": "1.8", "seed": "1", "top": "5"}),
+        ):
+            pane.get_by_role("button", name="Parameters").click()
+            for name, value in fields.items():
+                pane.locator(f"[name={name}]").fill(value)
+        right.get_by_role("button", name="Parameters").click()
+        for question in ("What is 17 + 25?", "Reverse the word lantern."):
+            ask(page, question)
+        left.locator(".log").evaluate("log => (log.scrollTop = log.scrollHeight)")
+        doubtful = right.locator(":is(.p2, .p3, .p4)")
+        (doubtful if doubtful.count() else right.locator(".token")).last.hover()
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.screenshot(path=directory / f"playground-{scheme}.png")
+        page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+        page.mouse.move(5, 5)
+        page.wait_for_timeout(300)
+        page.screenshot(path=directory / "playground-phone.png")
+        page.close()
+
+
+def ask(page: Page, question: str) -> None:
+    page.get_by_label("Prompt for all panes").fill(question)
+    page.keyboard.press("Enter")
+    for answer in page.locator(".assistant").all():
+        expect(answer).to_have_attribute("aria-busy", "false")
+
+
+def main(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open_browser() as browser:
+        take_playground(browser, directory)
+        take_live(browser, directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

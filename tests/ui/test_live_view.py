@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import openai
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from stage import SLOW, Load
+
+from pagoda.cli.server_process import ServerProcess, server_process
+
+
+def open_live(page: Page, server: ServerProcess) -> None:
+    page.goto(f"{server.base_url}/")
+    expect(page.locator("#status")).to_contain_text("Live")
+
+
+def tile(page: Page, name: str) -> Locator:
+    return page.locator(".tile", has=page.get_by_text(name, exact=True)).locator(".big")
+
+
+def until(page: Page, condition: str) -> None:
+    page.wait_for_function(condition, timeout=20_000)
+
+
+def test_an_idle_server_looks_idle(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    expect(tile(page, "Running")).to_have_text("0")
+    expect(page.get_by_text("Nothing is running.")).to_be_visible()
+    expect(page.locator(".replicas li")).to_have_count(1)
+    expect(page.locator(".replicas .badge")).to_have_text("ready")
+    expect(page.locator("#model")).to_have_text("synthetic")
+
+
+def test_everything_moves_under_load(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    picture = page.locator(".field")
+    expect(picture).to_have_attribute("aria-label", re.compile("8192 KV blocks .* 0 are in use"))
+    with Load(slow.base_url, 6):
+        expect(tile(page, "Running")).to_have_text(re.compile(r"[1-6]"))
+        expect(tile(page, "Generated")).to_have_text(re.compile(r"[1-9]\d+"))
+        expect(tile(page, "TTFT p50")).to_have_text(re.compile(r"\d+ (ms|s)|\d+\.\d+ (ms|s)"))
+        expect(tile(page, "ITL p50")).to_have_text(re.compile(r"\d.* m?s"))
+        expect(picture).not_to_have_attribute("aria-label", re.compile("0 are in use"))
+        expect(page.locator(".requests tbody tr").first).to_be_visible()
+        before = page.locator(".line.decode").first.get_attribute("d")
+        until(
+            page,
+            "() => document.querySelector('path.decode:not(.line)').getAttribute('d').length > 300",
+        )
+        assert page.locator(".line.decode").first.get_attribute("d") != before
+        chart = page.get_by_role("img", name=re.compile("Tokens per second now: generated"))
+        expect(chart).to_be_visible()
+        bar = page.locator(".requests progress").first
+        value = bar.get_attribute("value")
+        expect(bar).not_to_have_attribute("value", str(value))
+    expect(page.get_by_text("Nothing is running.")).to_be_visible()
+    expect(picture).to_have_attribute("aria-label", re.compile(r" 0 are in use, [1-9]\d* cached"))
+
+
+def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    timeline = page.get_by_role("slider", name="Steps of the last minute")
+    with Load(slow.base_url, 2):
+        until(page, "() => document.querySelector('[role=slider]').ariaValueMax > 20")
+        timeline.focus()
+        page.keyboard.press("End")
+        told = r"s ago: step \d+ .* ms; \d+ prompt tokens?, \d+ decoding, [12] sequences?"
+        expect(timeline).to_have_attribute("aria-valuetext", re.compile(told))
+        expect(page.locator(".readout")).to_have_text(re.compile(told))
+        page.keyboard.press("Home")
+        expect(timeline).to_have_attribute("aria-valuenow", "0")
+        page.keyboard.press("Escape")
+        expect(page.locator(".readout")).to_contain_text("the longest")
+        box = timeline.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 60)
+        expect(page.locator(".readout")).to_have_text(re.compile(told))
+
+
+def test_an_answer_is_cancelled_from_the_table(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    with openai.OpenAI(base_url=f"{slow.base_url}/v1", api_key="x", max_retries=0) as client:
+        stream = client.completions.create(
+            model="synthetic",
+            prompt="on and on",
+            max_tokens=20_000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Request-Id": "endless"},
+        )
+        row = page.locator("tr", has=page.locator("th[title^='endless-']"))
+        expect(row).to_contain_text("generating")
+        expect(row).to_contain_text("/ 20.0 k")
+        row.get_by_role("button", name="Cancel endless-").click()
+        expect(row).to_have_count(0)
+        expect(page.locator("#announce")).to_have_text(
+            re.compile("Request endless-.* was cancelled")
+        )
+        assert list(stream)[-1].choices[0].finish_reason == "abort"
+
+
+def test_the_key_is_asked_for_and_kept(browser: Browser) -> None:
+    with server_process([*SLOW, "--api-key", "open sesame"]) as server:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.base_url)
+        dialog = page.get_by_role("dialog", name="API key")
+        expect(dialog).to_be_visible()
+        dialog.get_by_label("Key").fill("wrong")
+        page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("does not take this key")
+        dialog.get_by_label("Key").fill("open sesame")
+        dialog.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#status")).to_contain_text("Live")
+        expect(page.locator("#model")).to_have_text("synthetic")
+        page.reload()
+        expect(page.locator("#status")).to_contain_text("Live")
+        expect(dialog).to_be_hidden()
+        page.get_by_role("tab", name="Playground").click()
+        page.get_by_role("button", name="Parameters").click()
+        page.locator("[name=max_tokens]").fill("5")
+        page.get_by_label("Prompt for all panes").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator(".meta")).to_contain_text("tokens")
+        page.get_by_role("button", name="Copy as curl").click()
+        expect(page.locator("#code")).to_contain_text("Bearer $PAGODA_API_KEY")
+        assert "sesame" not in page.content()
+        context.close()
+
+
+def test_the_page_reconnects_to_a_server_that_was_started_again(page: Page) -> None:
+    with server_process(SLOW) as server:
+        open_live(page, server)
+        port = server.base_url.rpartition(":")[2]
+    expect(page.locator("#status")).to_contain_text("Reconnecting")
+    expect(page.locator("#notice")).to_contain_text("goes on by itself")
+    command = [sys.executable, "-m", "pagoda", "serve", *SLOW, "--port", port]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as again:
+        expect(page.locator("#status")).to_contain_text("Live", timeout=20_000)
+        expect(page.locator("#notice")).to_contain_text("The server was started again")
+        again.terminate()
+
+
+def test_a_shutdown_does_not_wait_for_open_pages(page: Page) -> None:
+    with server_process(SLOW) as server:
+        open_live(page, server)
+    # `server_process` waits for the end, and a page that held it up would be cut off with an error in the log.
+    expect(page.locator("#status")).to_contain_text("Reconnecting")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_or_the_button(
+    page: Page, slow: ServerProcess, scheme: str
+) -> None:
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    open_live(page, slow)
+    dark, light = "rgb(14, 18, 23)", "rgb(244, 246, 248)"
+    expect(page.locator("body")).to_have_css(
+        "background-color", dark if scheme == "dark" else light
+    )
+    button = page.get_by_role("button", name="Theme")
+    button.click()
+    expect(page.locator("body")).to_have_css("background-color", light)
+    button.click()
+    expect(page.locator("body")).to_have_css("background-color", dark)
+    page.reload()
+    expect(page.locator("body")).to_have_css("background-color", dark)

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from pagoda.cli.server_process import ServerProcess
+
+
+def open_playground(page: Page, server: ServerProcess) -> None:
+    page.goto(f"{server.base_url}/#/playground")
+    expect(page.locator("#status")).to_contain_text("Live")
+    expect(page.locator(".pane select").first.locator("option")).to_have_count(1)
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Prompt for all panes").fill(text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page) -> Locator:
+    return page.locator(".turn.assistant")
+
+
+def done(answer: Locator) -> None:
+    expect(answer).to_have_attribute("aria-busy", "false")
+
+
+def set_field(page: Page, name: str, value: str, pane: int = 0) -> None:
+    """Types a parameter of a pane."""
+    one = page.locator(".pane").nth(pane)
+    toggle = one.get_by_role("button", name="Parameters")
+    if toggle.get_attribute("aria-expanded") == "false":
+        toggle.click()
+    field = one.locator(f"[name={name}]")
+    if field.evaluate("element => element.tagName") == "SELECT":
+        field.select_option(value)
+    else:
+        field.fill(value)
+
+
+def test_a_chat_is_answered_and_goes_on(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    ask(page, "What is 17 + 25?")
+    done(answers(page).first)
+    expect(answers(page).first.locator(".text")).to_have_text("17 + 25 = 42")
+    expect(answers(page).first.locator(".meta")).to_have_text(
+        re.compile(r"complete · 9 tokens · TTFT .* ms · .* tokens/s · prompt 15")
+    )
+    ask(page, "Reverse the word lantern.")
+    done(answers(page).nth(1))
+    assert json.loads(code_of(page, answers(page).nth(1), "curl").split("-d '")[1][:-1])[
+        "messages"
+    ] == [
+        {"role": "user", "content": "What is 17 + 25?"},
+        {"role": "assistant", "content": "17 + 25 = 42"},
+        {"role": "user", "content": "Reverse the word lantern."},
+    ]
+
+
+def test_an_answer_streams_and_is_stopped_and_made_again(page: Page, slow: ServerProcess) -> None:
+    open_playground(page, slow)
+    set_field(page, "max_tokens", "4000")
+    set_field(page, "ignore_eos", "true")
+    set_field(page, "seed", "7")
+    ask(page, "Tell me something long.")
+    answer = answers(page).first
+    expect(answer.locator(".text")).not_to_be_empty()
+    before = answer.locator(".text").inner_text()
+    page.wait_for_function(
+        "before => document.querySelector('.assistant .text').innerText.length > before + 20",
+        arg=len(before),
+    )
+    page.get_by_role("button", name="Stop").click()
+    done(answer)
+    expect(answer.locator(".meta")).to_contain_text("stopped here")
+    text = answer.locator(".text").inner_text()
+    assert text.startswith(before)
+    set_field(page, "max_tokens", "12")
+    answer.get_by_role("button", name="Regenerate").click()
+    done(answers(page).first)
+    expect(answers(page)).to_have_count(1)
+    expect(answers(page).first.locator(".meta")).to_contain_text("cut at max_tokens · 12 tokens")
+    again = answers(page).first.locator(".text").inner_text()
+    again = again.rstrip("\ufffd")  # it may end within a character
+    shorter = min(len(text), len(again))
+    assert shorter > 10
+    assert text[:shorter] == again[:shorter]
+
+
+def test_a_prompt_is_edited_and_asked_again(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    ask(page, "What is 17 + 25?")
+    done(answers(page).first)
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the prompt").fill("What is 17 + 26?")
+    page.get_by_role("button", name="Ask again").click()
+    expect(answers(page).first.locator(".text")).to_have_text("17 + 26 = 43")
+    expect(answers(page)).to_have_count(1)
+    expect(page.locator(".turn.user .text")).to_have_text("What is 17 + 26?")
+
+
+def test_how_likely_each_token_was(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    set_field(page, "top", "3")
+    ask(page, "What is 17 + 25?")
+    done(answers(page).first)
+    tokens = page.locator(".token")
+    expect(tokens).to_have_count(9)
+    tip = page.get_by_role("tooltip")
+    tokens.nth(2).hover()
+    expect(tip.locator("li")).to_have_count(3)
+    expect(tip).to_contain_text(re.compile(r"log-probability −?\d+\.\d{3}"))
+    expect(tip.locator(".chosen .what")).to_have_text("␣+␣")
+    page.mouse.move(5, 5)
+    expect(tip).to_be_hidden()
+    tokens.first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(tokens.nth(1)).to_be_focused()
+    expect(tip.locator(".chosen .what")).to_have_text("7")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+
+
+def test_a_completion_with_two_answers(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    page.get_by_text("Completion").click()
+    for name, value in (("max_tokens", "5"), ("n", "2"), ("top", "1"), ("ignore_eos", "true")):
+        set_field(page, name, value)
+    ask(page, "1 2 3")
+    done(answers(page).first)
+    expect(page.locator(".choice")).to_have_count(2)
+    expect(page.locator(".choice").nth(1).locator(".token")).to_have_count(5)
+    expect(answers(page).locator(".meta")).to_contain_text("10 tokens")
+
+
+def tool(name: str, description: str, parameter: str) -> dict[str, object]:
+    parameters = {
+        "type": "object",
+        "properties": {parameter: {"type": "string"}},
+        "required": [parameter],
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [
+    tool("calculator", "Evaluate an arithmetic expression.", "expression"),
+    tool("lookup", "Look up the value of a key.", "key"),
+]
+
+
+def test_a_tool_is_called_and_its_result_sent(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    set_field(page, "tools", json.dumps(TOOLS))
+    ask(page, "Use the calculator: 94 * 24")
+    done(answers(page).first)
+    call = answers(page).first.locator(".calls li")
+    expect(call.locator("code")).to_have_text('calculator({"expression": "94 * 24"})')
+    expect(answers(page).first.locator(".meta")).to_contain_text("calls tools")
+    call.get_by_label("Result").fill("2256")
+    page.get_by_role("button", name="Send results").click()
+    done(answers(page).nth(1))
+    body = json.loads(code_of(page, answers(page).nth(1), "curl").split("-d '")[1][:-1])
+    [_, called, result] = body["messages"]
+    assert result == {
+        "role": "tool",
+        "tool_call_id": called["tool_calls"][0]["id"],
+        "content": "2256",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("schema", '{"type": "object"}', "response_format other than"),
+        ("temperature", "-1", "temperature must be in [0.0, 100.0], got -1"),
+        ("tools", "[{", "tools is not valid JSON"),
+        ("seed", "12x", "seed must be a number, got 12x."),
+    ],
+)
+def test_what_is_refused_is_said(
+    page: Page, tiny: ServerProcess, field: str, value: str, said: str
+) -> None:
+    open_playground(page, tiny)
+    set_field(page, field, value)
+    ask(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text(said)
+
+
+def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    add = page.get_by_role("button", name="Add a pane")
+    add.click()
+    set_field(page, "temperature", "0", pane=0)
+    set_field(page, "max_tokens", "3", pane=1)
+    ask(page, "What is 17 + 25?")
+    first, second = page.locator(".pane").all()
+    done(first.locator(".assistant"))
+    done(second.locator(".assistant"))
+    expect(first.locator(".assistant .text")).to_have_text("17 + 25 = 42")
+    expect(second.locator(".meta")).to_contain_text("cut at max_tokens · 3 tokens")
+    add.click()
+    add.click()
+    expect(add).to_be_disabled()
+    page.get_by_role("button", name="Close pane 2").click()
+    expect(page.locator(".pane")).to_have_count(3)
+
+
+def code_of(page: Page, answer: Locator, kind: str) -> str:
+    answer.get_by_role("button", name=f"Copy as {kind}").click()
+    code = page.locator("#code").inner_text()
+    expect(page.locator("#code-note")).to_have_text("Copied to the clipboard.")
+    page.get_by_role("button", name="Close", exact=True).click()
+    return code
+
+
+def test_what_is_copied_gives_the_same_answer(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    set_field(page, "top_k", "5")
+    set_field(page, "system", 'It\'s "you" & I: $HOME `x` \\ done')
+    ask(page, "What is 17 + 25?")
+    done(answers(page).first)
+    expected = answers(page).first.locator(".text").inner_text()
+    curl = code_of(page, answers(page).first, "curl")
+    sent = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True).stdout
+    events = [json.loads(line[6:]) for line in sent.split("\n\n") if line.startswith("data: {")]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == expected
+    python = code_of(page, answers(page).first, "Python")
+    said = subprocess.run(
+        [sys.executable, "-c", python], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == expected
