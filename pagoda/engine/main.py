@@ -259,7 +259,7 @@ class EngineProcess:
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
         """Those of this host, with the memory that they take now."""
-        pids = {f"engine dp{self._config.worker.place.dp}": os.getpid(), **self._executor.pids()}
+        pids = {self._tracer.role: os.getpid(), **self._executor.pids()}
         return tuple(
             ProcessMemory(role, pid, resident_bytes)
             for role, pid in pids.items()

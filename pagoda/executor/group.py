@@ -35,7 +35,7 @@ from pagoda.engine.messages import (
 )
 from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
 from pagoda.executor.group_transfers import GroupTransfers
-from pagoda.executor.launcher import Launcher, WorkerSet, worker_name, worker_role
+from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
@@ -303,7 +303,7 @@ class _Group:
         """Of the workers on this host, by role."""
         pids = self.workers.pids
         return {
-            worker_role(config): pids[name]
+            config.place.role: pids[name]
             for config in self._configs
             if (name := worker_name(config)) in pids
         }

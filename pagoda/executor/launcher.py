@@ -40,12 +40,6 @@ class Launcher(Protocol):
         ...
 
 
-def worker_role(config: WorkerConfig) -> str:
-    """What operators know it by, beside the other processes of a server."""
-    place = config.place
-    return f"worker dp{place.dp} tp{place.tp} pp{place.pp}"
-
-
 def worker_name(config: WorkerConfig) -> str:
     """Such as `the worker`, or `worker pp1 tp0` where it is one of several."""
     if config.parallel.replica_size == 1:

@@ -73,6 +73,11 @@ class RankPlace(msgspec.Struct, frozen=True, order=True):
     tp: int = 0
     """Which of the stage's tensor-parallel ranks."""
 
+    @property
+    def role(self) -> str:
+        """What its worker is called beside the other processes of a server."""
+        return f"worker dp{self.dp} tp{self.tp} pp{self.pp}"
+
     def __str__(self) -> str:
         return f"dp{self.dp} pp{self.pp} tp{self.tp}"
 

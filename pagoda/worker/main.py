@@ -70,8 +70,7 @@ def main() -> NoReturn:
     set_thread_waiting(os.environ)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     engine = EngineLink(context, address, config)
-    place = config.place
-    tracer = Tracer(f"worker dp{place.dp} tp{place.tp} pp{place.pp}")
+    tracer = Tracer(config.place.role)
     if config.trace is not None:
         _start_trace(tracer, engine, config.trace)
     worker = _start(config, engine, context, address, tracer)

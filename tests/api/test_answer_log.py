@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from pagoda.api.answer_log import AnswerLog
 from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
+from pagoda.frontend.request_book import Origin, RequestBook
 
 PROMPT = "a secret question"
 
@@ -23,31 +25,46 @@ def lines(log: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in log.records if record.name.startswith("pagoda.api")]
 
 
-async def test_an_answer_has_one_line_with_its_figures(serve_api, log) -> None:
+async def test_an_answer_has_one_line(serve_api, log) -> None:
     api = await serve_api("hello", api_keys=ApiKeys(["alice=a"]))
     api.endpoint.num_cached_tokens = 3
     headers = {"Authorization": "Bearer a", "X-Request-Id": "req-1"}
-    clock = iter(range(10**9, 10**12, 10**9))  # a second for every look at it
-    api.service.book.clock_ns = lambda: next(clock)
     await api.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3}, headers=headers)
     [line] = lines(log)
     assert line.levelname == "INFO"
     assert line.request_id.startswith("req-1-")
+    figures = {name: line.fields[name] for name in ("finish_reason", "output_tokens", "key")}
+    assert figures == {"finish_reason": "length", "output_tokens": 3, "key": "alice"}
+    assert (line.fields["prompt_tokens"], line.fields["cached_tokens"]) == (len(PROMPT), 3)
+
+
+def test_the_line_has_the_times_of_the_book(log) -> None:
+    now_ns = [2 * 10**9]
+    book = RequestBook(lambda: now_ns[0])
+    book.observe(AnswerLog())
+    origin = Origin(name="a", arrived_ns=10**9, key="alice")
+    record = book.open("a-1", origin, num_prompt_tokens=17, max_tokens=9)
+    record.queue_time_s, record.num_cached_tokens = 0.0015, 3
+    for seconds in (3, 4, 2000):
+        now_ns[0] = seconds * 10**9
+        book.grow(record, 1)
+    book.close(record, "stop")
+    [line] = lines(log)
     assert line.fields == {
-        "finish_reason": "length",
-        "prompt_tokens": len(PROMPT),
+        "finish_reason": "stop",
+        "prompt_tokens": 17,
         "cached_tokens": 3,
         "output_tokens": 3,
-        "queue_ms": None,
+        "queue_ms": 1.5,
         "ttft_ms": 2000,
-        "itl_ms": 1000,
-        "duration_ms": 5000,
+        "itl_ms": 998500,
+        "duration_ms": 1999000,
         "key": "alice",
         "error": None,
     }
     assert line.getMessage() == (
-        "length: 17 prompt tokens (3 cached), 3 output tokens, first token after 2000 ms, "
-        "then one every 1000 ms, all in 5000 ms, key alice"
+        "stop: 17 prompt tokens (3 cached), 3 output tokens, queued 1.5 ms, first token after "
+        "2000 ms, then one every 998500 ms, all in 1999000 ms, key alice"
     )
 
 

@@ -14,6 +14,7 @@ from metrics_text import names, series, value
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.keys import ApiKeys
+from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.engine.messages import (
     STEP_TOKEN_BOUNDS,
     LoadReport,
@@ -23,6 +24,7 @@ from pagoda.engine.messages import (
     TierLoad,
 )
 from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.frontend.request_book import Origin, RequestBook
 
 TIERS = (
     TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
@@ -201,22 +203,47 @@ async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
     }
 
 
-async def test_times_are_those_of_the_book(serve_api) -> None:
-    api = await serve_api()
-    clock = iter(range(10**9, 10**12, 10**9))  # a second for every look at it
-    api.service.book.clock_ns = lambda: next(clock)
-    await api.complete(max_tokens=2)
-    text = await scrape(api)
-    # Arrival, start, two tokens and the end.
-    expected = {
-        "time_to_first_token_seconds": 2,
-        "inter_token_latency_seconds": 1,
-        "request_time_per_output_token_seconds": 1,
-        "request_duration_seconds": 4,
-        "request_decode_time_seconds": 1,
+def test_times_are_those_of_the_book() -> None:
+    now_ns = [0]
+    metrics, book = RequestMetrics(), RequestBook(lambda: now_ns[0])
+    book.observe(metrics)
+
+    def at(seconds: int) -> None:
+        now_ns[0] = seconds * 10**9
+
+    at(2)
+    record = book.open("a", Origin(name="a", arrived_ns=10**9), num_prompt_tokens=5, max_tokens=9)
+    record.queue_time_s = 0.5
+    for seconds in (4, 6, 9):
+        at(seconds)
+        book.grow(record, 1)
+    at(10)
+    book.close(record, "stop")
+    sums = {name: metrics.figures().total(name).sum for name in HISTOGRAMS}
+    assert sums == {
+        "time_to_first_token_seconds": 3,
+        "inter_token_latency_seconds": 5,
+        "request_time_per_output_token_seconds": 2.5,
+        "request_duration_seconds": 9,
+        "request_queue_time_seconds": 0.5,
+        "request_prefill_time_seconds": 1.5,
+        "request_decode_time_seconds": 5,
+        "request_prompt_tokens": 5,
+        "request_generated_tokens": 3,
     }
-    assert {name: value(text, f"pagoda_{name}_sum") for name in expected} == expected
-    assert value(text, "pagoda_request_queue_time_seconds_count") == 0
+    assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
+
+
+def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
+    metrics, book = RequestMetrics(), RequestBook()
+    book.observe(metrics)
+    record = book.open("a", Origin(name="a", arrived_ns=0), num_prompt_tokens=5, max_tokens=9)
+    book.grow(record, 2)
+    book.close(record, "abort")
+    figures = metrics.figures()
+    assert figures.finished[""]["abort"] == 1
+    assert figures.total("request_generated_tokens").sum == 2
+    assert figures.total("request_duration_seconds").sum == 0
 
 
 async def test_what_clients_send_makes_no_series(api) -> None:

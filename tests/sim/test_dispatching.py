@@ -21,6 +21,7 @@ from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
     LoadReport,
+    ReplicaLoad,
     SamplingParams,
     SimConfig,
     TierLoad,
@@ -33,6 +34,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
+from pagoda.frontend.totals import sum_of_loads
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
@@ -283,6 +285,31 @@ def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
         assert all(answer.complete for answer in await asyncio.gather(*answers))
         lost._enter(ReplicaState.READY)
         assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_lost_engines_are_counted_beyond_their_ends() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        for _ in range(2):
+            endpoints[1].kill(restart_s=0.1)
+            assert (await dispatcher.load()).replicas[1].report is None
+            await asyncio.sleep(0.2)
+        report = await dispatcher.load()
+        assert [replica.num_losses for replica in report.replicas] == [0, 2]
+        assert report.num_engine_restarts == 2
+        # One storey up, a host reports what is behind it.
+        above = ReplicaLoad(
+            name="host",
+            state="ready",
+            num_requests=0,
+            weighed_tokens=0,
+            num_losses=1,
+            report=report,
+        )
+        assert sum_of_loads((above,), num_held=0).num_engine_restarts == 3
         await dispatcher.close()
 
     run(main())
