@@ -25,7 +25,11 @@ async def live(call: Call) -> web.StreamResponse:
         snapshots = cast(AsyncGenerator[Snapshot, None], service.sampler.watch(endpoint))
         async with aclosing(snapshots):
             async for snapshot in snapshots:
-                server = {"started": service.created, "draining": service.draining}
+                server = {
+                    "started": service.created,
+                    "draining": service.draining,
+                    "is_router": service.is_router,
+                }
                 await stream.send(event({**server, **msgspec.structs.asdict(snapshot)}))
         if not stream.is_open:
             raise unavailable("The server is shutting down.")

@@ -74,6 +74,7 @@ async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
     async with watching(api) as snapshots:
         told = await anext(snapshots)
     assert told["started"] == api.service.created
+    assert told["is_router"] is False
     assert (told["draining"], told["ttft_ms"], told["itl_ms"]) == (False, None, None)
     assert (told["num_running"], told["num_waiting"], told["num_awaiting_kv"]) == (2, 1, 4)
     assert (told["prefix_hit_rate"], told["total_prefix_hit_rate"]) == (None, 0.25)

@@ -6,7 +6,7 @@ import sys
 
 import openai
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 from stage import SLOW, Load
 
 from pagoda.cli.server_process import ServerProcess, server_process
@@ -102,10 +102,8 @@ def test_an_answer_is_cancelled_from_the_table(page: Page, slow: ServerProcess) 
         assert list(stream)[-1].choices[0].finish_reason == "abort"
 
 
-def test_the_key_is_asked_for_and_kept(browser: Browser) -> None:
+def test_the_key_is_asked_for_and_kept(page: Page) -> None:
     with server_process([*SLOW, "--api-key", "open sesame"]) as server:
-        context = browser.new_context()
-        page = context.new_page()
         page.goto(server.base_url)
         dialog = page.get_by_role("dialog", name="API key")
         expect(dialog).to_be_visible()
@@ -128,7 +126,6 @@ def test_the_key_is_asked_for_and_kept(browser: Browser) -> None:
         page.get_by_role("button", name="Copy as curl").click()
         expect(page.locator("#code")).to_contain_text("Bearer $PAGODA_API_KEY")
         assert "sesame" not in page.content()
-        context.close()
 
 
 def test_the_page_reconnects_to_a_server_that_was_started_again(page: Page) -> None:

@@ -75,7 +75,9 @@ export function startLive() {
     TILES.forEach(([, text], index) => setText(tiles[index], text(snapshot)));
     kv.show(snapshot.tiers);
     steps.add(snapshot.steps, now);
-    table.show(snapshot.answers, snapshot.num_answers);
+    table.show(snapshot.answers, snapshot.num_answers, snapshot.num_running);
+    $("steps").hidden = snapshot.is_router;
+    setText($("replicas-title"), snapshot.is_router ? "Hosts" : "Replicas");
     showReplicas(snapshot);
   }
 

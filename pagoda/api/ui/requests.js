@@ -27,12 +27,19 @@ export class RequestTable {
       ),
       this.body,
     );
-    this.empty = h("p", { class: "empty muted" }, "Nothing is running. Ask something in the Playground.");
+    this.empty = h("p", { class: "empty muted" });
     root.append(this.empty, this.table);
     this.table.hidden = true;
   }
 
-  show(answers, total) {
+  // `numRunning` counts what routers have sent here too, of which they alone know more.
+  show(answers, total, numRunning) {
+    setText(
+      this.empty,
+      numRunning > 0
+        ? "What runs here was sent by a router; its page shows it."
+        : "Nothing is running. Ask something in the Playground.",
+    );
     const ids = new Set(answers.map((answer) => answer.id));
     for (const [id, row] of this.rows) {
       if (!ids.has(id)) {
