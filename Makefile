@@ -38,10 +38,10 @@ test: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-ui: $(VENV)/.installed-ui | $(CHROMIUM)
+test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
 
-screenshots: $(VENV)/.installed-ui | $(CHROMIUM)
+screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img
 
 $(CHROMIUM):
@@ -90,8 +90,3 @@ $(VENV)/.installed-test: $(VENV)/.torch $(SOURCES)
 	@echo "installing pagoda and the test tools"
 	@$(PIP) install --editable '.[test]'
 	@touch $(VENV)/.installed $@
-
-$(VENV)/.installed-ui: $(VENV)/.installed-test
-	@echo "installing what drives a browser"
-	@$(PIP) install --editable '.[ui]'
-	@touch $@
