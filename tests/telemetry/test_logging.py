@@ -117,7 +117,7 @@ def test_an_exception_is_part_of_its_line() -> None:
 def test_the_environment_gives_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_FORMAT_ENV, "json")
     stream = io.StringIO()
-    configure_logging(stream=stream)
+    configure_logging("info", stream=stream)
     logging.getLogger("pagoda").info("x")
     assert json_lines(stream)[0]["message"] == "x"
 
