@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import pytest
 from streams import children
 
 from benchmarks.trace_ttft import TimedStream, stream_all
-from pagoda.cli.main import main
 from pagoda.cli.server_process import ServerProcess, server_process
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
@@ -49,9 +49,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     profile = ["--profile", "kernel", "--profile-dir", str(directory)]
     with server_process([*SERVER, *profile]) as server:
         asyncio.run(_stream_and_kill(server, directory, streams))
-    assert main(["trace", "merge", str(directory)]) == 0
+    _trace("merge", directory)
     path = directory / "trace.json"
     return Recorded(path, read_trace(path), streams)
+
+
+def _trace(*arguments: str | Path) -> str:
+    """What `pagoda trace` says."""
+    command = [sys.executable, "-m", "pagoda", "trace", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _stream(index: int) -> TimedStream:
@@ -148,10 +154,9 @@ def test_the_operations_of_forward_passes_are_named(perfetto: Traced) -> None:
     assert outside == 0
 
 
-def test_the_report_gives_reasons(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_gives_reasons(recorded: Recorded) -> None:
     page = recorded.path.with_name("report.html")
-    assert main(["trace", "report", str(recorded.path), "--html", str(page)]) == 0
-    said = capsys.readouterr().out
+    said = _trace("report", recorded.path, "--html", page)
     assert f"{NUM_STREAMS} requests" in said
     assert "a worker was lost once" in said
     assert "preempted" in said
