@@ -44,13 +44,18 @@ async def list_requests(call: Call) -> web.StreamResponse:
 
 
 async def cancel_request(call: Call) -> web.StreamResponse:
-    """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far."""
+    """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far.
+
+    The id of an answer is chosen here, and ends it whoever asked for it. The name of a request is chosen by its
+    client, and another client may have chosen the same: it means those that came with the same key.
+    """
     generator = call.service.ready_generator()
     wanted = call.path_argument
     found = [
         record.request_id
         for record in list(call.service.book.live.values())
-        if wanted in (record.request_id, record.origin.name)
+        if wanted == record.request_id
+        or (record.origin.name == wanted and record.origin.key == call.key_name)
     ]
     if not found:
         raise ApiError(
