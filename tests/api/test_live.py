@@ -226,6 +226,13 @@ async def test_streams_end_with_the_server(api) -> None:
     assert (await api.get("/v1/live")).status == 503
 
 
+async def test_a_stream_has_no_head(api) -> None:
+    answer = await api.request("HEAD", "/v1/live")
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+    assert api.service.sampler._feed is None
+    assert (await api.request("HEAD", "/v1/requests")).status == 200
+
+
 # ---- cancelling
 
 
@@ -252,6 +259,31 @@ async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> Non
     assert answer.json() == {"id": wanted, "object": "request", "cancelled": expected}
     assert aborted == expected
     await ask
+
+
+async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
+    api = await serve_api("abcdef", api_keys=ApiKeys(["alice=a", "bob=b"]))
+    api.endpoint.pause_after = 1
+    aborted: list[str] = []
+
+    async def abort(request_id: str) -> None:
+        aborted.append(request_id)
+
+    api.endpoint.abort = abort
+    alice, bob = ({"Authorization": f"Bearer {key}", "X-Request-Id": "job1"} for key in "ab")
+    asks = []
+    for number, headers in enumerate((alice, bob), start=1):
+        body = {"prompt": "hi"}
+        asks.append(asyncio.create_task(api.post("/v1/completions", body, headers=headers)))
+        await until(lambda number=number: len(api.service.book.live) == number)
+    of_alice, of_bob = api.service.book.live
+    answer = await api.request("DELETE", "/v1/requests/job1", headers=bob)
+    assert answer.json()["cancelled"] == aborted == [of_bob]
+    answer = await api.request("DELETE", f"/v1/requests/{of_alice}", headers=bob)
+    assert answer.json()["cancelled"] == [of_alice], "an id is the operator's"
+    api.endpoint.go_on.set()
+    await asyncio.gather(*asks)
+    assert (await api.request("DELETE", "/v1/requests/job1", headers=bob)).status == 404
 
 
 async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
