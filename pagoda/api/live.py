@@ -12,7 +12,7 @@ from aiohttp import web
 
 from pagoda.api.call import Call
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.sampler import Snapshot, live_answers
+from pagoda.api.sampler import LiveSnapshot, live_answers
 from pagoda.api.sse import EventStream, event
 
 
@@ -22,7 +22,7 @@ async def live(call: Call) -> web.StreamResponse:
     endpoint = service.ready_generator().endpoint
 
     async def send(stream: EventStream) -> None:
-        snapshots = cast(AsyncGenerator[Snapshot, None], service.sampler.watch(endpoint))
+        snapshots = cast(AsyncGenerator[LiveSnapshot, None], service.sampler.watch(endpoint))
         async with aclosing(snapshots):
             async for snapshot in snapshots:
                 server = {

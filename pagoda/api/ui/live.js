@@ -44,7 +44,7 @@ const TILES = [
   ["ITL p50", (s) => ms(s.itl_ms?.p50), ""],
   ["Running", (s) => count(s.num_running), ""],
   ["Waiting", (s) => count(s.num_waiting + s.num_awaiting_kv), ""],
-  ["Prefix hits", (s) => percent(s.prefix_hit_rate ?? s.total_prefix_hit_rate), ""],
+  ["Prefix hits", (s) => percent(s.prefix_hit_rate), ""],
   ["Preemptions", (s) => count(s.num_preemptions), ""],
   ["Restarts", (s) => count(s.num_restarts), ""],
 ];
