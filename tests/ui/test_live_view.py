@@ -141,6 +141,19 @@ def test_the_page_reconnects_to_a_server_that_was_started_again(page: Page) -> N
         again.terminate()
 
 
+def test_the_page_does_without_storage(page: Page, slow: ServerProcess) -> None:
+    page.add_init_script(
+        "for (const area of ['localStorage', 'sessionStorage']) Object.defineProperty(window, area, "
+        "{ get() { throw new DOMException('not here', 'SecurityError'); } });"
+    )
+    open_live(page, slow)
+    button = page.get_by_role("button", name="Theme")
+    button.click()
+    button.click()
+    expect(button).to_have_accessible_name("Theme: dark")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
 def test_a_shutdown_does_not_wait_for_open_pages(page: Page) -> None:
     with server_process(SLOW) as server:
         open_live(page, server)

@@ -185,6 +185,10 @@ def test_a_tool_is_called_and_its_result_sent(page: Page, tiny: ServerProcess) -
         ("temperature", "-1", "temperature must be in [0.0, 100.0], got -1"),
         ("tools", "[{", "tools is not valid JSON"),
         ("seed", "12x", "seed must be a number, got 12x."),
+        ("seed", "9007199254740993", "seed must be at most 9007199254740991 here, got 9007199"),
+        ("temperature", "1e999", "temperature must be at most 9007199254740991 here, got 1e999."),
+        ("temperature", "-Infinity", "temperature must be at most 9007199254740991 here"),
+        ("logit_bias", '{"17": 1e999}', "logit_bias must be at most 9007199254740991 here"),
     ],
 )
 def test_what_is_refused_is_said(
@@ -194,6 +198,17 @@ def test_what_is_refused_is_said(
     set_field(page, field, value)
     ask(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text(said)
+
+
+def test_blanks_may_end_an_answer(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    set_field(page, "stop", " = \n")
+    ask(page, "What is 17 + 25?")
+    done(answers(page).first)
+    expect(answers(page).first.locator(".text")).to_have_text("17 + 25")
+    curl = code_of(page, answers(page).first, "curl")
+    assert json.loads(curl.split("-d '")[1][:-1])["stop"] == [" = "]
 
 
 def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:

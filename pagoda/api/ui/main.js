@@ -4,6 +4,7 @@ import { key, onKeyNeeded } from "./api.js";
 import { $ } from "./dom.js";
 import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
+import { Stored } from "./storage.js";
 
 const VIEWS = ["live", "playground"];
 
@@ -53,13 +54,14 @@ function startTheme() {
     $("theme-button").setAttribute("aria-label", THEMES[theme]);
     $("theme-button").title = THEMES[theme];
   };
-  let theme = localStorage.getItem("pagoda-theme");
+  const chosen = new Stored("localStorage", "pagoda-theme");
+  let theme = chosen.get();
   if (!(theme in THEMES)) theme = "auto";
   apply(theme);
   $("theme-button").addEventListener("click", () => {
     const names = Object.keys(THEMES);
     theme = names[(names.indexOf(theme) + 1) % names.length];
-    localStorage.setItem("pagoda-theme", theme);
+    chosen.set(theme);
     apply(theme);
   });
 }
