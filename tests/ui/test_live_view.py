@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -152,6 +154,56 @@ def test_the_page_does_without_storage(page: Page, slow: ServerProcess) -> None:
     button.click()
     expect(button).to_have_accessible_name("Theme: dark")
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+def test_the_page_says_when_the_server_is_silent(page: Page) -> None:
+    with server_process(SLOW) as server:
+        open_live(page, server)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            expect(page.locator("#status")).to_contain_text("Reconnecting")
+            expect(page.locator("#notice")).to_contain_text("has said nothing for 5 s. This page")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        expect(page.locator("#status")).to_contain_text("Live")
+        expect(page.locator("#notice")).to_be_hidden()
+
+
+SET_HIDDEN = """hidden => {
+    Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_a_page_that_nobody_sees_asks_nothing(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    closed = lambda request: request.url.endswith("/v1/live")  # noqa: E731
+    with page.expect_event("requestfailed", closed):
+        page.evaluate(SET_HIDDEN, True)
+    expect(page.locator("#status")).to_contain_text("Paused")
+    with page.expect_request("**/v1/live"):
+        page.evaluate(SET_HIDDEN, False)
+    expect(page.locator("#status")).to_contain_text("Live")
+
+
+def test_only_the_view_that_is_there_is_drawn(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    expect(page.locator(".line.decode").first).to_have_attribute("d", re.compile("L"))
+    page.get_by_role("tab", name="Playground").click()
+    expect(page.locator("#live")).to_be_hidden()
+    page.evaluate(
+        "() => { window.drawn = 0; new MutationObserver(() => window.drawn++)"
+        ".observe(document.getElementById('live'), { childList: true, subtree: true }); }"
+    )
+    page.get_by_role("button", name="Parameters").click()
+    page.locator("[name=max_tokens]").fill("60")  # it takes longer than a snapshot
+    page.locator("[name=ignore_eos]").select_option("true")
+    page.get_by_label("Prompt for all panes").fill("on and on")
+    page.keyboard.press("Enter")
+    expect(page.locator(".assistant")).to_have_attribute("aria-busy", "false")
+    assert page.evaluate("window.drawn") == 0
+    page.get_by_role("tab", name="Live").click()
+    assert page.evaluate("() => new Promise(r => setTimeout(() => r(window.drawn)))") > 0
 
 
 def test_a_shutdown_does_not_wait_for_open_pages(page: Page) -> None:

@@ -23,7 +23,11 @@ function show(view, focus = false) {
 
 const viewOf = (hash) => VIEWS.find((name) => hash === `#/${name}`) ?? "live";
 
-function startTabs() {
+function startTabs(onShow) {
+  const change = (focus = false) => {
+    show(viewOf(location.hash), focus);
+    onShow();
+  };
   for (const name of VIEWS) {
     $(`tab-${name}`).addEventListener("click", () => (location.hash = `#/${name}`));
   }
@@ -34,14 +38,14 @@ function startTabs() {
     const index = VIEWS.indexOf(viewOf(location.hash));
     const next = Math.abs(step) > 1 ? (step < 0 ? 0 : VIEWS.length - 1) : (index + step + VIEWS.length) % VIEWS.length;
     history.replaceState(null, "", `#/${VIEWS[next]}`);
-    show(VIEWS[next], true);
+    change(true);
   });
-  addEventListener("hashchange", () => show(viewOf(location.hash)));
+  addEventListener("hashchange", () => change());
   $("skip").addEventListener("click", (event) => {
     event.preventDefault();
     $("main").focus();
   });
-  show(viewOf(location.hash));
+  change();
 }
 
 const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
@@ -97,9 +101,9 @@ function startKey(onChange) {
   });
 }
 
-startTabs();
 startTheme();
 const live = startLive();
+startTabs(live.draw);
 const playground = startPlayground();
 startKey(() => {
   live.retry();

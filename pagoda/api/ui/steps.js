@@ -67,7 +67,7 @@ export class StepTimeline {
     this.slider.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  // `steps`: { replica: [[age_s, step, num_steps, step_time_s, prefill, decode, seqs], ...] }
+  // Without drawing them. `steps`: { replica: [[age_s, step, num_steps, step_time_s, prefill, decode, seqs], ...] }
   add(steps, now) {
     this.now = now;
     for (const [replica, bins] of Object.entries(steps)) {
@@ -77,8 +77,10 @@ export class StepTimeline {
     }
     this.steps = this.steps.filter((step) => step.t >= now - SPAN_S);
     this.steps.sort((a, b) => a.t - b.t);
-    this.listReplicas();
-    this.draw();
+  }
+
+  clear() {
+    this.steps = [];
   }
 
   listReplicas() {
@@ -118,6 +120,7 @@ export class StepTimeline {
   }
 
   draw() {
+    this.listReplicas();
     if (!this.size) return;
     const [width, height] = this.size;
     const bars = this.bars();
