@@ -53,8 +53,9 @@ def test_everything_moves_under_load(page: Page, slow: ServerProcess) -> None:
             "() => document.querySelector('path.decode:not(.line)').getAttribute('d').length > 300",
         )
         assert page.locator(".line.decode").first.get_attribute("d") != before
-        chart = page.get_by_role("img", name=re.compile("Tokens per second now: generated"))
-        expect(chart).to_be_visible()
+        chart = page.get_by_role("slider", name="Tokens per second")
+        told = re.compile(r"^now: generated [\d.]+ ?k?/s, prompts [\d.]+ ?k?/s$")
+        expect(chart).to_have_attribute("aria-valuetext", told)
         bar = page.locator(".requests progress").first
         value = bar.get_attribute("value")
         expect(bar).not_to_have_attribute("value", str(value))
@@ -66,10 +67,11 @@ def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess)
     open_live(page, slow)
     timeline = page.get_by_role("slider", name="Steps of the last minute")
     with Load(slow.base_url, 2):
-        until(page, "() => document.querySelector('[role=slider]').ariaValueMax > 20")
+        until(page, "() => document.querySelector('.frame.steps').ariaValueMax > 20")
         timeline.focus()
         page.keyboard.press("End")
-        told = r"s ago: step \d+ .* ms; \d+ prompt tokens?, \d+ decoding, [12] sequences?"
+        which = r"(step \d+|\d+ steps up to number \d+, the longest)"
+        told = rf"s ago: {which} .* ms; \d+ prompt tokens?, \d+ decoding, [12] sequences?"
         expect(timeline).to_have_attribute("aria-valuetext", re.compile(told))
         expect(page.locator(".readout")).to_have_text(re.compile(told))
         page.keyboard.press("Home")
@@ -80,6 +82,40 @@ def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess)
         assert box is not None
         page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 60)
         expect(page.locator(".readout")).to_have_text(re.compile(told))
+
+
+def test_a_chart_is_read_by_keyboard(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    chart = page.get_by_role("slider", name="Requests")
+    until(page, "() => document.querySelector('.chart .frame').ariaValueMax > 1")
+    chart.focus()
+    page.keyboard.press("Home")
+    expect(chart).to_have_attribute("aria-valuenow", "0")
+    told = re.compile(r"^\d+ s ago: running 0, waiting 0$")
+    expect(chart).to_have_attribute("aria-valuetext", told)
+    page.keyboard.press("ArrowRight")
+    expect(chart).to_have_attribute("aria-valuenow", "1")
+    # The first second has no rate: it is unknown, and not 0.
+    rates = page.get_by_role("slider", name="Tokens per second")
+    rates.focus()
+    page.keyboard.press("Home")
+    text = re.compile(r"^\d+ s ago: generated unknown, prompts unknown$")
+    expect(rates).to_have_attribute("aria-valuetext", text)
+
+
+def test_what_has_the_focus_does_not_speak_by_itself(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    timeline = page.get_by_role("slider", name="Steps of the last minute")
+    with Load(slow.base_url, 2):
+        until(page, "() => document.querySelector('.frame.steps').ariaValueMax > 20")
+        timeline.focus()
+        page.keyboard.press("End")
+        said = timeline.get_attribute("aria-valuetext")
+        shown = page.locator(".readout").inner_text()
+        expect(page.locator(".readout")).not_to_have_text(shown)
+        assert timeline.get_attribute("aria-valuetext") == said
+        page.get_by_role("slider", name="Requests").focus()
+        expect(timeline).not_to_have_attribute("aria-valuetext", str(said))
 
 
 def test_an_answer_is_cancelled_from_the_table(page: Page, slow: ServerProcess) -> None:

@@ -200,6 +200,23 @@ def test_what_is_refused_is_said(
     expect(page.get_by_role("alert")).to_contain_text(said)
 
 
+def test_an_announcement_is_repeated(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    page.evaluate(
+        "() => { window.said = []; new MutationObserver(() => window.said.push("
+        "document.getElementById('announce').textContent))"
+        ".observe(document.getElementById('announce'), { childList: true }); }"
+    )
+    for number in range(2):
+        ask(page, "What is 17 + 25?")
+        done(answers(page).nth(number))
+        page.wait_for_function(
+            "number => window.said.filter((text) => text === 'Pane 1 has answered.').length > number",
+            arg=number,
+        )
+    assert page.evaluate("window.said.filter((text) => text === '').length") >= 1
+
+
 def test_blanks_may_end_an_answer(page: Page, tiny: ServerProcess) -> None:
     open_playground(page, tiny)
     set_field(page, "temperature", "0")

@@ -3,7 +3,7 @@
 import { ApiFailure, events, request, sentence } from "./api.js";
 import { LineChart } from "./chart.js";
 import { $, announce, h, setText } from "./dom.js";
-import { axisMs, count, ms, percent } from "./format.js";
+import { axisMs, count, ms, percent, roughMs } from "./format.js";
 import { KVPicture } from "./kv.js";
 import { RequestTable } from "./requests.js";
 import { StepTimeline } from "./steps.js";
@@ -26,7 +26,7 @@ const CHARTS = [
     ],
     { format: count, unit: "/s", least: 10 },
   ],
-  ["Time to first token", percentiles("ttft_ms"), { format: ms, axis: axisMs, least: 1 }],
+  ["Time to first token", percentiles("ttft_ms"), { format: roughMs, axis: axisMs, least: 1 }],
   [
     "Requests",
     [
@@ -35,14 +35,14 @@ const CHARTS = [
     ],
     { format: count, least: 4 },
   ],
-  ["Time between tokens", percentiles("itl_ms"), { format: ms, axis: axisMs, least: 1 }],
+  ["Time between tokens", percentiles("itl_ms"), { format: roughMs, axis: axisMs, least: 1 }],
 ];
 
 const TILES = [
   ["Generated", (s) => count(s.output_tokens_per_s), "tokens/s"],
   ["Prompts", (s) => count(s.prompt_tokens_per_s), "tokens/s"],
-  ["TTFT p50", (s) => ms(s.ttft_ms?.p50), ""],
-  ["ITL p50", (s) => ms(s.itl_ms?.p50), ""],
+  ["TTFT p50", (s) => roughMs(s.ttft_ms?.p50), ""],
+  ["ITL p50", (s) => roughMs(s.itl_ms?.p50), ""],
   ["Running", (s) => count(s.num_running), ""],
   ["Waiting", (s) => count(s.num_waiting + s.num_awaiting_kv), ""],
   ["Prefix hits", (s) => percent(s.prefix_hit_rate), ""],
