@@ -84,6 +84,23 @@ def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess)
         expect(page.locator(".readout")).to_have_text(re.compile(told))
 
 
+def test_a_full_replica_is_told_from_an_empty_one(page: Page) -> None:
+    arguments = (*SLOW, "--data-parallel-size", "2", "--num-kv-blocks", "100")
+    with server_process(arguments) as server:
+        open_live(page, server)
+        rows = page.locator(".of-replicas li")
+        idle = "0 in use, 0 cached of 100"
+        expect(rows).to_have_text([f"0{idle}", f"1{idle}"])
+        expect(page.locator(".field")).to_be_hidden()
+        with Load(server.base_url, 1):
+            until(
+                page,
+                "() => { const bars = [...document.querySelectorAll('.of-replicas path.used')];"
+                "const empty = bars.filter((bar) => bar.getAttribute('d').startsWith('M0 0h0v'));"
+                "return bars.length === 2 && empty.length === 1; }",
+            )
+
+
 def test_a_chart_is_read_by_keyboard(page: Page, slow: ServerProcess) -> None:
     open_live(page, slow)
     chart = page.get_by_role("slider", name="Requests")

@@ -85,7 +85,7 @@ export function startLive() {
     const span = Math.min(KEPT_S, Math.max(LEAST_SPAN_S, now - history[0].t));
     for (const chart of charts) chart.show(history, now, span);
     TILES.forEach(([, text], index) => setText(tiles[index], text(snapshot)));
-    kv.show(snapshot.tiers);
+    kv.show(snapshot.tiers, snapshot.replicas);
     steps.draw();
     table.show(snapshot.answers, snapshot.num_answers, snapshot.num_running);
     $("steps").hidden = snapshot.is_router;
@@ -102,19 +102,17 @@ function showReplicas(snapshot) {
   while (list.children.length > snapshot.replicas.length) list.lastChild.remove();
   snapshot.replicas.forEach((replica, index) => {
     const row = list.children[index] ?? list.appendChild(replicaRow());
-    const [head, meter] = row.children;
-    const [name, state, text] = head.children;
+    const [name, state, text] = row.firstChild.children;
     setText(name, replica.name);
     setText(state, replica.state);
     state.dataset.state = replica.state;
     const known = replica.num_blocks !== null;
-    const share = known && replica.num_blocks ? replica.num_used_blocks / replica.num_blocks : 0;
     const step = known ? ` · step ${ms(replica.step_time_ms)}` : "";
     const waiting = replica.num_waiting ? `, ${count(replica.num_waiting)} waiting` : "";
     setText(text, `${count(replica.num_running ?? replica.num_requests)} running${waiting}${step}`);
-    meter.setAttribute("value", String(share));
-    meter.setAttribute("aria-label", `KV of replica ${replica.name}: ${percent(share)} in use`);
   });
+  const hidden = snapshot.num_replicas - snapshot.replicas.length;
+  setText($("replicas-more"), hidden > 0 ? `and ${count(hidden)} more` : "");
 }
 
 const replicaRow = () =>
@@ -122,7 +120,6 @@ const replicaRow = () =>
     "li",
     {},
     h("div", { class: "row" }, h("span", { class: "name" }), h("span", { class: "badge" }), h("span", { class: "muted" })),
-    h("progress", { max: "1", value: "0" }),
   );
 
 // Why the stream was closed: there is nobody to look at it.
