@@ -50,7 +50,7 @@ def test_a_chat_is_answered_and_goes_on(page: Page, tiny: ServerProcess) -> None
     done(answers(page).first)
     expect(answers(page).first.locator(".text")).to_have_text("17 + 25 = 42")
     expect(answers(page).first.locator(".meta")).to_have_text(
-        re.compile(r"complete · 9 tokens · TTFT .* ms · .* tokens/s · prompt 15")
+        re.compile(r"complete · 9 tokens · TTFT .* ms · (.* tokens/s · )?prompt 15")
     )
     ask(page, "Reverse the word lantern.")
     done(answers(page).nth(1))
@@ -93,6 +93,26 @@ def test_an_answer_streams_and_is_stopped_and_made_again(page: Page, slow: Serve
     assert text[:shorter] == again[:shorter]
 
 
+@pytest.mark.parametrize(("after_s", "is_told"), [(0.05, False), (0.5, True)])
+def test_a_speed_is_told_where_it_means_something(
+    page: Page, tiny: ServerProcess, after_s: float, is_told: bool
+) -> None:
+    open_playground(page, tiny)
+    summary = page.evaluate(
+        """async seconds => {
+            const { Answer } = await import("/ui/answer.js");
+            const answer = new Answer("/v1/completions", {}, {});
+            answer.take({ choices: [{ index: 0, text: "a", finish_reason: null }] });
+            answer.take({ choices: [{ index: 0, text: "b", finish_reason: "stop" }] });
+            answer.endedAt = answer.firstAt + 1000 * seconds;
+            return answer.summary();
+        }""",
+        after_s,
+    )
+    assert summary.startswith("complete · 2 tokens · TTFT ")
+    assert ("tokens/s" in summary) == is_told
+
+
 def test_a_prompt_is_edited_and_asked_again(page: Page, tiny: ServerProcess) -> None:
     open_playground(page, tiny)
     set_field(page, "temperature", "0")
@@ -114,6 +134,7 @@ def test_how_likely_each_token_was(page: Page, tiny: ServerProcess) -> None:
     done(answers(page).first)
     tokens = page.locator(".token")
     expect(tokens).to_have_count(9)
+    expect(page.locator(".token.special")).to_have_text("<|im_end|>")
     tip = page.get_by_role("tooltip")
     tokens.nth(2).hover()
     expect(tip.locator("li")).to_have_count(3)

@@ -21,6 +21,9 @@ export function tokensOf(logprobs) {
   }));
 }
 
+// Tokens that are signs to the model, and no text: they end an answer or part turns.
+const SPECIAL = /^(<\|[^|]+\|>|<\/?s>|<(bos|eos|pad|unk|start_of_turn|end_of_turn)>)$/;
+
 export class TokenView {
   constructor() {
     this.tokens = [];
@@ -43,7 +46,7 @@ export class TokenView {
       h(
         "span",
         {
-          class: `token p${level < 0 ? LEVELS.length : level}`,
+          class: `token p${level < 0 ? LEVELS.length : level}${SPECIAL.test(token.token) ? " special" : ""}`,
           role: "button",
           tabindex: index === 0 ? "0" : "-1",
           "data-index": String(index),
