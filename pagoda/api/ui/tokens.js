@@ -103,7 +103,8 @@ function showTip(span, token) {
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const { width, height } = tip.getBoundingClientRect();
   const left = Math.max(8, Math.min(at.left, innerWidth - width - 8));
-  const top_ = at.top > height + 12 ? at.top - height - 6 : at.bottom + 6;
+  // Below, where the eye goes on from; what was said before stays in sight.
+  const top_ = at.bottom + height + 12 < innerHeight ? at.bottom + 6 : at.top - height - 6;
   tip.style.left = `${left}px`;
   tip.style.top = `${top_}px`;
 }
