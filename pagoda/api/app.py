@@ -65,6 +65,9 @@ OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"
 """Answered without an API key: whoever watches a server need not be allowed to use it, and the page asks for
 the key itself."""
 
+STREAMS = frozenset({"/v1/live"})
+"""Do not end by themselves, so that there is nothing to say of them to HEAD."""
+
 CONNECTION_IDLE_S = 75.0
 """A connection without a complete request for this long is closed."""
 
@@ -171,7 +174,8 @@ async def _dispatch(call: Call) -> web.StreamResponse:
     methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
-    method = "GET" if call.http.method == "HEAD" else call.http.method
+    is_head = call.http.method == "HEAD" and route not in STREAMS
+    method = "GET" if is_head else call.http.method
     if method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(
