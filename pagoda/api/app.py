@@ -142,7 +142,8 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
 
 
 def _log_access(call: Call, status: int, duration_s: float) -> None:
-    path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
+    # Without the query, in which a client may have put a key or a prompt.
+    path = call.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
     fields = {"method": call.http.method, "path": path, "status": status}
     extra = {"request_id": call.request_id, "fields": fields}
     level = logging.DEBUG if call.origin.route == "/ui/*" else logging.INFO  # a score for each page

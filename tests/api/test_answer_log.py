@@ -81,6 +81,13 @@ async def test_what_gets_no_answer_has_the_line_of_http(api, log) -> None:
     assert second.fields == {"method": "GET", "path": "/v1/models", "status": 200}
 
 
+async def test_what_a_query_says_is_not_logged(api, log) -> None:
+    await api.get("/v1/models?key=sk-secret&prompt=secret#secret")
+    [line] = lines(log)
+    assert line.fields["path"] == "/v1/models"
+    assert "secret" not in f"{line.getMessage()} {line.fields}"
+
+
 async def test_a_refusal_has_one_line_too(api, log) -> None:
     api.endpoint.raises = OverloadedError("The waiting queue is full.")
     assert (await api.complete()).status == 429
