@@ -25,7 +25,6 @@ from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.api.vllm_names import aliases_of
 from pagoda.engine.messages import LoadReport
-from pagoda.frontend.totals import num_engine_restarts
 from pagoda.version import __version__
 
 _PREFIX = "pagoda_"
@@ -228,7 +227,7 @@ def _of_all_replicas(model: str, report: LoadReport) -> Iterator[Metric]:
     )
     for replica in report.replicas:
         ready.add_metric([model, replica.name], replica.state == "ready")
-        restarts.add_metric([model, replica.name], num_engine_restarts(replica))
+        restarts.add_metric([model, replica.name], replica.num_losses)
     yield ready
     yield restarts
     unplaced = GaugeMetricFamily(

@@ -530,7 +530,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     weighed_tokens: int
     """The work that these still are, as policies weigh it."""
     num_losses: int = 0
-    """How often its engine was lost."""
+    """Of its engine, or of engines behind it."""
     report: LoadReport | None = None
     """Its own; None while it does not answer."""
 

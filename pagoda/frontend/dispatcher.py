@@ -47,7 +47,7 @@ from pagoda.frontend.outliers import (
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.preparation import Place, Preparation
-from pagoda.frontend.totals import sum_of_limits, sum_of_loads
+from pagoda.frontend.totals import Counted, sum_of_limits, sum_of_loads
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.telemetry.tracer import Tracer
@@ -336,12 +336,17 @@ class Dispatcher:
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
-                num_losses=member.num_losses,
+                num_losses=member.num_losses + member.counted.num_losses,
                 report=report,
             )
             for member, report in zip(members, reports, strict=True)
         )
-        return sum_of_loads(replicas, num_held=held)
+        counted = [
+            part
+            for member, report in zip(members, reports, strict=True)
+            for part in member.counted.beside(report)
+        ]
+        return sum_of_loads(replicas, num_held=held, counted=counted)
 
     def _state_of(self, member: _Member) -> str:
         state = member.replica.state
@@ -773,6 +778,7 @@ class _Member:
         self.had_engine = False
         self.num_losses = 0
         """How often its engine was lost."""
+        self.counted = Counted()
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -911,6 +917,8 @@ async def _load_of(member: _Member) -> LoadReport | None:
     """None from a replica that has no engine, or whose engine does not answer."""
     try:
         async with asyncio.timeout(_LOAD_TIMEOUT_S):
-            return await member.replica.load()
+            report = await member.replica.load()
     except (TimeoutError, EngineLostError, EngineDeadError):
         return None
+    member.counted.take(report)
+    return report

@@ -21,7 +21,6 @@ from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
     LoadReport,
-    ReplicaLoad,
     SamplingParams,
     SimConfig,
     TierLoad,
@@ -34,7 +33,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.totals import sum_of_loads
+from pagoda.frontend.totals import Counted
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
@@ -301,15 +300,9 @@ def test_lost_engines_are_counted_beyond_their_ends() -> None:
         assert [replica.num_losses for replica in report.replicas] == [0, 2]
         assert report.num_engine_restarts == 2
         # One storey up, a host reports what is behind it.
-        above = ReplicaLoad(
-            name="host",
-            state="ready",
-            num_requests=0,
-            weighed_tokens=0,
-            num_losses=1,
-            report=report,
-        )
-        assert sum_of_loads((above,), num_held=0).num_engine_restarts == 3
+        behind = Counted()
+        behind.take(report)
+        assert behind.num_losses == 2
         await dispatcher.close()
 
     run(main())
