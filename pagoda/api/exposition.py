@@ -93,6 +93,13 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         for reason, count in counts.items():
             finished.add_metric([model, key, reason], count)
     yield finished
+    longest_wait = GaugeMetricFamily(
+        f"{_PREFIX}longest_wait_seconds",
+        "How long the request that waits longest for its first token has done so; 0 if none does.",
+        labels=["model_name"],
+    )
+    longest_wait.add_metric([model], snapshot.longest_wait_s)
+    yield longest_wait
     errors = CounterMetricFamily(
         f"{_PREFIX}http_errors_total",
         "Requests that were answered with an error, by route, status and the code of the error.",

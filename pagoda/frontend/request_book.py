@@ -129,6 +129,12 @@ class RequestBook:
         """None as long as nobody wants to know: it costs time with each token."""
         self._observers: list[RequestObserver] = []
 
+    def longest_wait_ns(self) -> int:
+        """How long the request that waits longest for its first token has done so by now; 0 if none does."""
+        now = self.clock_ns()
+        arrivals = (r.origin.arrived_ns for r in self.live.values() if r.first_token_ns is None)
+        return max((now - arrived_ns for arrived_ns in arrivals), default=0)
+
     def observe(self, observer: RequestObserver) -> Callable[[], None]:
         """Until the function returned is called. Answers that run already go on."""
         self._observers.append(observer)

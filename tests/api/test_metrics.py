@@ -233,6 +233,22 @@ def test_times_are_those_of_the_book() -> None:
     assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
 
 
+def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
+    now_ns = [0]
+    book = RequestBook(lambda: now_ns[0])
+    assert book.longest_wait_ns() == 0
+    records = [
+        book.open(name, Origin(name=name, arrived_ns=at), num_prompt_tokens=1, max_tokens=2)
+        for name, at in (("late", 3), ("early", 1))
+    ]
+    now_ns[0] = 10
+    assert book.longest_wait_ns() == 9
+    book.grow(records[1], 1)
+    assert book.longest_wait_ns() == 7
+    book.close(records[0], "abort")
+    assert book.longest_wait_ns() == 0
+
+
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
     metrics, book = RequestMetrics(), RequestBook()
     book.observe(metrics)
