@@ -54,7 +54,7 @@ HISTOGRAMS = {
         "From the arrival of a request to the end of its answer.", _REQUEST_S
     ),
     "request_queue_time_seconds": HistogramKind(
-        "How long a request waited in an engine before its first step.", _REQUEST_S
+        "How long a request waited before its first step, for an engine and in it.", _REQUEST_S
     ),
     "request_prefill_time_seconds": HistogramKind(
         "From the first step of a request to the first token of its answer.", _REQUEST_S
@@ -65,7 +65,7 @@ HISTOGRAMS = {
     "request_prompt_tokens": HistogramKind("Tokens of a prompt.", _TOKENS),
     "request_generated_tokens": HistogramKind("Tokens of an answer.", _TOKENS),
 }
-"""Times of whole requests are those of complete answers; the tokens of all that an engine took count."""
+"""docs/metrics.md says of which requests each of them is."""
 
 
 class _KeyFigures:

@@ -344,7 +344,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be.
     Again in the last one, if it is there."""
     queue_time_s: float | None = None
-    """In an engine's first chunk with tokens: how long the request had waited there before its first step."""
+    """In an engine's first chunk: how long the request had waited there before its first step. A dispatcher adds
+    the time in which no engine had it, and tells it again when another engine begins before the first token."""
 
     @property
     def is_news(self) -> bool:

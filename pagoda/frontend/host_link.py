@@ -339,8 +339,7 @@ class HostDoor:
             chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    if not chunk.is_news:
-                        self._book.note(record, chunk, len(chunk.token_ids))
+                    self._book.note(record, chunk, len(chunk.token_ids))
                     if chunk.finish_reason is not None:
                         reason, problem = chunk.finish_reason, chunk.error or ""
                     self._put(router, chunk)

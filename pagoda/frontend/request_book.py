@@ -70,7 +70,8 @@ class RequestRecord:
         self.started_ns = started_ns
         """When it was tokenized and checked, and went to an engine."""
         self.queue_time_s: float | None = None
-        """How long it waited in the engine before its first step; None until that is known."""
+        """How long it waited before its first step: for an engine, and in it. None until that is known; of one
+        that ends before it, all the time."""
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
         self.ended_ns: int | None = None
@@ -159,8 +160,10 @@ class RequestBook:
 
     def note(self, record: RequestRecord, chunk: TokenChunk, num_tokens: int) -> None:
         """Takes what a chunk says; so many of its tokens are part of the answer."""
-        if record.queue_time_s is None:
+        if chunk.queue_time_s is not None and record.first_token_ns is None:
             record.queue_time_s = chunk.queue_time_s
+        if chunk.is_news:
+            return
         record.num_cached_tokens = chunk.num_cached_tokens
         if num_tokens:
             self.grow(record, num_tokens)
@@ -182,6 +185,8 @@ class RequestBook:
             return
         record.finish_reason, record.error = finish_reason, error
         record.ended_ns = self.clock_ns()
+        if record.first_token_ns is None and record.queue_time_s is None:
+            record.queue_time_s = (record.ended_ns - record.started_ns) / 1e9
         self.live.pop(record.request_id, None)
         for observer in self._observers:
             observer.ended(record)

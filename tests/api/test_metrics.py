@@ -22,6 +22,7 @@ from pagoda.engine.messages import (
     ReplicaLoad,
     StepTotals,
     TierLoad,
+    TokenChunk,
 )
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.frontend.request_book import Origin, RequestBook
@@ -231,6 +232,21 @@ def test_times_are_those_of_the_book() -> None:
         "request_generated_tokens": 3,
     }
     assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
+
+
+def test_what_gives_up_in_the_queue_has_waited() -> None:
+    now_ns = [0]
+    metrics, book = RequestMetrics(), RequestBook(lambda: now_ns[0])
+    book.observe(metrics)
+    for name, reason in (("a", "abort"), ("b", "abort"), ("c", "refused")):
+        origin = Origin(name=name, arrived_ns=now_ns[0])
+        record = book.open(name, origin, num_prompt_tokens=1, max_tokens=2)
+        if name == "b":  # its prompt is being computed
+            book.note(record, TokenChunk(name, [], num_computed_tokens=1, queue_time_s=2.0), 0)
+        now_ns[0] += 5 * 10**9
+        book.close(record, reason)
+    queue = metrics.figures().total("request_queue_time_seconds")
+    assert (sum(queue.counts), queue.sum) == (2, 7.0)
 
 
 def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:

@@ -289,6 +289,22 @@ def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
     run(main())
 
 
+def test_time_without_a_replica_is_time_in_the_queue() -> None:
+    async def main() -> None:
+        dispatcher, (endpoint,) = await start(1)
+        endpoint.kill(restart_s=3.0)
+        answer = asyncio.create_task(ask(dispatcher, request("r")))
+        await asyncio.sleep(3.001)  # its prompt is being computed
+        endpoint.kill(restart_s=2.0)
+        chunks = (await answer).chunks
+        told = [chunk.queue_time_s for chunk in chunks if chunk.queue_time_s is not None]
+        assert told == [pytest.approx(5.001)]
+        assert chunks[0].queue_time_s is not None
+        await dispatcher.close()
+
+    run(main())
+
+
 def test_lost_engines_are_counted_beyond_their_ends() -> None:
     async def main() -> None:
         dispatcher, endpoints = await start(2)
