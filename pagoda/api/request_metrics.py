@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.engine.messages import FinishReason
-from pagoda.frontend.request_book import RequestRecord
+from pagoda.frontend.request_book import Growth, RequestRecord
 from pagoda.telemetry.histogram import Histogram, total
 
 # The bounds are those of vLLM, so that figures of both can be laid side by side.
@@ -144,12 +144,10 @@ class RequestMetrics:
         if record.origin.key not in self._by_key:
             self._by_key[record.origin.key] = _KeyFigures()
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
-        del num_tokens
-        now = record.last_token_ns or since_ns
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         figures = self._by_key[record.origin.key]
-        histogram = figures.first_token if now == record.first_token_ns else figures.next_token
-        histogram.observe((now - since_ns) / 1e9)
+        histogram = figures.first_token if growth.is_first else figures.next_token
+        histogram.observe(growth.waited_ns / 1e9)
 
     def ended(self, record: RequestRecord) -> None:
         self._by_key[record.origin.key].end(record)

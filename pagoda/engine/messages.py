@@ -346,6 +346,8 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     queue_time_s: float | None = None
     """In an engine's first chunk: how long the request had waited there before its first step. A dispatcher adds
     the time in which no engine had it, and tells it again when another engine begins before the first token."""
+    received_ns: int = 0
+    """When the process that has it received it, on its own clock; whoever sends it on has another one."""
 
     @property
     def is_news(self) -> bool:

@@ -426,7 +426,7 @@ class RemoteHost:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
-        self._session = EngineSession(self._send, self._check_open)
+        self._session = EngineSession(self._send, self._check_open, self._tracer.clock_ns)
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
         self._limits: EngineReady | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -89,16 +89,23 @@ class RequestRecord:
         return msgspec.structs.replace(request, traceparent=self.traceparent)
 
 
+class Growth(NamedTuple):
+    """Tokens of an answer that came together."""
+
+    num_tokens: int
+    waited_ns: int
+    """Since those before them came, or for the first ones since the request arrived."""
+    is_first: bool
+
+
 class RequestObserver(Protocol):
     """Is told of each answer, in the event loop, at once; must not raise."""
 
     def began(self, record: RequestRecord) -> None: ...
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
-        """By so many tokens at once, at `record.last_token_ns`.
-
-        `since_ns` is when those before them came, or for the first ones the request.
-        """
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
+        """At `record.last_token_ns`. What is waited for the first tokens is the TTFT, for others the ITL, which
+        counts once however many come together."""
         ...
 
     def ended(self, record: RequestRecord) -> None: ...
@@ -166,18 +173,20 @@ class RequestBook:
             return
         record.num_cached_tokens = chunk.num_cached_tokens
         if num_tokens:
-            self.grow(record, num_tokens)
+            self.grow(record, num_tokens, chunk.received_ns)
 
-    def grow(self, record: RequestRecord, num_tokens: int) -> None:
-        """New tokens are there, as text."""
-        now = self.clock_ns()
-        since = record.last_token_ns or record.origin.arrived_ns
-        record.last_token_ns = now
-        if record.first_token_ns is None:
-            record.first_token_ns = now
+    def grow(self, record: RequestRecord, num_tokens: int, at_ns: int = 0) -> None:
+        """New tokens came then, or now."""
+        at_ns = at_ns or self.clock_ns()
+        is_first = record.first_token_ns is None
+        since_ns = record.last_token_ns or record.origin.arrived_ns
+        record.last_token_ns = at_ns
+        if is_first:
+            record.first_token_ns = at_ns
         record.num_output_tokens += num_tokens
+        growth = Growth(num_tokens, at_ns - since_ns, is_first)
         for observer in self._observers:
-            observer.grew(record, num_tokens, since)
+            observer.grew(record, growth)
 
     def close(self, record: RequestRecord, finish_reason: str, error: str = "") -> None:
         """The client has the last byte, or will never have it. Only the first call counts."""

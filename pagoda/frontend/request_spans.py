@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_book import RequestRecord
+from pagoda.frontend.request_book import Growth, RequestRecord
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RequestSpans:
         record.traceparent = carrier.get("traceparent")
         self._open[record.request_id] = _Open(span, wall_ns)
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         pass
 
     def ended(self, record: RequestRecord) -> None:
