@@ -102,7 +102,7 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
     yield longest_wait
     errors = CounterMetricFamily(
         f"{_PREFIX}http_errors_total",
-        "Requests that were answered with an error, by route, status and the code of the error.",
+        "Requests that were answered with an error, by route, status and the kind of the error.",
         labels=["route", "status", "code"],
     )
     for refusal, count in sorted(requests.refusals.items()):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.engine.messages import FinishReason
-from pagoda.frontend.request_book import Growth, RequestRecord
+from pagoda.frontend.request_book import REFUSED, Growth, RequestRecord
 from pagoda.telemetry.histogram import Histogram, total
 
 # The bounds are those of vLLM, so that figures of both can be laid side by side.
@@ -30,7 +30,6 @@ _TOKENS = tuple(
     float(digit * 10**power) for power in range(7) for digit in (1, 2, 5) if power < 6 or digit == 1
 )
 
-REFUSED = "refused"
 FINISH_REASONS = (*(str(reason) for reason in FinishReason), REFUSED)
 _COMPLETE = frozenset((str(FinishReason.STOP), str(FinishReason.LENGTH)))
 
@@ -115,7 +114,7 @@ class Refusal(NamedTuple):
     """As in the table of routes; empty for what is none, or did not get that far."""
     status: int
     code: str
-    """Of the error object; empty if it has none."""
+    """Of the error object, or another word for its kind."""
 
 
 class RequestFigures(NamedTuple):

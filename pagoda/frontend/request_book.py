@@ -12,7 +12,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from pagoda.engine.messages import GenerateRequest, TokenChunk
+from pagoda.engine.messages import FinishReason, GenerateRequest, TokenChunk
+
+REFUSED = "refused"
+"""The finish reason of what no engine took."""
 
 
 class Origin(msgspec.Struct, kw_only=True):
@@ -30,6 +33,8 @@ class Origin(msgspec.Struct, kw_only=True):
     """Of the API that it asked for; empty for what comes from a router."""
     num_answers: int = 0
     """That were begun for it; the book counts them."""
+    refusal: str = ""
+    """Why one of its answers was refused, which ends the others: the client gets none of them."""
 
 
 class RequestRecord:
@@ -192,6 +197,10 @@ class RequestBook:
         """The client has the last byte, or will never have it. Only the first call counts."""
         if record.finish_reason:
             return
+        if finish_reason == REFUSED:
+            record.origin.refusal = error
+        elif finish_reason == FinishReason.ABORT and record.origin.refusal:
+            finish_reason, error = REFUSED, record.origin.refusal
         record.finish_reason, record.error = finish_reason, error
         record.ended_ns = self.clock_ns()
         if record.first_token_ns is None and record.queue_time_s is None:

@@ -307,12 +307,53 @@ async def test_what_clients_send_makes_no_series(api) -> None:
     text = await scrape(api)
     found = [tuple(labels.values()) for labels, _ in series(text, "pagoda_http_errors_total")]
     assert sorted(found) == [
-        ("", "", "404"),
-        ("", "/v1/models", "405"),
+        ("method_not_allowed", "/v1/models", "405"),
         ("model_not_found", "/v1/completions", "404"),
         ("model_not_found", "/v1/models/*", "404"),
+        ("not_found", "", "404"),
     ]
     assert len(text.splitlines()) == before + 4
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b'{"prompt": "hi", "secret": 1}', "unknown_field"),
+        (b'{"prompt": "hi", "prompt": "hi"}', "duplicate_field"),
+        (b"{}", "missing_field"),
+        (b'{"prompt": "hi", "suffix": "x"}', "not_supported"),
+        (b'{"prompt": "hi", "temperature": -1}', "invalid_value"),
+        (b'{"prompt": "hi", "n": "x"}', "invalid_value"),
+        (b'{"prompt": "hi", "max_tokens": 9999}', "context_length_exceeded"),
+    ],
+)
+async def test_bad_requests_are_counted_by_their_kind(api, body: bytes, code: str) -> None:
+    answer = await api.post("/v1/completions", body)
+    assert answer.status == 400
+    assert answer.error()["code"] in (None, "context_length_exceeded")
+    [(labels, count)] = series(await scrape(api), "pagoda_http_errors_total")
+    assert (labels["code"], count) == (code, 1)
+
+
+async def test_answers_that_a_refusal_ends_are_refused(api) -> None:
+    inner = api.endpoint.generate
+    calls = 0
+
+    async def generate(request: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OverloadedError("The waiting queue is full.")
+        async for chunk in inner(request):
+            yield chunk
+
+    api.endpoint.generate = generate
+    api.endpoint.pause_after = 0
+    assert (await api.complete(n=3)).status == 429
+    text = await scrape(api, "/metrics/vllm")
+    assert value(text, "pagoda_requests_total", finish_reason="refused") == 3
+    assert sum(count for _, count in series(text, "vllm:request_success_total")) == 0
 
 
 async def test_what_is_not_http_is_counted_too(api) -> None:
