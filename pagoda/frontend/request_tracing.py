@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.frontend.request_book import Delivery, RequestBook, RequestRecord
+from pagoda.frontend.request_book import Delivery, Growth, RequestBook, RequestRecord
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -47,7 +47,7 @@ class AnswerRows:
         arrived = record.origin.arrived_ns
         self._tracer.span("prepare", arrived, row=row, ended=record.started_ns)
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         """What is handed on is told by `delivered`."""
 
     def ended(self, record: RequestRecord) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pagoda.api import sampler
 from pagoda.api.keys import ApiKeys
-from pagoda.api.latencies import Histogram
+from pagoda.api.latencies import TimeCounts
 from pagoda.engine.messages import LoadReport, ReplicaLoad, StepBin, StepNews, TierLoad
 
 
@@ -309,7 +309,7 @@ async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
 
 
 def test_percentiles_are_near_what_they_should_be() -> None:
-    histogram = Histogram()
+    histogram = TimeCounts()
     assert histogram.percentiles() is None
     for milliseconds in range(1, 1001):
         histogram.add(milliseconds * 1e6)
@@ -320,7 +320,7 @@ def test_percentiles_are_near_what_they_should_be() -> None:
 
 
 def test_histograms_join() -> None:
-    fast, slow = Histogram(), Histogram()
+    fast, slow = TimeCounts(), TimeCounts()
     fast.add(1e6, 99)
     slow.add(1e9)
     fast.join(slow)
