@@ -54,7 +54,10 @@ class EngineLink:
     def meet_peers(self, hello: WorkerHello) -> WorkerPeers:
         """Waits until all workers of the replica have said hello."""
         self.send(hello)
-        return msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers)
+        while True:
+            answer = msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers | ClockPong)
+            if isinstance(answer, WorkerPeers):  # a late pong may stand before it
+                return answer
 
     def receive(self) -> Order:
         """What is to be done next."""
