@@ -11,8 +11,8 @@ There are three clocks, one for each level; each gives nanoseconds of the proces
 its level or above, else 0. Whoever holds a tracer may emit at any time; while it is off that goes nowhere.
 
 Events are kept in memory, as JSON and 64 MiB at most, and written by a thread of their own a few times a second
-(`pagoda.telemetry.fragments`), so that what a process loses when it is killed is what it did in its last moments. What cannot be written ends
-tracing, never the process.
+(`pagoda.telemetry.fragments`), so that what a process loses when it is killed is what it did in its last moments.
+What cannot be written ends tracing, never the process.
 """
 
 from __future__ import annotations

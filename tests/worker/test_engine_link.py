@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,3 +71,17 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_anything_else(
     assert engine.hear() == hello
     assert (peers.hellos, peers.num_blocks) == ([hello], 4)
     assert isinstance(link.receive(), StopTrace)
+
+
+def test_what_is_readable_beside_the_engine_wakes(ends: tuple[EngineSide, EngineLink]) -> None:
+    engine, link = ends
+    link.send(ClockPing(1))
+    engine.hear()
+    bell = os.eventfd(0)
+    try:
+        engine.say(StopTrace())
+        assert isinstance(link.receive([bell]), StopTrace)
+        os.eventfd_write(bell, 1)
+        assert link.receive([bell]) is None
+    finally:
+        os.close(bell)
