@@ -113,11 +113,8 @@ class EngineTracing:
     def submitted(self, began: int, plan: StepPlan) -> None:
         now = self.tracer.clock_ns()
         self.tracer.span("submit", began, {"step": plan.step}, ended=now)
-        args = {
-            "step": plan.step,
-            "rows": self._requests.of_slots(plan.slots),
-            "tokens": plan.num_tokens,
-        }
+        rows, tokens = self._requests.of_slots(plan.slots, plan.num_tokens)
+        args = {"step": plan.step, "rows": rows, "tokens": tokens}
         self._steps[plan.step] = (now, args)
 
     def updated(self, began: int, result: StepResult) -> None:

@@ -123,7 +123,7 @@ class TraceControl:
         self._waiting = asyncio.create_task(wait_and_stop())
 
     async def stop(self) -> EndedTrace:
-        """Returns when all fragments are closed, or some seconds later. Tells once of a trace that ended by itself.
+        """Returns when all fragments are closed, or some seconds later. Tells once of one that ended by itself.
 
         Raises:
             TraceStateError: tracing is off.

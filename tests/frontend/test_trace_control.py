@@ -138,7 +138,9 @@ async def test_answers_in_all_books_have_rows(tmp_path: Path) -> None:
     it = TraceControl(Tracer("frontend"), books, tmp_path, "serve-1")
     await it.start(TraceLevel.E2E)
     for index, book in enumerate(books):
-        record = book.open(f"r{index}", Origin(), num_prompt_tokens=1, max_tokens=1)
+        record = book.open(
+            f"r{index}", Origin(name=f"r{index}", arrived_ns=1), num_prompt_tokens=1, max_tokens=1
+        )
         book.close(record, "stop")
     await it.stop()
     (fragment,) = read_fragments(tmp_path)
