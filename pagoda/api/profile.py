@@ -30,22 +30,21 @@ async def start_profile(call: Call) -> web.StreamResponse:
     body = await call.parse(StartBody) if call.http.can_read_body else StartBody()
     _check(body, call.service.is_router)
     try:
-        control.start(LEVELS[body.level], num_steps=body.num_steps, seconds=body.seconds)
+        await control.start(LEVELS[body.level], num_steps=body.num_steps, seconds=body.seconds)
     except TraceStateError as error:
         raise ApiError(409, str(error), code="profile_running") from None
     return call.json(_described(control, LEVELS[body.level]))
 
 
 async def stop_profile(call: Call) -> web.StreamResponse:
-    """Answers once all fragments are closed, or some seconds later, with what went wrong."""
+    """Answers once all fragments are closed, or some seconds later, with what went wrong. Of a trace that ended by
+    itself it tells once."""
     control = _control(call)
-    session = control.session
     try:
-        problems = await control.stop()
+        ended = await control.stop()
     except TraceStateError as error:
         raise ApiError(409, str(error), code="no_profile") from None
-    level = TraceLevel.E2E if session is None else session.level
-    return call.json({**_described(control, level), "problems": problems})
+    return call.json({**_described(control, ended.session.level), "problems": ended.problems})
 
 
 def _control(call: Call) -> TraceControl:

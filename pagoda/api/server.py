@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_spans import RequestSpans
 from pagoda.frontend.text_generator import start_generator
 from pagoda.frontend.trace_control import TraceControl
+from pagoda.telemetry.trace_ending import EXIT_S
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 _log = logging.getLogger("pagoda.api")
 
 _CLOSING_TIMEOUT_S = 5.0
 """For handlers to write the end of an aborted answer."""
+_HURRY_S = 0.5
+"""For the end of a trace after a second signal."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ async def serve(
     profile: ProfileConfig,
     tracer: Tracer,
     spans: RequestSpans | None = None,
+    further_books: Sequence[RequestBook] = (),
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
     and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
-    `spans` are made of its answers, and closed at the end.
+    `spans` are made of its answers, and closed at the end. Traces show answers in `further_books` as well.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
     `tracer` is that of this process; what `make_fleet` makes has it too.
@@ -89,7 +93,7 @@ async def serve(
         book=RequestBook(tracer.clock_ns),
     )
     tracing = service.tracing = TraceControl(
-        tracer, service.book, profile.directory, _run_name(tracer, server.port)
+        tracer, [service.book, *further_books], profile.directory, _run_name(tracer, server)
     )
     if spans is not None:
         service.book.observe(spans)
@@ -97,18 +101,20 @@ async def serve(
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
+        url = await _listen(
+            runner, server
+        )  # first: a server that has the port already may be traced
         if profile.level is not None:
-            tracing.start(profile.level)
+            await tracing.start(profile.level)
         fleet = make_fleet()
     except BaseException:
-        tracer.stop()
+        tracer.stop(EXIT_S)
         await runner.cleanup()
         raise
     service.fleet = fleet
     tracing.join(fleet)
     dispatcher = fleet.dispatcher
     try:
-        url = await _listen(runner, server)
         loading = asyncio.ensure_future(start_generator(fleet, load_text, service.book))
         if not await signals.before(loading):
             return
@@ -127,18 +133,22 @@ async def serve(
         service.draining = True
         service.sampler.close()
         await runner.cleanup()
-        if tracing.session is not None:
-            await tracing.stop()
+        await signals.hurried(_stop_trace(tracing))
         await fleet.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
         signals.restore()
 
 
-def _run_name(tracer: Tracer, port: int) -> str:
+def _run_name(tracer: Tracer, server: ServerConfig) -> str:
     """The same for a server that is started again: it takes the place of the one before it."""
-    server = str(port) if port else tracer.process.uid
-    return f"{tracer.role}-{tracer.process.host}-{server}"
+    address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
+    return f"{tracer.role}-{tracer.process.host}-{address}"
+
+
+async def _stop_trace(tracing: TraceControl) -> None:
+    if tracing.session is not None:
+        await tracing.stop()
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
@@ -191,3 +201,10 @@ class _Signals:
             return False
         work.result()
         return True
+
+    async def hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Waits for `work`, but once there is a second signal only for a moment."""
+        task = asyncio.ensure_future(work)
+        if not await self.before(asyncio.shield(task), last=True):
+            await asyncio.wait((task,), timeout=_HURRY_S)
+            task.cancel()

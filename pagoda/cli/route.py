@@ -113,6 +113,7 @@ def route(
             profile=profile.config(),
             tracer=tracer,
             spans=spans,
+            further_books=() if joined is None else [joined.book],
         )
     )
     return 0

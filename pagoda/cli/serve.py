@@ -231,6 +231,7 @@ def serve(
             profile=profile.config(),
             tracer=tracer,
             spans=spans,
+            further_books=() if joined is None else [joined.book],
         )
     )
     return 0

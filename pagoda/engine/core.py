@@ -112,7 +112,8 @@ class EngineCore:
         self._trace_number = 0
         self._stops_trace = False
         """Whether the workers are being waited for, so that the trace can end."""
-        self._trace_ends: list[TraceStopped] = []
+        self._workers_problems: list[str] = []
+        """Why their fragments lack something."""
         if config.trace is not None:
             self.start_trace(config.trace)
         executor.start()
@@ -254,8 +255,8 @@ class EngineCore:
         self._meter.finished(result, taken)
         if trace_began:
             self._tracing.updated(trace_began, result)
-            if self._tracing.count_step():
-                self.stop_trace()
+        if self._tracing.count_step():
+            self.stop_trace()
         return chunks
 
     def _count_expert_tokens(self, tokens: list[int]) -> None:
@@ -371,21 +372,22 @@ class EngineCore:
         self._executor.start_trace(order.session)
 
     def stop_trace(self) -> None:
-        """Asks the workers to stop; once they have, this engine does, and `take_trace_ends` tells."""
+        """Asks the workers to stop; once they have, this engine does, and `take_trace_end` tells."""
         self._stops_trace = True
         self._executor.stop_trace()
 
     def _end_trace(self, workers: TraceStopped) -> None:
         if self._stops_trace:
             self._stops_trace = False
+            self._workers_problems = workers.problems
             self._tracing.stop()
-            problems = [*self._tracer.problems, *workers.problems]
-            self._trace_ends.append(TraceStopped(problems, self._trace_number))
 
-    def take_trace_ends(self) -> list[TraceStopped]:
-        """Traces that have ended since the last call."""
-        ends, self._trace_ends = self._trace_ends, []
-        return ends
+    def take_trace_end(self) -> TraceStopped | None:
+        """The trace whose fragments have been closed since the last call."""
+        problems = self._tracing.take_end()
+        if problems is None:
+            return None
+        return TraceStopped([*problems, *self._workers_problems], self._trace_number)
 
     def take_kv_events(self) -> list[KVEvent]:
         """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
@@ -474,10 +476,10 @@ class EngineCore:
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def pollables(self) -> list[object]:
-        """File descriptors and sockets that become readable with news for `step`."""
+        """File descriptors and sockets that become readable with news for `step` or `take_trace_end`."""
         tiers = [] if self._tiers is None else self._tiers.pollables()
         holder = [] if self._holder is None else self._holder.pollables()
-        return [*self._executor.pollables(), *tiers, *holder]
+        return [*self._executor.pollables(), *tiers, *holder, *self._tracing.pollables()]
 
     def close(self) -> None:
         if self._holder is not None:
@@ -485,4 +487,4 @@ class EngineCore:
         if self._tiers is not None:
             self._tiers.close()
         self._executor.close()
-        self._tracing.stop()
+        self._tracing.close()

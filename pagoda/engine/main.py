@@ -226,7 +226,8 @@ class EngineProcess:
             self._send(frontend, news)
 
     def _tell_of_the_trace(self) -> None:
-        for end in self._core.take_trace_ends():
+        end = self._core.take_trace_end()
+        if end is not None:
             for frontend in self._frontends:
                 self._send(frontend, end)
 

@@ -36,9 +36,15 @@ class RequestRows:
         self._rows: dict[str, _Row] = {}
         self._by_slot: dict[int, int] = {}
 
-    def of_slots(self, slots: list[int]) -> list[int]:
-        """The rows of the requests that have these slots."""
-        return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
+    def of_slots(self, slots: list[int], values: list[int]) -> tuple[list[int], list[int]]:
+        """The rows of the requests that have these slots, and the values beside them. Of a slot whose request is
+        not known neither is there."""
+        known = [
+            (self._by_slot[slot], value)
+            for slot, value in zip(slots, values, strict=True)
+            if slot in self._by_slot
+        ]
+        return [row for row, _ in known], [value for _, value in known]
 
     def queued(self, request: Request) -> None:
         row = self._rows.get(request.request_id)
@@ -52,6 +58,9 @@ class RequestRows:
         if row is None:
             self._open(request, AWAITS_KV)
         else:
+            row.waits_as = (
+                QUEUED  # behind that it waits for a step: it was preempted before, and once
+            )
             self._enter(row, AWAITS_KV)
 
     def admitted(self, request: Request) -> None:

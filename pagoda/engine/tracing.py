@@ -7,6 +7,7 @@ from typing import Any
 from pagoda.engine.messages import StartTrace, StepPlan, StepResult
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.scheduler import Scheduler
+from pagoda.telemetry.trace_ending import TraceEnding
 from pagoda.telemetry.tracer import Tracer
 
 _COUNTERS_NS = 50_000_000
@@ -18,6 +19,7 @@ class EngineTracing:
 
     def __init__(self, tracer: Tracer, max_in_flight: int) -> None:
         self.tracer = tracer
+        self._ending = TraceEnding(tracer)
         self._requests = RequestRows(tracer)
         self._max_in_flight = max_in_flight
         self._step_rows: list[int] = []
@@ -33,7 +35,8 @@ class EngineTracing:
 
     def start(self, order: StartTrace, scheduler: Scheduler | None) -> None:
         """The scheduler is there once the first worker is ready; `watch` tells of it later."""
-        self.stop()
+        self._end_rows()
+        self._ending.forget()
         self.tracer.start(order.session)
         self._steps_left = order.num_steps
         self._counted_at = None
@@ -48,23 +51,43 @@ class EngineTracing:
         scheduler.observe(self._requests)
 
     def stop(self) -> None:
-        """Returns when all is written. May be called twice."""
+        """Does not wait until all is written: `take_end` tells. May be called twice."""
+        self._end_rows()
+        self._ending.begin()
+
+    def _end_rows(self) -> None:
+        self._steps_left = None
         if self._scheduler is not None:
             self._scheduler.observe(None)
             self._scheduler = None
         self._requests.close()
-        self._end_steps()
+        self._end_steps(cut=True)
         for row in self._step_rows:
             self.tracer.close_row(row)
         self._step_rows = []
-        self.tracer.stop()
+
+    def take_end(self) -> list[str] | None:
+        """Why the fragment that has been closed since the last call lacks something; None if none was closed."""
+        return self._ending.take()
+
+    def pollables(self) -> list[object]:
+        """What is readable when `take_end` has something to tell."""
+        return self._ending.pollables
+
+    def close(self) -> None:
+        """Returns when all is written, or soon after."""
+        self._end_rows()
+        self._ending.close()
 
     def count_step(self) -> bool:
-        """A step has ended; whether it was the last one that is to be traced."""
+        """A step has ended; whether it is the last one that is to be traced, or can be."""
         if self._steps_left is None:
             return False
         self._steps_left -= 1
-        return self._steps_left == 0
+        if self._steps_left and self.tracer.session is not None:
+            return False
+        self._steps_left = None
+        return True
 
     # ---- what the engine does
 
@@ -90,11 +113,8 @@ class EngineTracing:
     def submitted(self, began: int, plan: StepPlan) -> None:
         now = self.tracer.clock_ns()
         self.tracer.span("submit", began, {"step": plan.step}, ended=now)
-        args = {
-            "step": plan.step,
-            "rows": self._requests.of_slots(plan.slots),
-            "tokens": plan.num_tokens,
-        }
+        rows, tokens = self._requests.of_slots(plan.slots, plan.num_tokens)
+        args = {"step": plan.step, "rows": rows, "tokens": tokens}
         self._steps[plan.step] = (now, args)
 
     def updated(self, began: int, result: StepResult) -> None:

@@ -54,8 +54,9 @@ _LAST_WORDS_MS = 50
 STALL_LIMIT_S = 60.0
 """An engine with work that finishes no step for this long is not ready."""
 _LEASES_POLL_S = 0.1
-_TRACE_END_S = 10.0
-"""How long an engine may take to close its fragment, and its workers theirs: a step may be long."""
+_TRACE_END_S = 15.0
+"""How long an engine may take to close its fragment, after its workers theirs: they wait for a slow disk for 5 s
+each, and a step may be long."""
 
 _log = logging.getLogger(__name__)
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from pagoda.engine.messages import StartTrace
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_tracing import AnswerRows
-from pagoda.telemetry.fragments import clear_fragments
+from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+
+_log = logging.getLogger(__name__)
 
 
 class TraceStateError(PagodaError):
@@ -35,22 +41,34 @@ class Traced(Protocol):
         ...
 
 
+class EndedTrace(msgspec.Struct, frozen=True):
+    """What was traced, and why some of it is missing: sentences."""
+
+    session: TraceSession
+    problems: list[str]
+
+
 class TraceControl:
     """Belongs to one event loop."""
 
-    def __init__(self, tracer: Tracer, book: RequestBook, directory: Path, run: str) -> None:
-        """`run` tells the fragments of this server from those of others in `directory`; the next trace of the same
-        name removes them."""
+    def __init__(
+        self, tracer: Tracer, books: Sequence[RequestBook], directory: Path, run: str
+    ) -> None:
+        """Answers in all `books` have rows. `run` tells the fragments of this server from those of others in
+        `directory`; the next trace of the same name removes them."""
         self.directory = directory
         self.run = run
         self._tracer = tracer
-        self._book = book
+        self._books = books
         self._traced: Traced | None = None
+        self._is_starting = False
         self._order: StartTrace | None = None
-        self._rows: AnswerRows | None = None
+        self._rows: list[AnswerRows] = []
         self._waiting: asyncio.Task[None] | None = None
         """For when tracing ends without being told to."""
-        self._ending: asyncio.Task[list[str]] | None = None
+        self._ending: asyncio.Task[EndedTrace] | None = None
+        self._ended: EndedTrace | None = None
+        """The last trace, if nobody was told of its end."""
 
     @property
     def session(self) -> TraceSession | None:
@@ -63,7 +81,7 @@ class TraceControl:
         if self._order is not None:
             traced.start_trace(self._order)
 
-    def start(
+    async def start(
         self, level: TraceLevel, *, num_steps: int | None = None, seconds: float | None = None
     ) -> TraceSession:
         """Until `stop`, or until each engine has done `num_steps`, or for so many `seconds`.
@@ -72,20 +90,19 @@ class TraceControl:
             TraceStateError: tracing is on.
             ConfigError: the directory cannot be written.
         """
-        if self._order is not None:
+        if self._order is not None or self._is_starting:
             raise TraceStateError("Tracing is on already.")
         directory = self.directory.absolute()
+        self._is_starting = True
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            clear_fragments(directory, self.run)
-        except OSError as error:
-            raise ConfigError(
-                f"--profile-dir {directory} cannot be written ({error.strerror or error})."
-            ) from None
+            await asyncio.to_thread(_prepare, directory, self.run)
+        finally:
+            self._is_starting = False
         session = TraceSession(level=level, directory=str(directory), run=self.run)
         order = self._order = StartTrace(session, num_steps)
+        self._ended = None
         self._tracer.start(session)
-        self._rows = AnswerRows(self._tracer, self._book)
+        self._rows = [AnswerRows(self._tracer, book) for book in self._books]
         if self._traced is not None:
             self._traced.start_trace(order)
         if seconds is not None:
@@ -96,20 +113,31 @@ class TraceControl:
 
     def _stop_after(self, wait: Callable[[], Awaitable[None]]) -> None:
         async def wait_and_stop() -> None:
-            await wait()
-            self._waiting = None  # it is not to cancel itself
-            await self.stop()
+            try:
+                await wait()
+                self._waiting = None  # it is not to cancel itself
+                await self._stop()
+            except Exception:
+                _log.exception("a trace could not be ended")
 
         self._waiting = asyncio.create_task(wait_and_stop())
 
-    async def stop(self) -> list[str]:
-        """Returns when all fragments are closed, or some seconds later; says why some lack something: sentences.
+    async def stop(self) -> EndedTrace:
+        """Returns when all fragments are closed, or some seconds later. Tells once of one that ended by itself.
 
         Raises:
             TraceStateError: tracing is off.
         """
-        if self._order is None:
+        if self._order is not None:
+            ended = await self._stop()
+        elif self._ended is not None:
+            ended = self._ended
+        else:
             raise TraceStateError("Tracing is off.")
+        self._ended = None
+        return ended
+
+    async def _stop(self) -> EndedTrace:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
@@ -117,12 +145,35 @@ class TraceControl:
             self._ending = asyncio.create_task(self._end())
         return await asyncio.shield(self._ending)
 
-    async def _end(self) -> list[str]:
+    async def _end(self) -> EndedTrace:
+        if self._order is None:
+            raise RuntimeError("Tracing is off.")
         try:
             problems = [] if self._traced is None else await self._traced.stop_trace()
-            if self._rows is not None:
-                self._rows.close()
-            await asyncio.to_thread(self._tracer.stop)
-            return [*self._tracer.problems, *problems]
+            for rows in self._rows:
+                rows.close()
+            problems = [*await asyncio.to_thread(self._tracer.end(), CLOSING_S), *problems]
+            for problem in problems:
+                _log.warning("a trace lacks something: %s", problem)
+            self._ended = EndedTrace(self._order.session, problems)
+            return self._ended
         finally:
-            self._order = self._rows = self._ending = None
+            self._order = self._ending = None
+            self._rows = []
+
+
+def _prepare(directory: Path, run: str) -> None:
+    """
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    probe = directory / f"{run_prefix(run)}{secrets.token_hex(8)}.probe"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+        clear_fragments(directory, run)
+    except OSError as error:
+        raise ConfigError(
+            f"--profile-dir {directory} cannot be written ({error.strerror or error})."
+        ) from None

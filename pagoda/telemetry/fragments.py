@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -26,11 +27,13 @@ import msgspec
 FRAGMENT_SUFFIX = ".fragment.jsonl"
 MAX_FRAGMENT_BYTES = 2 * 2**30
 """A trace that was forgotten does not fill the disk."""
-_PERIOD_S = 0.25
-_BATCH = 200
-"""Events that are encoded together: for this long a thread that waits for the interpreter is held up."""
-_CLOSING_S = 5.0
+MAX_QUEUED_BYTES = 64 * 2**20
+"""Of memory, for what is not written yet: a disk that does not keep up ends tracing before it is full."""
+CLOSING_S = 5.0
 """How long a slow disk may take for what is left at the end."""
+_PERIOD_S = 0.25
+_BATCH = 1000
+"""Events that are written together."""
 
 
 class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,16 +92,38 @@ class FragmentWriter:
         header: ProcessHeader,
         on_failure: Callable[[FragmentWriter, str], None],
     ) -> None:
-        """`on_failure` is told in the writer's thread, or in that of `start` or `close`."""
-        self.events: deque[dict[str, Any]] = deque()
-        """What is to be written; any thread may append."""
+        """`on_failure` is told in the writer's thread, or in that of `start`, `append` or `close`."""
         self.path = Path(directory) / header.file_name
-        self._header = header
         self._on_failure = on_failure
-        self._encoder = msgspec.json.Encoder()
+        self._encode = msgspec.json.Encoder().encode
+        self._lines: deque[bytes] = deque()
+        self._num_queued_bytes = 0
+        self._lock = threading.Lock()
+        """Of both."""
         self._ends = threading.Event()
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
+        self.append({"fragment": msgspec.to_builtins(header)})
+
+    def append(self, event: dict[str, Any]) -> None:
+        """What is to be written; any thread may say so. It is kept as JSON, whose size is known."""
+        try:
+            line = self._encode(event)
+        except Exception as error:  # tracing ends, serving goes on
+            self._on_failure(self, f"{self.path} lacks an event ({type(error).__name__}: {error}).")
+            return
+        with self._lock:
+            self._lines.append(line)
+            self._num_queued_bytes += sys.getsizeof(line)
+            is_full = self._num_queued_bytes > MAX_QUEUED_BYTES
+        if is_full:
+            self._on_failure(self, f"{self.path} is written too slowly.")
+
+    def drop(self) -> None:
+        """Nothing of what is queued is to be written."""
+        with self._lock:
+            self._lines.clear()
+            self._num_queued_bytes = 0
 
     def start(self) -> None:
         try:
@@ -107,35 +132,42 @@ class FragmentWriter:
             self._ends.set()
             self._on_failure(self, f"{self.path} cannot be written ({error}).")
 
-    def close(self) -> None:
-        """Returns when all events are written, or cannot be; after some seconds in any case."""
+    def end(self) -> None:
+        """Nothing more comes. Does not wait."""
         self._ends.set()
+
+    def close(self, timeout_s: float = CLOSING_S) -> None:
+        """Returns when all events are written, or cannot be; after so many seconds in any case."""
+        self.end()
         if self._thread.ident is None:
             return
-        self._thread.join(_CLOSING_S)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._on_failure(self, f"{self.path} could not be written within {_CLOSING_S:g} s.")
+            self.drop()
+            self._on_failure(self, f"{self.path} could not be written within {timeout_s:g} s.")
 
     def _run(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "xb", buffering=0) as file:
-                self._write(file.write, [{"fragment": msgspec.to_builtins(self._header)}])
+                self._drain(file.write)
                 while not self._ends.wait(_PERIOD_S):
                     self._drain(file.write)
                 self._drain(file.write)
         except OSError as error:
             self._on_failure(self, f"{self.path} cannot be written ({error.strerror or error}).")
-        except Exception as error:  # tracing ends, serving goes on
-            self._on_failure(self, f"{self.path} lacks an event ({type(error).__name__}: {error}).")
 
     def _drain(self, write: Callable[[bytes], int]) -> None:
-        while self.events:
-            count = min(_BATCH, len(self.events))
-            self._write(write, [self.events.popleft() for _ in range(count)])
+        while lines := self._take():
+            self._write(write, b"".join(line + b"\n" for line in lines))
 
-    def _write(self, write: Callable[[bytes], int], events: list[dict[str, Any]]) -> None:
-        data = self._encoder.encode_lines(events)
+    def _take(self) -> list[bytes]:
+        with self._lock:
+            lines = [self._lines.popleft() for _ in range(min(_BATCH, len(self._lines)))]
+            self._num_queued_bytes -= sum(map(sys.getsizeof, lines))
+        return lines
+
+    def _write(self, write: Callable[[bytes], int], data: bytes) -> None:
         self._num_bytes += len(data)
         if self._num_bytes > MAX_FRAGMENT_BYTES:
             raise OSError(f"it has {MAX_FRAGMENT_BYTES} bytes")

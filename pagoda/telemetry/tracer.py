@@ -10,9 +10,9 @@ Off, a span costs one call that gives 0 and one test of it:
 There are three clocks, one for each level; each gives nanoseconds of the process's clock while tracing is on at
 its level or above, else 0. Whoever holds a tracer may emit at any time; while it is off that goes nowhere.
 
-Events are kept in memory and written by a thread of their own a few times a second (`pagoda.telemetry.fragments`),
-so that what a process loses when it is killed is what it did in its last moments. What cannot be written ends
-tracing, never the process.
+Events are kept in memory, as JSON and 64 MiB at most, and written by a thread of their own a few times a second
+(`pagoda.telemetry.fragments`), so that what a process loses when it is killed is what it did in its last moments.
+What cannot be written ends tracing, never the process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from pagoda.telemetry.fragments import FragmentWriter, ProcessHeader
+from pagoda.telemetry.fragments import CLOSING_S, FragmentWriter, ProcessHeader
 
 _log = logging.getLogger(__name__)
 
 MAIN_ROW = 0
 """The row of what a process does by itself: one thing at a time."""
-
-MAX_QUEUED_EVENTS = 500_000
-"""A disk that does not keep up ends tracing before memory is full: some hundred bytes each."""
 
 Args = Mapping[str, Any]
 """What is said of an event; values are what JSON has."""
@@ -101,8 +99,9 @@ class Tracer:
     # ---- on and off
 
     def start(self, session: TraceSession) -> None:
-        """Traces into a new fragment. What runs already goes on in the rows that it has."""
-        self.stop()
+        """Traces into a new fragment. What runs already goes on in the rows that it has. Does not wait for the
+        fragment before it."""
+        self.end()
         header = self.process.began(session.run, session.level.name.lower(), self.clock_ns())
         writer = FragmentWriter(session.directory, header, self._fail)
         with self._lock:
@@ -116,13 +115,29 @@ class Tracer:
         self.verbose = self.clock_ns if session.level >= TraceLevel.VERBOSE else _off
         writer.start()
 
-    def stop(self) -> None:
-        """Returns when all that was emitted is written, or some seconds later. May be called twice."""
+    def stop(self, timeout_s: float = CLOSING_S) -> None:
+        """Returns when all that was emitted is written, or so many seconds later. May be called twice."""
+        self.end()(timeout_s)
+
+    def end(self) -> Callable[[float], list[str]]:
+        """Emits nothing more, and does not wait.
+
+        The function returned does, for all that was emitted, at most so many seconds; any thread may call it. It
+        returns why something is missing: sentences.
+        """
         self._turn_off()
         writer = self._writer
         if writer is not None:
-            writer.close()
-        self._writer = None
+            writer.end()
+        return partial(self._finish, writer)
+
+    def _finish(self, writer: FragmentWriter | None, timeout_s: float) -> list[str]:
+        if writer is not None:
+            writer.close(timeout_s)
+        with self._lock:
+            if self._writer is writer:
+                self._writer = None
+            return self.problems
 
     def _turn_off(self) -> None:
         self._session = None
@@ -135,16 +150,13 @@ class Tracer:
                 return
             self._turn_off()
             self.problems = [f"{self.role}: {reason}"]
-        writer.events.clear()
+        writer.drop()
         _log.warning("tracing has stopped: %s", reason)
 
     def _emit(self, event: dict[str, Any]) -> None:
         writer = self._writer
-        if writer is None:
-            return
-        writer.events.append(event)
-        if len(writer.events) > MAX_QUEUED_EVENTS:
-            self._fail(writer, f"{writer.path} is written too slowly.")
+        if writer is not None:
+            writer.append(event)
 
     # ---- rows
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import zmq
@@ -54,13 +56,21 @@ class EngineLink:
     def meet_peers(self, hello: WorkerHello) -> WorkerPeers:
         """Waits until all workers of the replica have said hello."""
         self.send(hello)
-        return msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers)
+        while True:
+            answer = msgspec.msgpack.decode(self._socket.recv(), type=WorkerPeers | ClockPong)
+            if isinstance(answer, WorkerPeers):  # a late pong may stand before it
+                return answer
 
-    def receive(self) -> Order:
-        """What is to be done next."""
+    def receive(self, pollables: Sequence[object] = ()) -> Order | None:
+        """What is to be done next; None when one of `pollables` (as `zmq_poll` takes them) is readable first."""
         if self._kept:
             return self._kept.popleft()
         while True:
+            if pollables:
+                sources: list[Any] = [self._socket, *pollables]
+                readable = zmq.zmq_poll([(source, zmq.POLLIN) for source in sources])
+                if self._socket not in dict(readable):
+                    return None
             order: WorkerOrder = self._decode(self._socket.recv())
             if not isinstance(order, ClockPong):
                 return order

@@ -30,6 +30,7 @@ from pagoda.engine.messages import (
 from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.telemetry.logging import configure_logging
+from pagoda.telemetry.trace_ending import EXIT_S, TraceEnding
 from pagoda.telemetry.tracer import Tracer, TraceSession
 from pagoda.worker.engine_link import EngineLink
 from pagoda.worker.pinning import free_threads, settle
@@ -85,23 +86,28 @@ def main() -> NoReturn:
             _log.exception("a step broke this worker")
         if worker.transfers is not None:
             worker.transfers.close()
-    tracer.stop()
+    tracer.stop(EXIT_S)
     context.destroy()  # waits until the engine has fetched the last message
     # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
     os._exit(1)
 
 
 def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
+    ending = TraceEnding(tracer)
     while True:
-        match engine.receive():
+        order = engine.receive(ending.pollables)
+        problems = ending.take()
+        if problems is not None:
+            engine.send(TraceStopped(problems))
+        match order:
             case StepPlan() as plan:
                 _step(worker, engine, plan, tracer)
             case StartTrace(session=session):
+                ending.forget()
                 _start_trace(tracer, engine, session)
                 worker.description.tell(tracer)
             case StopTrace():
-                tracer.stop()
-                engine.send(TraceStopped(tracer.problems))
+                ending.begin()
 
 
 def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -> None:

@@ -23,7 +23,7 @@ async def traced(serve_api: Any, tmp_path: Path) -> Any:
 
 def with_control(api: Any, directory: Path) -> Any:
     service = api.service
-    service.tracing = TraceControl(Tracer("frontend"), service.book, directory, "serve-1")
+    service.tracing = TraceControl(Tracer("frontend"), [service.book], directory, "serve-1")
     return api
 
 
@@ -113,7 +113,7 @@ async def test_stopping_says_what_went_wrong_before(serve_api: Any, tmp_path: Pa
     api = with_control(await serve_api(), tmp_path)
     control = api.service.tracing
     assert control is not None
-    control.start(TraceLevel.E2E)
+    await control.start(TraceLevel.E2E)
     control._tracer.span("broken", 1, {"what": object()})
     stopped = (await api.post("/profile/stop")).json()
     assert "lacks an event" in stopped["problems"][0]

@@ -24,11 +24,12 @@ from fragment_files import assert_nested, end_of, read_fragments
 from pagoda.api.server import ProfileConfig, ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import EngineReady, SimConfig, WorkerConfig
+from pagoda.engine.messages import EngineReady, SimConfig, StartTrace, WorkerConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import EngineFleet, Fleet
 from pagoda.frontend.model_text import synthetic_model_text
+from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, clear_fragments, run_prefix
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 SIM = ["qwen3-0.6b", "--load-format", "dummy", "--executor", "sim"]
@@ -340,6 +341,51 @@ async def test_a_directory_of_traces_that_cannot_be_written(tmp_path: Path) -> N
         ConfigError, match=r"^--profile-dir .*taken cannot be written \(File exists"
     ):
         await serve_simulated(ServerConfig(port=0), on_ready=print, profile=profile)
+
+
+async def test_a_server_whose_port_is_taken_leaves_the_traces_of_the_other(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = f"frontend-{socket.gethostname()}-127.0.0.1-{port}"
+        fragment = tmp_path / f"{run_prefix(run)}frontend.0.0{FRAGMENT_SUFFIX}"
+        fragment.write_text("of the other")
+        profile = ProfileConfig(tmp_path, TraceLevel.E2E)
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await serve_simulated(ServerConfig(port=port), on_ready=print, profile=profile)
+    assert list(tmp_path.iterdir()) == [fragment]
+    await asyncio.to_thread(
+        clear_fragments, tmp_path, run
+    )  # it is what a server there would remove
+    assert not fragment.exists()
+
+
+class TracedFleet(DoomedFleet):
+    """Never closes its fragments."""
+
+    def start_trace(self, order: StartTrace) -> None:
+        pass
+
+    async def stop_trace(self) -> list[str]:
+        self.signal_again()
+        await asyncio.Event().wait()
+        return []
+
+    def signal_again(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+
+async def test_a_second_signal_does_not_wait_for_the_trace(tmp_path: Path) -> None:
+    fleet = TracedFleet()
+    profile = ProfileConfig(tmp_path, TraceLevel.E2E)
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineDeadError):
+            await serve_simulated(
+                ServerConfig(port=0), lambda: fleet, on_ready=lambda *_: None, profile=profile
+            )
+    assert fleet.closed
 
 
 def test_a_server_is_traced_from_its_start_to_its_last_answer(tmp_path: Path) -> None:

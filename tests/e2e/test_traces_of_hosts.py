@@ -26,7 +26,7 @@ from pagoda.models.resolve import resolve_model
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 
-def make_host(join: str, key: Path, tracer: Tracer) -> JoinedFleet:
+def make_host(join: str, key: Path, tracer: Tracer, book: RequestBook) -> JoinedFleet:
     """With an engine process whose tokens are made up."""
     sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
     engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
@@ -37,6 +37,7 @@ def make_host(join: str, key: Path, tracer: Tracer) -> JoinedFleet:
         advertised=Advertised("127.0.0.1", None),
         model=files.served_name,
         model_digest=model_digest(files),
+        book=book,
     )
     return JoinedFleet(EngineFleet(engine, tracer=tracer), joins, tracer)
 
@@ -46,20 +47,21 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         join = f"127.0.0.1:{free.getsockname()[1]}"
-    host = make_host(join, key, tracer)
-    control = TraceControl(tracer, RequestBook(), tmp_path / "host", "serve-1")
+    book = RequestBook()
+    host = make_host(join, key, tracer, book)
+    control = TraceControl(tracer, [book], tmp_path / "host", "serve-1")
     control.join(host)
     await host.start()
     try:
         flags = ["--join-listen", join, "--cluster-key-file", str(key)]
         flags += ["--profile", "e2e", "--profile-dir", str(tmp_path / "router")]
         async with router_process(*flags) as router, aiohttp.ClientSession() as session:
-            control.start(TraceLevel.E2E)
+            await control.start(TraceLevel.E2E)
             assert await ask(session, router.base_url, 7, 20) == expected(7, 20)
             async with asyncio.timeout(20):
                 while not any(it.clocks for it in fragments_of(tmp_path / "host", "frontend")):
                     await asyncio.sleep(0.01)
-            assert await control.stop() == []
+            assert (await control.stop()).problems == []
     finally:
         await host.close()
     (routed,) = read_fragments(tmp_path / "router")
@@ -70,6 +72,8 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
     assert routed.header.role == "router"
     (answer,), (request,) = routed.named("request"), engine.named("request")
     assert answer["args"]["request"] == request["args"]["request"]
+    (passed_on,) = frontend.named("request")
+    assert passed_on["args"]["request"] == answer["args"]["request"]
     assert sum(event["args"]["chunks"] for event in routed.named("chunks")) >= 20
     assert [clock["peer"] for clock in frontend.clocks] == [routed.header.uid]
     assert [clock["peer"] for clock in engine.clocks] == [frontend.header.uid]

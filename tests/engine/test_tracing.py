@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import select
 import sys
 import tempfile
+import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +42,17 @@ def trace(directory: Path, num_steps: int | None = None, number: int = 1) -> Sta
 def stop(harness: Harness) -> TraceStopped:
     harness.core.stop_trace()
     harness.step()
-    (end,) = harness.core.take_trace_ends()
+    return end_of_trace(harness)
+
+
+def end_of_trace(harness: Harness) -> TraceStopped:
+    """Waits for the disk."""
+    end = None
+    while end is None:  # what is said of an earlier trace wakes as well
+        assert select.select(harness.core.pollables(), [], [], 20)[0]
+        end = harness.core.take_trace_end()
+    assert harness.core.take_trace_end() is None
+    assert harness.core.pollables() == []
     return end
 
 
@@ -208,6 +220,8 @@ def test_it_may_begin_and_end_in_the_middle_of_requests(tmp_path: Path) -> None:
     assert phases_of(fragment, "runs") == ["decode"]
     assert phases_of(fragment, "waits") == ["queued"]
     assert fragment.request("runs")[-1]["args"]["finish_reason"] == ""
+    cut = [step["args"].get("cut", False) for step in fragment.named("step")]
+    assert cut == [False, False, True, True]  # two were under way
     harness.run()
     harness.check_nothing_left()
     assert len(read_fragments(tmp_path)) == 1
@@ -216,10 +230,8 @@ def test_it_may_begin_and_end_in_the_middle_of_requests(tmp_path: Path) -> None:
 def test_it_stops_by_itself_after_so_many_steps(tmp_path: Path) -> None:
     harness = Harness(trace=trace(tmp_path, num_steps=3, number=7))
     harness.add(make_request("r", [1, 2, 3], max_tokens=20))
-    ends = []
-    while harness.tick():
-        ends += harness.core.take_trace_ends()
-    assert ends == [TraceStopped([], 7)]
+    harness.run()
+    assert end_of_trace(harness) == TraceStopped([], 7)
     whole = only(tmp_path).named("update")
     assert [update["args"]["step"] for update in whole] == [0, 1, 2]
     assert harness.tracer.session is None
@@ -243,6 +255,65 @@ def test_why_it_failed_is_told_at_the_end(tmp_path: Path) -> None:
     assert "File exists" in problem
 
 
+def test_so_many_steps_end_though_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    harness = Harness()
+    harness.core.start_trace(trace(tmp_path / "taken", num_steps=1000, number=3))
+    until_written()
+    harness.add(make_request("r", [1, 2, 3]))
+    harness.run()
+    end = end_of_trace(harness)
+    assert (end.number, len(end.problems)) == (3, 1)
+
+
+def test_serving_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: released.wait())
+    harness = Harness(trace=trace(tmp_path))
+    harness.core.stop_trace()
+    request = make_request("r", [1, 2, 3])
+    harness.add(request)
+    harness.run()
+    assert_complete(harness, [request])
+    assert harness.core.take_trace_end() is None
+    released.set()
+    assert end_of_trace(harness) == TraceStopped([], 1)
+
+
+def test_a_disk_that_takes_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: released.wait())
+    monkeypatch.setattr("pagoda.telemetry.trace_ending.CLOSING_S", 0.01)
+    harness = Harness(trace=trace(tmp_path))
+    (problem,) = stop(harness).problems
+    released.set()
+    until_written()
+    assert problem.startswith("engine dp0: ")
+    assert "could not be written within 0.01 s" in problem
+
+
+def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(tmp_path: Path) -> None:
+    harness = Harness(trace=trace(tmp_path, number=1))
+    harness.core.stop_trace()
+    harness.step()
+    harness.clock.advance_to(harness.clock.now() + 1)
+    harness.core.start_trace(trace(tmp_path, number=2))
+    assert harness.core.take_trace_end() is None
+    assert stop(harness) == TraceStopped([], 2)
+    until_written()
+    assert len(read_fragments(tmp_path)) == 2
+
+
+def until_written() -> None:
+    for thread in threading.enumerate():
+        if thread.name in ("trace-writer", "trace-ending"):
+            thread.join()
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
@@ -251,6 +322,7 @@ def test_whole_lives_nest_and_every_request_has_an_end(num_stages: int, seed: in
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         seen = _live(rng, Path(directory), num_stages)
+        until_written()
         for fragment in read_fragments(Path(directory)):
             assert_nested(fragment)
             rows = [name for name in fragment.rows.values() if name.startswith("request ")]

@@ -12,9 +12,9 @@ from fragment_files import read_fragments
 
 from pagoda.engine.messages import StartTrace
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_book import RequestBook
-from pagoda.frontend.trace_control import TraceControl, TraceStateError
-from pagoda.telemetry.tracer import TraceLevel, Tracer
+from pagoda.frontend.request_book import Origin, RequestBook
+from pagoda.frontend.trace_control import EndedTrace, TraceControl, TraceStateError
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
 class Engines:
@@ -40,7 +40,7 @@ class Engines:
 
 
 def control(directory: Path, engines: Engines | None = None) -> TraceControl:
-    made = TraceControl(Tracer("frontend"), RequestBook(), directory, "serve-1")
+    made = TraceControl(Tracer("frontend"), [RequestBook()], directory, "serve-1")
     if engines is not None:
         made.join(engines)
     return made
@@ -55,11 +55,11 @@ async def until_off(it: TraceControl) -> None:
 async def test_all_are_told_of_the_same(tmp_path: Path) -> None:
     engines = Engines()
     it = control(tmp_path / "traces", engines)
-    session = it.start(TraceLevel.KERNEL)
+    session = await it.start(TraceLevel.KERNEL)
     assert engines.orders == [StartTrace(session)]
     assert (session.level, session.run) == (TraceLevel.KERNEL, "serve-1")
     assert session.directory == str((tmp_path / "traces").absolute())
-    assert await it.stop() == ["engine dp0: it is full."]
+    assert await it.stop() == EndedTrace(session, ["engine dp0: it is full."])
     assert it.session is None
     (fragment,) = read_fragments(tmp_path / "traces")
     assert fragment.header.role == "frontend"
@@ -67,7 +67,7 @@ async def test_all_are_told_of_the_same(tmp_path: Path) -> None:
 
 async def test_those_that_come_later_are_told_what_is_traced(tmp_path: Path) -> None:
     it, engines = control(tmp_path), Engines()
-    session = it.start(TraceLevel.E2E)
+    session = await it.start(TraceLevel.E2E)
     it.join(engines)
     assert engines.orders == [StartTrace(session)]
     await it.stop()
@@ -81,14 +81,14 @@ async def test_it_is_on_or_off(tmp_path: Path) -> None:
     it = control(tmp_path, engines)
     with pytest.raises(TraceStateError, match=r"^Tracing is off\.$"):
         await it.stop()
-    it.start(TraceLevel.E2E)
+    await it.start(TraceLevel.E2E)
     with pytest.raises(TraceStateError, match=r"^Tracing is on already\.$"):
-        it.start(TraceLevel.E2E)
+        await it.start(TraceLevel.E2E)
     engines.may_stop.clear()
     first, second = asyncio.create_task(it.stop()), asyncio.create_task(it.stop())
     await asyncio.sleep(0)
     with pytest.raises(TraceStateError, match="on already"):
-        it.start(TraceLevel.E2E)
+        await it.start(TraceLevel.E2E)
     engines.may_stop.set()
     assert await first == await second
     assert engines.num_stops == 1
@@ -97,15 +97,60 @@ async def test_it_is_on_or_off(tmp_path: Path) -> None:
 async def test_it_ends_after_some_seconds(tmp_path: Path) -> None:
     engines = Engines()
     it = control(tmp_path, engines)
-    it.start(TraceLevel.E2E, seconds=0.01)
+    await it.start(TraceLevel.E2E, seconds=0.01)
     await until_off(it)
     assert engines.num_stops == 1
+
+
+async def test_what_a_trace_that_ended_by_itself_lacks_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = Engines()
+    it = control(tmp_path, engines)
+    session = await it.start(TraceLevel.KERNEL, num_steps=3)
+    engines.done.set()
+    await until_off(it)
+    assert "a trace lacks something: engine dp0: it is full." in caplog.text
+    assert await it.stop() == EndedTrace(session, ["engine dp0: it is full."])
+    with pytest.raises(TraceStateError, match="off"):
+        await it.stop()
+    await it.start(TraceLevel.E2E, seconds=0.01)
+    await until_off(it)
+    await it.start(TraceLevel.E2E)
+    await it.stop()
+    with pytest.raises(TraceStateError, match="off"):  # nobody asks for the one before the last
+        await it.stop()
+
+
+async def test_a_trace_is_started_once(tmp_path: Path) -> None:
+    engines = Engines()
+    it = control(tmp_path, engines)
+    starts = await asyncio.gather(
+        it.start(TraceLevel.E2E), it.start(TraceLevel.E2E), return_exceptions=True
+    )
+    assert [type(start) for start in starts] == [TraceSession, TraceStateError]
+    assert len(engines.orders) == 1
+    await it.stop()
+
+
+async def test_answers_in_all_books_have_rows(tmp_path: Path) -> None:
+    books = [RequestBook(), RequestBook()]
+    it = TraceControl(Tracer("frontend"), books, tmp_path, "serve-1")
+    await it.start(TraceLevel.E2E)
+    for index, book in enumerate(books):
+        record = book.open(
+            f"r{index}", Origin(name=f"r{index}", arrived_ns=1), num_prompt_tokens=1, max_tokens=1
+        )
+        book.close(record, "stop")
+    await it.stop()
+    (fragment,) = read_fragments(tmp_path)
+    assert {e["args"]["request"] for e in fragment.named("request")} == {"r0", "r1"}
 
 
 async def test_it_ends_when_all_engines_have(tmp_path: Path) -> None:
     engines = Engines()
     it = control(tmp_path, engines)
-    it.start(TraceLevel.E2E, num_steps=3)
+    await it.start(TraceLevel.E2E, num_steps=3)
     assert engines.orders[0].num_steps == 3
     assert it.session is not None
     engines.done.set()
@@ -115,9 +160,9 @@ async def test_it_ends_when_all_engines_have(tmp_path: Path) -> None:
 async def test_who_stops_early_leaves_no_timer(tmp_path: Path) -> None:
     engines = Engines()
     it = control(tmp_path, engines)
-    it.start(TraceLevel.E2E, seconds=3600)
+    await it.start(TraceLevel.E2E, seconds=3600)
     await it.stop()
-    it.start(TraceLevel.E2E, num_steps=1)
+    await it.start(TraceLevel.E2E, num_steps=1)
     await it.stop()
     assert len(asyncio.all_tasks()) == 1
 
@@ -127,17 +172,21 @@ async def test_a_new_trace_removes_the_one_before_it(tmp_path: Path) -> None:
     other = tmp_path / "serve-2.frontend.0.0.fragment.jsonl"
     other.write_text("")
     for _ in range(2):
-        it.start(TraceLevel.E2E)
+        await it.start(TraceLevel.E2E)
         await it.stop()
     assert len(list(tmp_path.iterdir())) == 2
     assert other.exists()
 
 
-async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, is_there: bool) -> None:
     (tmp_path / "taken").write_text("")
-    it = control(tmp_path / "taken")
+    directory = Path("/proc") if is_there else tmp_path / "taken"  # where nothing can be made
+    it = control(directory)
     with pytest.raises(
-        ConfigError, match=r"^--profile-dir .*taken cannot be written \(File exists"
+        ConfigError, match=rf"^--profile-dir {directory} cannot be written \([A-Z].*\)\.$"
     ):
-        it.start(TraceLevel.E2E)
+        await it.start(TraceLevel.E2E)
     assert it.session is None
+    with pytest.raises(ConfigError):  # not: it is on already
+        await it.start(TraceLevel.E2E)

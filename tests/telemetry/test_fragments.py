@@ -49,7 +49,8 @@ def test_processes_are_told_apart_though_their_numbers_are_used_again() -> None:
 
 def test_events_are_lines(tmp_path: Path) -> None:
     writer = FragmentWriter(str(tmp_path), header(), fail)
-    writer.events.extend({"n": n} for n in range(1000))
+    for n in range(1000):
+        writer.append({"n": n})
     writer.start()
     writer.close()
     first, *lines = writer.path.read_bytes().splitlines()
@@ -78,7 +79,8 @@ def test_a_fragment_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(fragments, "MAX_FRAGMENT_BYTES", 2000)
     reasons: list[str] = []
     writer = FragmentWriter(str(tmp_path), header(), lambda _, reason: reasons.append(reason))
-    writer.events.extend({"text": "x" * 100} for _ in range(1000))
+    for _ in range(1000):
+        writer.append({"text": "x" * 100})
     writer.start()
     writer.close()
     assert reasons == [f"{writer.path} cannot be written (it has 2000 bytes)."]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fragment_files import Fragment, read_fragments
 
-from pagoda.telemetry import tracer as tracer_module
+from pagoda.telemetry import fragments
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
@@ -34,11 +34,16 @@ def only(directory: Path) -> Fragment:
     return fragment
 
 
-def until_failed(tracer: Tracer) -> None:
-    """Waits for the writer's thread, which says so."""
+def until_written() -> None:
+    """Waits for the writers' threads."""
     for thread in threading.enumerate():
         if thread.name == "trace-writer":
             thread.join()
+
+
+def until_failed(tracer: Tracer) -> None:
+    if not tracer.problems:
+        until_written()
     assert tracer.problems
 
 
@@ -109,6 +114,7 @@ def test_a_row_that_is_open_has_its_name_in_each_fragment(tmp_path: Path) -> Non
     tracer.close_row(row)
     tracer.start(session(tmp_path / "3"))
     tracer.stop()
+    until_written()
     names = [set(only(tmp_path / name).rows.values()) for name in "123"]
     assert names == [{"main", "request r"}, {"main", "request r"}, {"main"}]
 
@@ -119,6 +125,7 @@ def test_two_starts_in_a_row_make_two_whole_fragments(tmp_path: Path) -> None:
         tracer.start(session(tmp_path))
         tracer.span(name, tracer.e2e())
     tracer.stop()
+    until_written()
     found = read_fragments(tmp_path)
     assert [[e["name"] for e in it.events if e["ph"] == "X"] for it in found] == [
         ["first"],
@@ -199,25 +206,24 @@ def test_it_can_be_started_again_after_a_failure(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_fills_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracer_module, "MAX_QUEUED_EVENTS", 100)
-    monkeypatch.setattr("pagoda.telemetry.fragments._CLOSING_S", 0.01)
+    monkeypatch.setattr(fragments, "MAX_QUEUED_BYTES", 100_000)
     released = threading.Event()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: released.wait())
     tracer = Tracer("frontend")
     tracer.start(session(tmp_path))
-    for _ in range(1000):
-        tracer.span("step", tracer.e2e())
+    tracer.span("step", tracer.e2e(), {"ops_ns": list(range(10_000))})
+    assert tracer.session is not None
+    for _ in range(3):
+        tracer.span("step", tracer.e2e(), {"ops_ns": list(range(10_000))})
     assert tracer.session is None
     assert "is written too slowly" in tracer.problems[0]
-    tracer.stop()
+    tracer.stop(0.01)
     assert len(caplog.records) == 1
     tracer.start(session(tmp_path))
-    tracer.stop()  # with the disk still hanging
+    tracer.stop(0.01)  # with the disk still hanging
     assert "could not be written within" in tracer.problems[0]
     released.set()
-    for thread in threading.enumerate():
-        if thread.name == "trace-writer":
-            thread.join()
+    until_written()
 
 
 def test_a_writer_of_an_earlier_fragment_says_nothing_about_this_one(tmp_path: Path) -> None:

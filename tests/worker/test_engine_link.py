@@ -1,0 +1,87 @@
+"""A worker's end of the engine's socket, with the other end played by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pagoda.engine.messages import (
+    ClockPing,
+    ClockPong,
+    StopTrace,
+    WorkerConfig,
+    WorkerHello,
+    WorkerMessage,
+    WorkerOrder,
+    WorkerPeers,
+)
+from pagoda.ipc.codec import Codec
+from pagoda.telemetry.tracer import Tracer
+from pagoda.worker import engine_link
+from pagoda.worker.engine_link import EngineLink
+
+
+class EngineSide:
+    """Says what it is told to, when it is told to."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.bind(address)
+        self._decode = Codec[WorkerMessage](WorkerMessage).decode
+        self._encode = Codec[WorkerOrder](WorkerOrder).encode
+        self._worker = b""
+
+    def hear(self) -> WorkerMessage:
+        self._worker, payload = self._socket.recv_multipart()
+        return self._decode(payload)
+
+    def say(self, message: WorkerOrder | WorkerPeers) -> None:
+        self._socket.send_multipart([self._worker, self._encode(message)])
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[EngineSide, EngineLink]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"ipc://{tmp_path / 'w'}"
+    yield EngineSide(context, address), EngineLink(context, address, WorkerConfig(model="m"))
+    context.destroy(linger=0)
+
+
+def test_an_answer_that_comes_too_late_is_no_answer_to_anything_else(
+    ends: tuple[EngineSide, EngineLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, link = ends
+    monkeypatch.setattr(engine_link, "_PONG_MS", 1)
+    link.compare_clocks(Tracer("worker"))  # in vain
+    ping = engine.hear()
+    assert isinstance(ping, ClockPing)
+    hello = WorkerHello(host="h", num_blocks=4)
+    for message in (
+        ClockPong(ping.number, "engine", 5),
+        WorkerPeers(hellos=[hello], num_blocks=4),
+        ClockPong(ping.number, "engine", 5),
+        StopTrace(),
+    ):
+        engine.say(message)
+    peers = link.meet_peers(hello)
+    assert engine.hear() == hello
+    assert (peers.hellos, peers.num_blocks) == ([hello], 4)
+    assert isinstance(link.receive(), StopTrace)
+
+
+def test_what_is_readable_beside_the_engine_wakes(ends: tuple[EngineSide, EngineLink]) -> None:
+    engine, link = ends
+    link.send(ClockPing(1))
+    engine.hear()
+    bell = os.eventfd(0)
+    try:
+        engine.say(StopTrace())
+        assert isinstance(link.receive([bell]), StopTrace)
+        os.eventfd_write(bell, 1)
+        assert link.receive([bell]) is None
+    finally:
+        os.close(bell)
