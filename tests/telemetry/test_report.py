@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,14 +93,71 @@ def test_forward_passes_are_held_against_what_they_had_to_read(tmp_path: Path) -
     assert (decode.steps, decode.count, decode.tokens) == ("decode", 3, 3)
     assert (prompts.steps, prompts.count, prompts.tokens) == ("with prompts", 1, 64)
     context = 2 + 3 + 4
-    num_bytes = 3 * sum(OPERATIONS["weight_bytes"]) + context * MODEL["kv_bytes_per_token"]
+    num_bytes = 3 * MODEL["weight_bytes"] + context * MODEL["kv_bytes_per_token"]
     assert decode.bytes_per_s == pytest.approx(num_bytes / 0.024)
     assert prompts.flops_per_s == pytest.approx(64 * MODEL["flops_per_token"] / 0.008)
     linear, *others = worker.operations
     assert (linear.kind, linear.share) == ("linear", pytest.approx(0.5))
     assert linear.bytes_per_s == pytest.approx(4 * 6_000_000 / 0.016)
     assert linear.flops_per_s == pytest.approx(67 * 6_000_000 / 0.016)
-    assert {it.kind for it in others} == {"attention", "head", "embedding"}
+    assert {it.kind for it in others} == {"attention", "norm", "embedding"}
+
+
+def test_operations_of_one_name_have_costs_of_their_own(tmp_path: Path) -> None:
+    """The parts of a map whose weights are held in several formats."""
+    worker = _described_worker(
+        names=["qkv", "qkv"],
+        kinds=["linear", "linear"],
+        weight_bytes=[1_000_000, 3_000_000],
+        flops_per_token=[10, 30],
+    )
+    worker.describe("model", {"weight_bytes": 4_000_000, "flops_per_token": 40})
+    worker.span("step", 0, 2, step=0, tokens=1, seqs=1, context_tokens=1)
+    worker.span("forward", 0, 2, ops_ns=[1_000_000, 1_000_000])
+    (found,) = report(tmp_path, [worker]).workers
+    (linear,), (forward,) = found.operations, found.forwards
+    assert linear.bytes_per_s == forward.bytes_per_s == pytest.approx(2e9)
+    assert linear.flops_per_s == forward.flops_per_s == pytest.approx(40 / 0.002)
+
+
+def test_where_operations_are_not_described_the_forward_pass_counts_alone(tmp_path: Path) -> None:
+    """Sampling reads the head, which is not among the weights that are told of."""
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.describe("model", MODEL)
+    worker.span("step", 0, 4, step=0, tokens=1, seqs=1, context_tokens=0)
+    worker.span("forward", 0, 2)
+    worker.span("sample", 2, 4)
+    (found,) = report(tmp_path, [worker]).workers
+    assert found.forwards[0].bytes_per_s == pytest.approx(MODEL["weight_bytes"] / 0.002)
+
+
+def test_no_more_experts_are_read_than_tokens_choose(tmp_path: Path) -> None:
+    worker = _described_worker(
+        names=["qkv", "experts"],
+        kinds=["linear", "experts"],
+        weight_bytes=[1_000_000, 8_000_000],
+        flops_per_token=[0, 0],
+    )
+    experts = {"expert_bytes": 8_000_000, "experts_held": 8, "experts_per_token": 2}
+    worker.describe("model", {"weight_bytes": 9_000_000, **experts})
+    for number, tokens in enumerate((1, 3, 64)):
+        at = 10.0 * number
+        args = {"step": number, "tokens": tokens, "seqs": min(tokens, 3), "context_tokens": 0}
+        worker.span("step", at, at + 2, **args)
+        worker.span("forward", at, at + 2, ops_ns=[1_000_000, 1_000_000])
+    (found,) = report(tmp_path, [worker]).workers
+    by_kind = {it.kind: it.bytes_per_s for it in found.operations}
+    assert by_kind["linear"] == pytest.approx(1e9)
+    assert by_kind["experts"] == pytest.approx((2 + 6 + 8) * 1e6 / 0.003)
+    decode, prompts = found.forwards
+    assert decode.bytes_per_s == pytest.approx((3 + 7) * 1e6 / 0.004)
+    assert prompts.bytes_per_s == pytest.approx(9e6 / 0.002)
+
+
+def _described_worker(**operations: list[Any]) -> ScriptedProcess:
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.describe("forward_ops", operations)
+    return worker
 
 
 def test_percentiles_are_times_that_were_measured(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class OperationReport:
     seconds: float
     share: float
     bytes_per_s: float | None
-    """Of weights; None where they have none."""
+    """Of weights, of experts at most so many; None where they have none."""
     flops_per_s: float | None
 
 
@@ -82,7 +82,7 @@ class ForwardReport:
     tokens: int
     seconds: float
     bytes_per_s: float
-    """Weights and KV that had to be read."""
+    """Weights and KV that had to be read, of experts at most so many."""
     flops_per_s: float
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean as mean
 
 import msgspec
 
@@ -30,6 +31,21 @@ class _Model(msgspec.Struct, frozen=True):
     weight_bytes: float = 0.0
     flops_per_token: float = 0.0
     kv_bytes_per_token: float = 0.0
+    expert_bytes: float = 0.0
+    """Of the weights, those of experts."""
+    experts_held: int = 0
+    """In each layer that has any."""
+    experts_per_token: int = 0
+
+    def share_of_experts(self, tokens: int) -> float:
+        """At most so much of the experts' weights is read for so many tokens."""
+        if not self.experts_held:
+            return 1.0
+        return min(1.0, tokens * self.experts_per_token / self.experts_held)
+
+    def weights_read(self, tokens: int) -> float:
+        """By a pass over so many tokens, at most."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.share_of_experts(tokens))
 
 
 class _Batch(msgspec.Struct, frozen=True):
@@ -126,7 +142,7 @@ class _Kind:
 
 def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]:
     """What took most comes first."""
-    operations = operations_of(worker)
+    operations, model = operations_of(worker), _model(worker)
     costs = _costs(operations)
     kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
     batch = _Batch()
@@ -136,8 +152,9 @@ def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]
         elif span.name == "forward":
             for name, kind, ns in operations_within(row, index, operations):
                 num_bytes, flops_per_token = costs.get(name, (0.0, 0.0))
+                share = model.share_of_experts(batch.tokens) if kind == "experts" else 1.0
                 kinds[kind].ns += ns
-                kinds[kind].num_bytes += num_bytes
+                kinds[kind].num_bytes += num_bytes * share
                 kinds[kind].flops += flops_per_token * batch.tokens
     total = sum(kind.ns for kind in kinds.values())
     ordered = sorted(kinds.items(), key=lambda it: -it[1].ns)
@@ -154,37 +171,41 @@ def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]
 
 
 def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
-    """Bytes of weights and operations a token, by name."""
-    described = zip(
+    """Bytes of weights and operations a token, by name: the mean where several have one.
+
+    Every pass has them all, so that their sum is right, and spans of a merged file have nothing but names.
+    """
+    by_name: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, num_bytes, flops in zip(
         operations.names, operations.weight_bytes, operations.flops_per_token, strict=False
-    )
-    return {name: (num_bytes, flops) for name, num_bytes, flops in described}
+    ):
+        by_name[name].append((num_bytes, flops))
+    return {
+        name: (mean(num_bytes for num_bytes, _ in costs), mean(flops for _, flops in costs))
+        for name, costs in by_name.items()
+    }
 
 
 def _forward_reports(worker: Process, row: Row) -> tuple[ForwardReport, ...]:
     """Of steps in which every request computed one token, and of others."""
-    model, weights = _model(worker), sum(operations_of(worker).weight_bytes)
+    model = _model(worker)
     if not model.weight_bytes:
         return ()
     found: defaultdict[str, list[tuple[_Batch, int]]] = defaultdict(list)
-    for batch, forward_ns, sample_ns in _passes(row):
-        # Where operations are not described, the head is among the model's weights: sampling reads it.
-        ns = forward_ns if weights else forward_ns + sample_ns
+    for batch, ns in _passes(row):
         if ns:
             found["decode" if batch.tokens <= batch.seqs else "with prompts"].append((batch, ns))
-    return tuple(
-        _forward_report(name, passes, weights or model.weight_bytes, model)
-        for name, passes in sorted(found.items())
-    )
+    return tuple(_forward_report(name, passes, model) for name, passes in sorted(found.items()))
 
 
 def _forward_report(
-    name: str, passes: Sequence[tuple[_Batch, int]], weight_bytes: float, model: _Model
+    name: str, passes: Sequence[tuple[_Batch, int]], model: _Model
 ) -> ForwardReport:
     seconds = sum(ns for _, ns in passes) / 1e9
     tokens = sum(batch.tokens for batch, _ in passes)
     context = sum(batch.context_tokens for batch, _ in passes)
-    num_bytes = weight_bytes * len(passes) + model.kv_bytes_per_token * context
+    weights = sum(model.weights_read(batch.tokens) for batch, _ in passes)
+    num_bytes = weights + model.kv_bytes_per_token * context
     return ForwardReport(
         steps=name,
         count=len(passes),
@@ -195,22 +216,17 @@ def _forward_report(
     )
 
 
-def _passes(row: Row) -> list[tuple[_Batch, int, int]]:
-    """The batch of each step, and its nanoseconds of forward pass and sampling."""
-    found: list[tuple[_Batch, int, int]] = []
+def _passes(row: Row) -> list[tuple[_Batch, int]]:
+    """The batch of each step, and its nanoseconds of forward pass."""
+    found: list[tuple[_Batch, int]] = []
     step_end = -1
     for span in row.spans:
-        took = span.end - span.start
         if span.name == "step":
-            found.append((_batch(span), 0, 0))
+            found.append((_batch(span), 0))
             step_end = span.end
-        elif found and span.end <= step_end and span.name in ("forward", "sample"):
-            batch, forward_ns, sample_ns = found[-1]
-            if span.name == "forward":
-                forward_ns += took
-            else:
-                sample_ns += took
-            found[-1] = (batch, forward_ns, sample_ns)
+        elif found and span.end <= step_end and span.name == "forward":
+            batch, ns = found[-1]
+            found[-1] = (batch, ns + span.end - span.start)
     return found
 
 
