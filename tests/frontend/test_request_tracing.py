@@ -12,6 +12,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import Fragment, assert_nested, end_of, read_fragments
+from ticking_clock import TickingClock
 
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import OverloadedError
@@ -21,20 +22,9 @@ from pagoda.frontend.text_generator import TextDelta, TextGenerator
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
-class Clock:
-    """Each look takes a microsecond; what takes longer is said."""
-
-    def __init__(self) -> None:
-        self.now = 10**9
-
-    def __call__(self) -> int:
-        self.now += 1000
-        return self.now
-
-
 class Rig:
     def __init__(self, directory: Path, answer: str = "abc") -> None:
-        self.clock = Clock()
+        self.clock = TickingClock()
         self.book = RequestBook(self.clock)
         self.endpoint = ScriptedEndpoint(answer)
         self.texts = TextGenerator(self.endpoint, TEXT, self.book)

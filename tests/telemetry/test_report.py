@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_server import MODEL, OPERATIONS, Life, ScriptedProcess, serve
+from scripted_server import MODEL, Life, ScriptedProcess, serve
 
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.chrome import write_chrome_trace
@@ -215,6 +215,15 @@ def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
             line["args"]["tokens"].append(2048)
     request = only(report(tmp_path, [frontend, engine, worker]))
     assert "shared steps of 19.2 ms with prompts of 4,096 tokens" in request.reasons
+
+
+def test_the_trace_ends_with_the_span_that_ends_last(tmp_path: Path) -> None:
+    """Which neither begins its row nor stands last in it."""
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.span("load weights", 0, 1)
+    worker.span("step", 2, 9, step=0, tokens=1, seqs=1, context_tokens=0)
+    worker.span("forward", 3, 4)
+    assert report(tmp_path, [worker]).seconds == pytest.approx(0.009)
 
 
 def test_the_ten_slowest_come_first(tmp_path: Path) -> None:

@@ -107,6 +107,12 @@ class Trace:
     notes: tuple[str, ...] = ()
     """What was missing or could not be read, a sentence each."""
 
+    @property
+    def end(self) -> int:
+        """When the last span ends, in nanoseconds; the last of a row may be within a longer one."""
+        rows = (row for process in self.processes for row in process.rows)
+        return max((span.end for row in rows for span in row.spans), default=0)
+
 
 def arguments(args: bytes) -> Mapping[str, Any]:
     """What is said of an event."""

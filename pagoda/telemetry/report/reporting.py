@@ -37,7 +37,7 @@ def report_of(trace: Trace) -> Report:
     busy = {engine.pid: _busy(engine, workers, engines) for engine in engines}
     reported = [worker_report(worker, engines_of(worker, engines)) for worker in workers]
     return Report(
-        seconds=_end(trace) / 1e9,
+        seconds=trace.end / 1e9,
         began_ns=trace.began_ns,
         processes=tuple(process.name for process in trace.processes),
         requests=tuple(requests),
@@ -48,12 +48,6 @@ def report_of(trace: Trace) -> Report:
         workers=tuple(it for it in reported if it is not None),
         notes=trace.notes,
     )
-
-
-def _end(trace: Trace) -> int:
-    ends = [row.spans[0].end for it in trace.processes for row in it.rows if row.spans]
-    ends += [row.spans[-1].end for it in trace.processes for row in it.rows if row.spans]
-    return max(ends, default=0)
 
 
 def _busy(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,7 +9,7 @@ from itertools import pairwise
 import msgspec
 
 from pagoda.telemetry.merge.model import Process, Row, Span, Trace
-from pagoda.telemetry.merge.steps import Step
+from pagoda.telemetry.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.telemetry.report.data import Phase, RequestReport, parts_of
 from pagoda.telemetry.report.intervals import Interval, covered, length, union
 from pagoda.telemetry.report.reasons import Evidence, reasons_of
@@ -29,8 +28,6 @@ PARTS = (
 """Of a request's time, in the order in which they are shown."""
 _COMPUTING = ("prefill", "decode")
 _PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
-
-StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -56,20 +53,11 @@ def request_reports(
     trace: Trace, steps: Mapping[int, Sequence[Step]]
 ) -> Iterator[tuple[RequestReport, list[float]]]:
     """Each request of which the whole was seen, and the times between its tokens where these were traced."""
-    by_row = _by_row(steps)
+    by_row = steps_by_row(steps)
     for request, seen in _seen(trace).items():
         whole = next((span for span in seen.outer.spans if span.name == "request"), None)
         if whole is not None:
             yield _report(request, whole, seen, by_row), _token_times(seen.outer)
-
-
-def _by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
-    index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
-    for pid, found in steps.items():
-        for step in found:
-            for tid in step.told.rows:
-                index[pid, tid].append(step)
-    return index
 
 
 def _seen(trace: Trace) -> dict[str, _Seen]:
