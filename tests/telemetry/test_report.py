@@ -13,7 +13,7 @@ from scripted_server import MODEL, Life, ScriptedProcess, serve
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.chrome import write_chrome_trace
 from pagoda.telemetry.report.data import Part, Report, RequestReport
-from pagoda.telemetry.report.intervals import covered, length, union
+from pagoda.telemetry.report.intervals import covered, length, union, within, without
 from pagoda.telemetry.report.reasons import seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
 
@@ -85,6 +85,40 @@ def test_a_step_behind_another_is_not_ipc(tmp_path: Path) -> None:
         "behind other steps": 8.0,
         "IPC": 4.0,
     }
+
+
+def test_a_wait_for_the_stage_before_is_no_work(tmp_path: Path) -> None:
+    frontend, engine, _ = serve([])
+    stages = [ScriptedProcess(f"worker dp0 tp0 pp{number}", f"w{number}") for number in range(2)]
+    for stage in stages:
+        stage.compare_clock(engine)
+    first, second = stages
+    row = engine.open_row("steps 0")
+    engine.span("step", 0.0, 10.0, row, step=0, rows=[], tokens=[])
+    first.span("step", 1.0, 5.0, step=0, tokens=1, seqs=1, context_tokens=1)
+    first.span("forward", 1.0, 5.0)
+    second.span("step", 0.5, 9.0, step=0, tokens=1, seqs=1, context_tokens=1)
+    second.span("await stage", 0.5, 5.5)
+    second.span("forward", 5.5, 9.0)
+    found = report(tmp_path, [frontend, engine, *stages])
+    (reported,) = found.engines
+    assert milliseconds(reported.steps) == {"in the worker": 7.5, "IPC": 2.5}
+    assert milliseconds(found.workers[1].parts) == {"forward": 3.5, "await stage": 5.0}
+    times = {it.name: it for it in found.percentiles}["step, in the worker"]
+    assert (times.p50, times.p99) == (pytest.approx(0.0035), pytest.approx(0.004))
+
+
+@pytest.mark.parametrize("mark", ["cut", "lost"])
+def test_steps_without_an_end_do_not_count(tmp_path: Path, mark: str) -> None:
+    frontend, engine, worker = serve([ALONE])
+    row = engine.open_row("steps 2")
+    engine.span("step", 41.0, 900.0, row, step=4, rows=[], tokens=[], **{mark: True})
+    found = report(tmp_path, [frontend, engine, worker])
+    (reported,) = found.engines
+    assert reported.num_steps == 4
+    assert milliseconds(reported.steps) == {"in the worker": 36.0, "IPC": 2.4}
+    times = {it.name: it for it in found.percentiles}["step, in the engine"]
+    assert (times.count, times.p99) == (4, pytest.approx(0.0096))
 
 
 def test_forward_passes_are_held_against_what_they_had_to_read(tmp_path: Path) -> None:
@@ -282,3 +316,7 @@ def test_intervals_are_sets_of_moments(
     together = union(intervals)
     assert length(together) == len(moments)
     assert covered(together, start, end) == len(moments & set(range(start, end)))
+    left = [*without((start, end), within(together, start, end))] if start < end else []
+    assert {at for begin, stop in left for at in range(begin, stop)} == (
+        set(range(start, end)) - moments
+    )

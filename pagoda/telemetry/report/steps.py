@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean as mean
 
@@ -19,7 +19,7 @@ from pagoda.telemetry.report.data import (
     WorkerReport,
     parts_of,
 )
-from pagoda.telemetry.report.intervals import Interval, covered, length, union
+from pagoda.telemetry.report.intervals import Interval, covered, length, union, within, without
 
 _LOOP = ("schedule", "submit", "update", "send")
 _PHASES = ("prepare", "forward", "sample", "await stage")
@@ -56,21 +56,44 @@ class _Batch(msgspec.Struct, frozen=True):
     context_tokens: int = 0
 
 
+def working(worker: Process) -> list[Interval]:
+    """When the worker was in a step, but for its waits for the stage of a pipeline before it."""
+    waits = union(_times(worker, "await stage"))
+    steps = step_times(worker)
+    return union(part for step in steps for part in without(step, within(waits, *step)))
+
+
+def step_times(worker: Process) -> Iterator[Interval]:
+    """Of each step in the worker, waits and all."""
+    return _times(worker, "step")
+
+
+def _times(worker: Process, name: str) -> Iterator[Interval]:
+    spans = worker.main.spans if worker.main is not None else []
+    return ((span.start, span.end) for span in spans if span.name == name)
+
+
 def engine_report(
-    engine: Process, steps: Sequence[Step], workers: Sequence[Interval]
+    engine: Process, steps: Sequence[Step], workers: Mapping[int, Sequence[Interval]]
 ) -> EngineReport:
-    """`workers`: when any worker of this engine was in a step."""
+    """`workers`: when each worker of this engine was working, by its `pid`."""
     main = engine.main.spans if engine.main is not None else []
     present = _present(engine)
     loop = {name: sum(it.end - it.start for it in main if it.name == name) / 1e9 for name in _LOOP}
+    steps = [step for step in steps if step.is_whole]
+    busy = union(it for intervals in workers.values() for it in intervals)
     whole = own = waited = 0
     for step in steps:
         span = step.place.span
         whole += span.end - span.start
-        mine = union((it.span.start, it.span.end) for it in step.workers)
+        mine = union(
+            part
+            for it in step.workers
+            for part in within(workers.get(it.pid, ()), it.span.start, it.span.end)
+        )
         in_own = covered(mine, span.start, span.end)
         own += in_own
-        waited += covered(workers, span.start, span.end) - in_own
+        waited += covered(busy, span.start, span.end) - in_own
     parts = {
         "in the worker": own / 1e9,
         "behind other steps": waited / 1e9,
