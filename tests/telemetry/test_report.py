@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import MODEL, Life, ScriptedProcess, serve
 
+from pagoda.cli.trace_tables import tables_of
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.report.data import Part, Report, RequestReport
+from pagoda.telemetry.report.data import Limits, Part, Report, RequestReport
 from pagoda.telemetry.report.intervals import covered, length, union, within, without
 from pagoda.telemetry.report.reasons import seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
@@ -206,11 +207,139 @@ def test_percentiles_are_times_that_were_measured(tmp_path: Path) -> None:
 
 
 def test_tokens_are_timed_where_they_were_traced(tmp_path: Path) -> None:
+    """The first one has no span of its own: it is where another ends, at 14 ms."""
     processes = serve([ALONE])
-    for number in range(4):
+    for number in range(1, 4):
         processes[0].span("token", 14.0 + 5 * number, 14.5 + 5 * number, 1)
-    found = {it.name: it for it in report(tmp_path, processes).percentiles}
-    assert (found["between tokens"].count, found["between tokens"].p50) == (3, pytest.approx(0.005))
+    found = {it.name: it for it in report(tmp_path, processes).percentiles}["between tokens"]
+    assert (found.count, found.p50, found.p99) == (
+        3,
+        pytest.approx(0.005),
+        pytest.approx(0.0055),
+    )
+
+
+def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_seen(
+    tmp_path: Path,
+) -> None:
+    frontend, engine = processes = _traced_late()
+    row = engine.open_row("request one")
+    engine.span("decode", 1000, 1999, row)
+    engine.span("request", 1000, 1999, row, **FIGURES, preemptions=0, finish_reason="")
+    steps = engine.open_row("steps 0")
+    for number in range(9):
+        at = 1000.0 + 111 * number
+        engine.span("step", at, at + 111, steps, step=number, rows=[row], tokens=[1])
+    top = frontend.open_row("request one")
+    frontend.span("prepare", 0, 2, top)
+    frontend.span("first token", 2, 20, top)
+    frontend.span("stream", 20, 2000, top)
+    for at in (1111, 1222):
+        frontend.span("token", at - 1, at, top)
+    frontend.span("request", 0, 2000, top, **FIGURES, finish_reason="length")
+    found = report(tmp_path, processes)
+    request = only(found)
+    assert milliseconds(request.parts) == {
+        "HTTP, prepare": 2.0,
+        "before the trace": 998.0,
+        "decode": 999.0,
+        "after the trace": 1.0,
+    }
+    assert request.reasons == (
+        "9 tokens took 111 ms each",
+        "ran for 998 ms before the trace began",
+    )
+    assert [it.name for it in request.phases] == ["before the trace", "decode"]
+    times = {it.name: it for it in found.percentiles}
+    assert times["end to end"].p50 == pytest.approx(2.0)
+    assert times["time to first token"].p50 == pytest.approx(0.02)
+    assert times["between tokens"].count == 1
+    assert "in the queue" not in times
+
+
+def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
+    frontend, engine = processes = _traced_late()
+    row = engine.open_row("request one")
+    engine.span("queued", 1003, 1010, row)
+    engine.span("prefill", 1010, 1500, row)
+    engine.span("request", 1003, 1500, row, **FIGURES, preemptions=0, finish_reason="")
+    top = frontend.open_row("request one")
+    frontend.span("prepare", 1001, 1002, top)
+    frontend.span("waiting", 1002, 1600, top)
+    frontend.span("request", 1001, 1600, top, **FIGURES, finish_reason="")
+    found = report(tmp_path, processes)
+    assert only(found).is_running
+    assert only(found).first_token is None
+    assert milliseconds(only(found).parts) == {
+        "HTTP, prepare": 1.0,
+        "queued": 7.0,
+        "prefill": 490.0,
+        "between processes": 1.0,
+        "after the trace": 100.0,
+    }
+    assert found.slowest == ()
+    times = {it.name: it.count for it in found.percentiles}
+    assert times == {"in the queue": 1}
+    tables = tables_of(found, Limits())
+    assert tables[0].title == "1 requests, 1 of them still running"
+
+
+FIGURES = {"request": "one", "prompt_tokens": 8, "cached_tokens": 0, "output_tokens": 200}
+
+
+def _traced_late() -> tuple[ScriptedProcess, ScriptedProcess]:
+    """A frontend and an engine, of which a trace began after a second."""
+    frontend = ScriptedProcess("frontend", "f", began_ms=999)
+    engine = ScriptedProcess("engine dp0", "e", began_ms=1000)
+    engine.compare_clock(frontend)
+    return frontend, engine
+
+
+@pytest.mark.parametrize(
+    ("phases", "preemptions", "expected"),
+    [
+        (
+            ("decode", "preempted", "waiting for KV", "queued", "prefill", "decode"),
+            1,
+            "preempted once: 30 ms until it ran again, 10 ms to compute again",
+        ),
+        (
+            ("preempted", "prefill", "decode", "preempted", "prefill", "preempted", "prefill"),
+            2,
+            "preempted twice: 30 ms until it ran again, 30 ms to compute again",
+        ),
+        (
+            ("decode", "recovering", "waiting for KV", "recovering", "prefill", "decode"),
+            0,
+            "a worker was lost once: 30 ms until it ran again, 10 ms to compute again",
+        ),
+        (
+            ("decode", "recovering", "queued", "prefill", "recovering", "decode"),
+            0,
+            "a worker was lost twice: 30 ms until it ran again, 10 ms to compute again",
+        ),
+        (("preempted", "decode"), 0, "preempted once: 10 ms until it ran again, 0 µs to compute"),
+    ],
+)
+def test_interruptions_are_counted_once(
+    tmp_path: Path, phases: tuple[str, ...], preemptions: int, expected: str
+) -> None:
+    """Each phase takes 10 ms. Waits for KV and in the queue are part of what they came with."""
+    frontend, engine = ScriptedProcess("frontend", "f"), ScriptedProcess("engine dp0", "e")
+    engine.compare_clock(frontend)
+    row, top = engine.open_row("request one"), frontend.open_row("request one")
+    for number, name in enumerate(phases):
+        engine.span(name, 10 * number, 10 * number + 10, row)
+    end = 10 * len(phases)
+    ended = {**FIGURES, "finish_reason": "length"}
+    engine.span("request", 0, end, row, **ended, preemptions=preemptions)
+    frontend.span("request", 0, end, top, **ended)
+    (told,) = [
+        it
+        for it in only(report(tmp_path, [frontend, engine])).reasons
+        if it.startswith(("preempted", "a worker"))
+    ]
+    assert told.startswith(expected)
 
 
 @pytest.mark.parametrize(

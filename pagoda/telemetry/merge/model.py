@@ -62,6 +62,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     clock: ClockSource = "main"
     descriptions: dict[str, Any] = {}
     """What its events refer to, such as `forward_ops`."""
+    began: tuple[int, ...] = ()
+    """When tracing began in it, each time that it did; before 0 where nothing happened at first."""
 
     @property
     def storey(self) -> str:

@@ -38,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One request, from its arrival to its last byte."""
+    """One request, from its arrival to its last byte, or until tracing ended."""
 
     request: str
     arrived: float
@@ -52,12 +52,23 @@ class RequestReport:
     cached_tokens: int
     output_tokens: int
     preemptions: int
+    finish_reason: str
+    """Empty if it still ran when tracing ended."""
     parts: tuple[Part, ...]
     phases: tuple[Phase, ...]
     detokenize: float
     write: float
     """Both while the engine goes on, so they are no part of the time beside it."""
     reasons: tuple[str, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        return not self.finish_reason
+
+    @property
+    def took(self) -> dict[str, float]:
+        """Seconds by part."""
+        return {part.name: part.seconds for part in self.parts}
 
 
 @dataclass(frozen=True)
