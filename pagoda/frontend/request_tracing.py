@@ -75,9 +75,11 @@ class AnswerRows:
         row = self._rows.pop(record.request_id, None)
         if row is None:
             return
-        if row.first_token_ns is None:
+        if row.first_token_ns is None and record.first_token_ns is not None:
             self._end_first_token(record, row, ended)
-        if row.first_token_ns is not None:
+        if row.first_token_ns is None:
+            self._tracer.span("waiting", record.started_ns, row=row.number, ended=ended)
+        else:
             self._tracer.span("stream", row.first_token_ns, row=row.number, ended=ended)
         args: dict[str, Any] = {
             "request": record.request_id,
