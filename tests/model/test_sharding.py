@@ -120,6 +120,17 @@ def test_a_forward_pass_reads_all_weights_but_the_tables(tied: bool) -> None:
     assert sum(part.flops_per_token() for part in parts) == everything.flops_per_token()
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_ranks_share_the_bytes_of_experts(expert_parallel: bool) -> None:
+    config = parse_model_config(PRESETS["mixtral-8x7b"] | {"num_hidden_layers": 2}, source="test")
+    everything = whole(config).expert_bytes(None, 2)
+    assert everything == 2 * 2 * 8 * 3 * config.hidden_size * 14336
+    parallel = ParallelConfig(tensor_parallel_size=4, expert_parallel=expert_parallel)
+    ranks = [shard_of(config, parallel, place) for place in parallel.places(0)]
+    assert [it.expert_bytes(None, 2) for it in ranks] == [everything // 4] * 4
+    assert whole(model()).expert_bytes(None, 2) == 0
+
+
 def _cost(config: ModelConfig, layers: range) -> int:
     head = config.head.outputs * config.head.inputs if layers.stop == config.num_layers else 0
     return head + sum(config.weights_per_token(layer) for layer in layers)
