@@ -19,12 +19,16 @@ class ConfigError(PagodaError):
 class InvalidRequestError(PagodaError, ValueError):
     """A request is refused at the door.
 
-    `param` is the name of the field at fault, as the client spells it, or None for the body as a whole.
+    `param` is the name of the field at fault, as the client spells it, or None for the body as a whole. `kind` is
+    one word of a few, by which operators count them.
     """
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, kind: str = "invalid_value"
+    ) -> None:
         super().__init__(message)
         self.param = param
+        self.kind = kind
 
 
 class OverloadedError(PagodaError):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pagoda.frontend.request_book import RequestRecord
+from pagoda.frontend.request_book import Growth, RequestRecord
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ class AnswerLog:
     def began(self, record: RequestRecord) -> None:
         pass
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         pass
 
     def ended(self, record: RequestRecord) -> None:

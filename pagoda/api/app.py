@@ -26,7 +26,7 @@ from pagoda.api import hosts, info, live, page
 from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
-from pagoda.api.errors import ApiError, as_api_error, unavailable
+from pagoda.api.errors import CLIENTS_NAME, ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
 from pagoda.api.request_metrics import Refusal
@@ -65,10 +65,15 @@ OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"
 """Answered without an API key: whoever watches a server need not be allowed to use it, and the page asks for
 the key itself."""
 
+STREAMS = frozenset({"/v1/live"})
+"""Do not end by themselves, so that there is nothing to say of them to HEAD."""
+
 CONNECTION_IDLE_S = 75.0
 """A connection without a complete request for this long is closed."""
 
 _ARRIVED = web.RequestKey("arrived_ns", int)
+_QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
+"""Asked for again and again by programs: that they are answered is no news."""
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -106,7 +111,7 @@ def make_server(service: Service) -> ApiServer:
 
     return ApiServer(
         handle,
-        lambda status: service.request_metrics.refused(Refusal("", status, "")),
+        lambda error: service.request_metrics.refused(Refusal("", error.status, error.kind)),
         lambda: service.book.clock_ns(),
         request_factory=make_request,
         handler_cancellation=True,
@@ -118,7 +123,9 @@ def make_server(service: Service) -> ApiServer:
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
     call = _call(http, service)
     began = time.monotonic()
-    status = 499
+    # Nobody is left to be told; a page that is closed has all that it asked for.
+    status = 200 if call.origin.route == "/v1/live" else 499
+    answer: ApiError | None = None
     try:
         response = await _dispatch(call)
         status = response.status
@@ -133,20 +140,38 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
-        refusal = Refusal(call.origin.route, status, answer.code or "")
-        service.request_metrics.refused(refusal)
+        service.request_metrics.refused(Refusal(call.origin.route, status, answer.kind))
         return call.error(answer)
     finally:
         if not call.origin.num_answers:  # else each of them has a line of its own
-            _log_access(call, status, time.monotonic() - began)
+            _log_access(call, status, answer, time.monotonic() - began)
 
 
-def _log_access(call: Call, status: int, duration_s: float) -> None:
-    path = call.http.raw_path[:_MAX_LOGGED_PATH_CHARS]
-    fields = {"method": call.http.method, "path": path, "status": status}
-    extra = {"request_id": call.request_id, "fields": fields}
-    level = logging.DEBUG if call.origin.route == "/ui/*" else logging.INFO  # a score for each page
-    _log.log(level, "%s %s %d %.3f s", call.http.method, path, status, duration_s, extra=extra)
+def _log_access(call: Call, status: int, error: ApiError | None, duration_s: float) -> None:
+    """Without the sentence of an error, which may quote the client."""
+    # Nor the query, in which a client may have put a key or a prompt.
+    path = call.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
+    is_quiet = status < 400 and call.origin.route in _QUIET_ROUTES
+    kind = error.kind if error else ""
+    param = error.param if error and kind not in CLIENTS_NAME else None
+    fields = {
+        "method": call.http.method,
+        "path": path,
+        "status": status,
+        "code": kind or None,
+        "param": param,
+        "key": call.origin.key or None,
+        "duration_ms": round(duration_s * 1e3, 2),
+    }
+    words = [
+        f"{name} {fields[name]}" for name in ("code", "param", "key") if fields[name] is not None
+    ]
+    _log.log(
+        logging.DEBUG if is_quiet else logging.INFO,
+        "%s",
+        ", ".join([f"{call.http.method} {path} {status} {duration_s:.3f} s", *words]),
+        extra={"request_id": call.request_id, "fields": fields},
+    )
 
 
 def _call(http: web.BaseRequest, service: Service) -> Call:
@@ -171,7 +196,8 @@ async def _dispatch(call: Call) -> web.StreamResponse:
     methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
-    method = "GET" if call.http.method == "HEAD" else call.http.method
+    is_head = call.http.method == "HEAD" and route not in STREAMS
+    method = "GET" if is_head else call.http.method
     if method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(
@@ -254,11 +280,11 @@ class ApiServer(web.Server):
     def __init__(
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        refused: Callable[[int], None],
+        refused: Callable[[ApiError], None],
         clock_ns: Callable[[], int],
         **options: Any,
     ) -> None:
-        """`refused` is told of each such error, by its status. `clock_ns` tells when a request arrives."""
+        """`refused` is told of each such error. `clock_ns` tells when a request arrives."""
         super().__init__(handler, **options)
         self._refused = refused
         self._clock_ns = clock_ns
@@ -272,7 +298,7 @@ class _Connection(web.RequestHandler):
 
     def __init__(
         self,
-        refused: Callable[[int], None],
+        refused: Callable[[ApiError], None],
         clock_ns: Callable[[], int],
         *arguments: Any,
         **options: Any,
@@ -313,12 +339,12 @@ class _Connection(web.RequestHandler):
         elif status == 400 and "headers" in (message or "").lower():
             error = ApiError(431, "The request has too many headers.")
         elif status < 500:
-            error = ApiError(status, "The request is not valid HTTP.")
+            error = ApiError(status, "The request is not valid HTTP.", word="invalid_http")
         else:
             if not isinstance(exc, ConnectionError):  # a client that went away is no failure
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
-        self._refused(error.status)
+        self._refused(error)
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"
         )

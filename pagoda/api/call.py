@@ -69,7 +69,8 @@ class Call:
         except web.HTTPRequestEntityTooLarge:
             raise too_long from None
         except web.RequestPayloadError as error:
-            raise ApiError(400, f"The body cannot be read: {error}.") from None
+            message = f"The body cannot be read: {error}."
+            raise ApiError(400, message, word="invalid_body") from None
         except TimeoutError:
             raise ApiError(
                 408, f"The body did not arrive within {config.body_timeout_s:.0f} s."

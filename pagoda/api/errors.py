@@ -25,6 +25,21 @@ _TYPES = {
 }
 
 
+_KINDS = {
+    400: "invalid_value",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
+    413: "body_too_long",
+    431: "headers_too_long",
+    500: "internal_error",
+}
+
+CLIENTS_NAME = frozenset(("unknown_field", "duplicate_field"))
+"""Kinds of errors whose `param` is no field of the API, but whatever a client has made up."""
+
+
 @dataclass
 class ApiError(Exception):
     """An answer that is an error: a status, one sentence, and what it is about."""
@@ -34,6 +49,13 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    word: str = ""
+    """Its kind, where neither the code nor the status says it."""
+
+    @property
+    def kind(self) -> str:
+        """One word of a few, for operators. Clients know them by `code`, which is only what the OpenAI API has."""
+        return self.code or self.word or _KINDS.get(self.status, "")
 
     def body(self) -> dict[str, object]:
         """The OpenAI error object."""
@@ -60,7 +82,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case PromptTooLongError():
             return ApiError(400, str(error), error.param, "context_length_exceeded")
         case InvalidRequestError():
-            return ApiError(400, str(error), error.param)
+            return ApiError(400, str(error), error.param, word=error.kind)
         case OverloadedError():
             headers = {"Retry-After": str(error.retry_after_s)}
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)

@@ -25,7 +25,6 @@ from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.api.vllm_names import aliases_of
 from pagoda.engine.messages import LoadReport
-from pagoda.frontend.totals import num_engine_restarts
 from pagoda.version import __version__
 
 _PREFIX = "pagoda_"
@@ -94,9 +93,16 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         for reason, count in counts.items():
             finished.add_metric([model, key, reason], count)
     yield finished
+    longest_wait = GaugeMetricFamily(
+        f"{_PREFIX}longest_wait_seconds",
+        "How long the request that waits longest for its first token has done so; 0 if none does.",
+        labels=["model_name"],
+    )
+    longest_wait.add_metric([model], snapshot.longest_wait_s)
+    yield longest_wait
     errors = CounterMetricFamily(
         f"{_PREFIX}http_errors_total",
-        "Requests that were answered with an error, by route, status and the code of the error.",
+        "Requests that were answered with an error, by route, status and the kind of the error.",
         labels=["route", "status", "code"],
     )
     for refusal, count in sorted(requests.refusals.items()):
@@ -228,7 +234,7 @@ def _of_all_replicas(model: str, report: LoadReport) -> Iterator[Metric]:
     )
     for replica in report.replicas:
         ready.add_metric([model, replica.name], replica.state == "ready")
-        restarts.add_metric([model, replica.name], num_engine_restarts(replica))
+        restarts.add_metric([model, replica.name], replica.num_losses)
     yield ready
     yield restarts
     unplaced = GaugeMetricFamily(

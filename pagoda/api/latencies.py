@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import msgspec
 
-from pagoda.frontend.request_book import RequestRecord
+from pagoda.frontend.request_book import Growth, RequestRecord
 
 _PER_DOUBLING = 16
 """Counts for each doubling of a time; it is known to 4 %."""
@@ -23,8 +23,8 @@ class Percentiles(msgspec.Struct, frozen=True):
     count: int
 
 
-class Histogram:
-    """How often which time was seen."""
+class TimeCounts:
+    """How often which time was seen, to 4 % whatever it is."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -32,7 +32,7 @@ class Histogram:
     def add(self, time_ns: float, count: int = 1) -> None:
         self._counts[round(math.log2(max(time_ns, 1.0)) * _PER_DOUBLING)] += count
 
-    def join(self, other: Histogram) -> None:
+    def join(self, other: TimeCounts) -> None:
         self._counts.update(other._counts)
 
     def percentiles(self) -> Percentiles | None:
@@ -59,19 +59,16 @@ class Latencies:
         """Percentiles are of so many windows together."""
         self.num_tokens = 0
         """Generated since the start."""
-        self._ttft = deque([Histogram()], maxlen=num_windows)
-        self._itl = deque([Histogram()], maxlen=num_windows)
+        self._ttft = deque([TimeCounts()], maxlen=num_windows)
+        self._itl = deque([TimeCounts()], maxlen=num_windows)
 
     def began(self, record: RequestRecord) -> None:
         """Nothing is known yet."""
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
-        self.num_tokens += num_tokens
-        waited_ns = (record.last_token_ns or since_ns) - since_ns
-        if record.num_output_tokens == num_tokens:
-            self._ttft[-1].add(waited_ns)
-        else:
-            self._itl[-1].add(waited_ns / num_tokens, num_tokens)
+    def grew(self, record: RequestRecord, growth: Growth) -> None:  # noqa: ARG002
+        self.num_tokens += growth.num_tokens
+        windows = self._ttft if growth.is_first else self._itl
+        windows[-1].add(growth.waited_ns)
 
     def ended(self, record: RequestRecord) -> None:
         """All has been said."""
@@ -79,13 +76,13 @@ class Latencies:
     def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:
         """TTFT and ITL of the windows that are kept; a new one begins."""
         answer = _all(self._ttft), _all(self._itl)
-        self._ttft.append(Histogram())
-        self._itl.append(Histogram())
+        self._ttft.append(TimeCounts())
+        self._itl.append(TimeCounts())
         return answer
 
 
-def _all(windows: deque[Histogram]) -> Percentiles | None:
-    joined = Histogram()
+def _all(windows: deque[TimeCounts]) -> Percentiles | None:
+    joined = TimeCounts()
     for window in windows:
         joined.join(window)
     return joined.percentiles()

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from pagoda.api.call import Call
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.sampler import Snapshot, live_answers
+from pagoda.api.sampler import LiveSnapshot, live_answers
 from pagoda.api.sse import EventStream, event
 
 
@@ -22,7 +22,7 @@ async def live(call: Call) -> web.StreamResponse:
     endpoint = service.ready_generator().endpoint
 
     async def send(stream: EventStream) -> None:
-        snapshots = cast(AsyncGenerator[Snapshot, None], service.sampler.watch(endpoint))
+        snapshots = cast(AsyncGenerator[LiveSnapshot, None], service.sampler.watch(endpoint))
         async with aclosing(snapshots):
             async for snapshot in snapshots:
                 server = {
@@ -44,13 +44,18 @@ async def list_requests(call: Call) -> web.StreamResponse:
 
 
 async def cancel_request(call: Call) -> web.StreamResponse:
-    """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far."""
+    """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far.
+
+    The id of an answer is chosen here, and ends it whoever asked for it. The name of a request is chosen by its
+    client, and another client may have chosen the same: it means those that came with the same key.
+    """
     generator = call.service.ready_generator()
     wanted = call.path_argument
     found = [
         record.request_id
         for record in list(call.service.book.live.values())
-        if wanted in (record.request_id, record.origin.name)
+        if wanted == record.request_id
+        or (record.origin.name == wanted and record.origin.key == call.key_name)
     ]
     if not found:
         raise ApiError(

@@ -23,6 +23,8 @@ class Snapshot(NamedTuple):
 
     model_name: str
     requests: RequestFigures
+    longest_wait_s: float
+    """Of a request that has no token yet."""
     own_memory: ProcessMemory | None
     report: LoadReport | None
     """None while there is nothing that could report."""
@@ -62,6 +64,7 @@ async def _snapshot(service: Service) -> Snapshot:
     return Snapshot(
         service.config.served_model_name,
         service.request_metrics.figures(),
+        service.book.longest_wait_ns() / 1e9,
         own_memory(service),
         report,
         limits,

@@ -193,11 +193,12 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     except InvalidRequestError:
         raise
     except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply.") from None
+        raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
     except UnicodeDecodeError:
-        raise InvalidRequestError("the body is not valid UTF-8.") from None
+        raise InvalidRequestError("the body is not valid UTF-8.", kind="invalid_json") from None
     except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}.") from None
+        message = f"the body is not valid JSON: {error}."
+        raise InvalidRequestError(message, kind="invalid_json") from None
     return parsed
 
 
@@ -205,7 +206,8 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
     names: set[str] = set()
     for name, _ in pairs:
         if name in names:
-            raise InvalidRequestError(f"{name!r} is given twice in one object.", param=name)
+            message = f"{name!r} is given twice in one object."
+            raise InvalidRequestError(message, param=name, kind="duplicate_field")
         names.add(name)
 
 
@@ -214,11 +216,14 @@ def _invalid_field(message: str) -> InvalidRequestError:
     place = _PLACE.search(message)
     path = place["path"] if place else ""
     reason = message[: place.start()] if place else message
-    for pattern, rule in ((_UNKNOWN, "is not a known field"), (_MISSING, "is missing")):
+    for pattern, rule, kind in (
+        (_UNKNOWN, "is not a known field", "unknown_field"),
+        (_MISSING, "is missing", "missing_field"),
+    ):
         found = pattern.match(reason)
         if found:
             param = f"{path}.{found['name']}" if path else found["name"]
-            return InvalidRequestError(f"{param} {rule}.", param=param)
+            return InvalidRequestError(f"{param} {rule}.", param=param, kind=kind)
     reason = reason.replace("`", "")
     return InvalidRequestError(
         f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}.", param=path or None
@@ -232,9 +237,11 @@ def _check_neutral(body: GenerationFields) -> None:
             type(value) is type(same) and value == same for same in neutral
         ):
             hint = f" other than {neutral[0]!r}" if neutral else ""
-            raise InvalidRequestError(f"{name}{hint} is not supported yet.", param=name)
+            message = f"{name}{hint} is not supported yet."
+            raise InvalidRequestError(message, param=name, kind="not_supported")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequestError("best_of other than n is not supported.", param="best_of")
+        message = "best_of other than n is not supported."
+        raise InvalidRequestError(message, param="best_of", kind="not_supported")
     if body.priority is not None and abs(body.priority) > MAX_PRIORITY:
         raise InvalidRequestError(
             f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.engine.messages import FinishReason
-from pagoda.frontend.request_book import RequestRecord
+from pagoda.frontend.request_book import REFUSED, Growth, RequestRecord
 from pagoda.telemetry.histogram import Histogram, total
 
 # The bounds are those of vLLM, so that figures of both can be laid side by side.
@@ -30,7 +30,6 @@ _TOKENS = tuple(
     float(digit * 10**power) for power in range(7) for digit in (1, 2, 5) if power < 6 or digit == 1
 )
 
-REFUSED = "refused"
 FINISH_REASONS = (*(str(reason) for reason in FinishReason), REFUSED)
 _COMPLETE = frozenset((str(FinishReason.STOP), str(FinishReason.LENGTH)))
 
@@ -54,7 +53,7 @@ HISTOGRAMS = {
         "From the arrival of a request to the end of its answer.", _REQUEST_S
     ),
     "request_queue_time_seconds": HistogramKind(
-        "How long a request waited in an engine before its first step.", _REQUEST_S
+        "How long a request waited before its first step, for an engine and in it.", _REQUEST_S
     ),
     "request_prefill_time_seconds": HistogramKind(
         "From the first step of a request to the first token of its answer.", _REQUEST_S
@@ -65,7 +64,7 @@ HISTOGRAMS = {
     "request_prompt_tokens": HistogramKind("Tokens of a prompt.", _TOKENS),
     "request_generated_tokens": HistogramKind("Tokens of an answer.", _TOKENS),
 }
-"""Times of whole requests are those of complete answers; the tokens of all that an engine took count."""
+"""docs/metrics.md says of which requests each of them is."""
 
 
 class _KeyFigures:
@@ -115,7 +114,7 @@ class Refusal(NamedTuple):
     """As in the table of routes; empty for what is none, or did not get that far."""
     status: int
     code: str
-    """Of the error object; empty if it has none."""
+    """Of the error object, or another word for its kind."""
 
 
 class RequestFigures(NamedTuple):
@@ -144,12 +143,10 @@ class RequestMetrics:
         if record.origin.key not in self._by_key:
             self._by_key[record.origin.key] = _KeyFigures()
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
-        del num_tokens
-        now = record.last_token_ns or since_ns
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         figures = self._by_key[record.origin.key]
-        histogram = figures.first_token if now == record.first_token_ns else figures.next_token
-        histogram.observe((now - since_ns) / 1e9)
+        histogram = figures.first_token if growth.is_first else figures.next_token
+        histogram.observe(growth.waited_ns / 1e9)
 
     def ended(self, record: RequestRecord) -> None:
         self._by_key[record.origin.key].end(record)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections import deque
 from collections.abc import AsyncIterator
 from itertools import islice
 
 import msgspec
 
 from pagoda.api.latencies import Latencies, Percentiles
+from pagoda.api.progress import Growth, Progress
 from pagoda.engine.messages import LoadReport, ReplicaLoad, StepBin, StepNews
 from pagoda.errors import EngineDeadError
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.request_book import RequestBook, RequestRecord
 
+_log = logging.getLogger(__name__)
+
 INTERVAL_S = 1.0
 WINDOW_S = 10
-"""Percentiles are of the last so many seconds."""
+"""Percentiles and the share of prefix hits are of the last so many seconds."""
 MAX_ANSWERS = 200
 """Told one by one; the oldest ones."""
 MAX_REPLICAS = 256
@@ -63,18 +68,16 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int | None = None
     num_blocks: int | None = None
     num_used_blocks: int | None = None
+    num_cached_blocks: int | None = None
     step_time_ms: float | None = None
-    num_restarts: int | None = None
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One second of a server."""
+class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One second of a server. Rates are None in the first one: nothing came before it."""
 
-    time_s: float
-    """On a clock of the server's own, which begins anew with it."""
-    prompt_tokens_per_s: float
+    prompt_tokens_per_s: float | None
     """Taken up by engines, with those whose KV was there already."""
-    output_tokens_per_s: float
+    output_tokens_per_s: float | None
     """Generated for clients of this server."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
@@ -82,14 +85,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_awaiting_kv: int
     prefix_hit_rate: float | None
-    """Of the prompt tokens of this second; None if there were none."""
-    total_prefix_hit_rate: float | None
-    """Of all since the engines started."""
+    """Of the prompt tokens of the last seconds; None if there were none."""
     num_preemptions: int
     num_restarts: int
+    """Of workers and engines. Neither this nor preemptions fall while the server runs."""
     tiers: list[TierState]
     """The device first."""
     num_replicas: int
+    """With those that are not among `replicas`."""
     replicas: list[ReplicaState]
     num_answers: int
     answers: list[LiveAnswer]
@@ -102,10 +105,11 @@ class Sampler:
 
     def __init__(self, book: RequestBook) -> None:
         self._book = book
+        self._progress = Progress()
         self._feed: _Feed | None = None
         self._closed = False
 
-    async def watch(self, endpoint: Endpoint) -> AsyncIterator[Snapshot]:
+    async def watch(self, endpoint: Endpoint) -> AsyncIterator[LiveSnapshot]:
         """The first one at once, if nobody else watches; ends when the sampler is closed or `endpoint` has ended.
 
         A watcher that takes its time misses snapshots.
@@ -113,7 +117,7 @@ class Sampler:
         if self._closed:
             return
         if self._feed is None:
-            self._feed = _Feed(endpoint, self._book)
+            self._feed = _Feed(_View(endpoint, self._book, self._progress))
         feed = self._feed
         feed.num_watchers += 1
         try:
@@ -136,15 +140,17 @@ class Sampler:
 class _Feed:
     """What all who watch at the same time are shown."""
 
-    def __init__(self, endpoint: Endpoint, book: RequestBook) -> None:
+    def __init__(self, view: _View) -> None:
         self.num_watchers = 0
-        self.next: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
+        self.next: asyncio.Future[LiveSnapshot | None] = asyncio.get_running_loop().create_future()
         """None, and no other any more, when there is nothing to be seen."""
-        self._view = _View(endpoint, book)
+        self._view = view
         self.task = asyncio.create_task(self._sample())
         self.task.add_done_callback(self._end)
 
-    def _end(self, _: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("nothing more can be shown on the page", exc_info=error)
         self._view.close()
         self.next.set_result(None)
 
@@ -163,18 +169,20 @@ class _Feed:
 class _View:
     """What is seen from one snapshot to the next."""
 
-    def __init__(self, endpoint: Endpoint, book: RequestBook) -> None:
+    def __init__(self, endpoint: Endpoint, book: RequestBook, progress: Progress) -> None:
         self._endpoint = endpoint
         self._book = book
+        self._progress = progress
         self._clock = asyncio.get_running_loop().time
         self._latencies = Latencies(round(WINDOW_S / INTERVAL_S))
         self._steps: dict[str, list[tuple[float, StepBin]]] = {}
         """By replica, with the time at which they were told."""
         self._num_bins = 0
-        self._at = self._clock()
+        self._began = self._clock()
+        self._at: float | None = None
         """Of the last snapshot; nothing is said of the time before the first."""
-        self._before: LoadReport | None = None
         self._tokens_before = 0
+        self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
         self._unobserve = book.observe(self._latencies)
         self._unfollow = endpoint.follow_steps(self._hear)
 
@@ -204,36 +212,32 @@ class _View:
             for replica, bins in steps.items()
         }
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> LiveSnapshot:
         """
         Raises:
             EngineDeadError: there is nothing to be seen any more.
         """
         report = await self._endpoint.load()
         now = self._clock()
-        before = self._before or report
-        elapsed_s = max(now - self._at, 1e-3)
-        # Those of an engine that was started again begin anew.
-        num_prompt = max(0, report.num_prompt_tokens - before.num_prompt_tokens)
-        num_hits = max(0, report.num_prefix_hit_tokens - before.num_prefix_hit_tokens)
-        num_output = 0
-        if self._before is not None:
-            num_output = self._latencies.num_tokens - self._tokens_before
-        self._at, self._before, self._tokens_before = now, report, self._latencies.num_tokens
+        growth = self._progress.take(report, now, self._began)
+        self._prompts.append(growth)
+        output_rate = self._output_tokens_per_s(now)
+        is_first, self._at = self._at is None, now
         ttft, itl = self._latencies.next_window()
-        return Snapshot(
-            time_s=round(now, 3),
-            prompt_tokens_per_s=round(num_prompt / elapsed_s, 1),
-            output_tokens_per_s=round(num_output / elapsed_s, 1),
+        return LiveSnapshot(
+            prompt_tokens_per_s=None if is_first else round(growth.prompt_tokens_per_s, 1),
+            output_tokens_per_s=output_rate,
             ttft_ms=ttft,
             itl_ms=itl,
             num_running=report.num_running,
             num_waiting=report.num_waiting,
             num_awaiting_kv=report.num_awaiting_kv,
-            prefix_hit_rate=_share(num_hits, num_prompt),
-            total_prefix_hit_rate=_share(report.num_prefix_hit_tokens, report.num_prompt_tokens),
-            num_preemptions=report.num_preemptions,
-            num_restarts=report.num_worker_restarts,
+            prefix_hit_rate=_share(
+                sum(one.num_prefix_hit_tokens for one in self._prompts),
+                sum(one.num_prompt_tokens for one in self._prompts),
+            ),
+            num_preemptions=self._progress.num_preemptions,
+            num_restarts=self._progress.num_restarts,
             tiers=_tiers(report),
             num_replicas=len(report.replicas),
             replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
@@ -241,6 +245,13 @@ class _View:
             answers=live_answers(self._book),
             steps=self._take_steps(),
         )
+
+    def _output_tokens_per_s(self, now: float) -> float | None:
+        """Since the last snapshot; None if this is the first."""
+        before, self._tokens_before = self._tokens_before, self._latencies.num_tokens
+        if self._at is None:
+            return None
+        return round((self._tokens_before - before) / max(now - self._at, 1e-3), 1)
 
 
 def live_answers(book: RequestBook) -> list[LiveAnswer]:
@@ -301,6 +312,6 @@ def _replica(replica: ReplicaLoad) -> ReplicaState:
         num_waiting=report.num_waiting + report.num_awaiting_kv,
         num_blocks=report.num_blocks,
         num_used_blocks=report.num_blocks - report.num_free_blocks,
+        num_cached_blocks=report.num_cached_blocks,
         step_time_ms=round(report.step_time_s * 1e3, 3),
-        num_restarts=report.num_worker_restarts,
     )

@@ -17,8 +17,9 @@ from prometheus_client.core import (
 
 from pagoda.api.metric_series import add_histogram, device_usage, reports_of, step_tokens
 from pagoda.api.metrics import Snapshot
-from pagoda.api.request_metrics import HISTOGRAMS, REFUSED
+from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.engine.messages import EngineReady, LoadReport
+from pagoda.frontend.request_book import REFUSED
 
 _PREFIX = "vllm:"
 _Value = Callable[[LoadReport], float]

@@ -57,10 +57,9 @@ def _tell(notes: tuple[str, ...]) -> None:
 
 
 def _describe(trace: Trace, num_flows: int, path: Path) -> str:
-    ends = [row.spans[-1].end for it in trace.processes for row in it.rows if row.spans]
     return (
         f"{len(trace.processes)} processes, {num_flows:,} requests followed, "
-        f"{max(ends, default=0) / 1e9:.3f} s, {format_bytes(path.stat().st_size)}"
+        f"{trace.end / 1e9:.3f} s, {format_bytes(path.stat().st_size)}"
     )
 
 

@@ -17,6 +17,7 @@ _TEMPLATE = Path(__file__).with_suffix(".html")
 _WIDTH = 1000.0
 """Of a picture, in its own units."""
 _COLOURS = {
+    "before the trace": "whole",
     "queued": "queue",
     "waiting for KV": "queue",
     "prefill": "prefill",

@@ -36,7 +36,9 @@ def alongside(report: Report) -> str:
 
 
 def _tables(report: Report, limits: Limits) -> Iterator[TextTable]:
-    yield _parts(f"{len(report.requests):,} requests", report.parts, len(report.requests))
+    num_running = sum(it.is_running for it in report.requests)
+    running = f", {num_running:,} of them still running" if num_running else ""
+    yield _parts(f"{len(report.requests):,} requests{running}", report.parts, len(report.requests))
     yield TextTable(
         "How long it took",
         ("what", "count", "p50", "p90", "p99"),

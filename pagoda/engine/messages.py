@@ -344,7 +344,10 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be.
     Again in the last one, if it is there."""
     queue_time_s: float | None = None
-    """In an engine's first chunk with tokens: how long the request had waited there before its first step."""
+    """In an engine's first chunk: how long the request had waited there before its first step. A dispatcher adds
+    the time in which no engine had it, and tells it again when another engine begins before the first token."""
+    received_ns: int = 0
+    """When the process that has it received it, on its own clock; whoever sends it on has another one."""
 
     @property
     def is_news(self) -> bool:
@@ -530,7 +533,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     weighed_tokens: int
     """The work that these still are, as policies weigh it."""
     num_losses: int = 0
-    """How often its engine was lost."""
+    """Of its engine, or of engines behind it."""
     report: LoadReport | None = None
     """Its own; None while it does not answer."""
 

@@ -688,7 +688,10 @@ class Scheduler:
             elif is_current:
                 chunks.append(
                     TokenChunk(
-                        request.request_id, [], num_computed_tokens=request.num_computed_tokens
+                        request.request_id,
+                        [],
+                        num_computed_tokens=request.num_computed_tokens,
+                        queue_time_s=_untold_queue_time(request),
                     )
                 )
         return chunks
@@ -713,7 +716,6 @@ class Scheduler:
         if request.transfer_id is not None:
             source = self._finish_prefill(request, token_id, logprobs)
         request.token_ids.append(token_id)
-        queue_time_s, request.queue_time_s = request.queue_time_s, None
         if self._observer is not None:
             self._observer.sampled(request)
         finish, stop_reason = self._finish_of(request)
@@ -727,7 +729,7 @@ class Scheduler:
             None if logprobs is None else [logprobs],
             request.num_cached_tokens or 0,
             kv_source=source,
-            queue_time_s=queue_time_s,
+            queue_time_s=_untold_queue_time(request),
         )
 
     def _finish_prefill(
@@ -909,6 +911,12 @@ class _Draft:
             freed_slots,
             self.appended,
         )
+
+
+def _untold_queue_time(request: Request) -> float | None:
+    """It is told once."""
+    queue_time_s, request.queue_time_s = request.queue_time_s, None
+    return queue_time_s
 
 
 def _remove(ordered: list[Request], request: Request) -> None:

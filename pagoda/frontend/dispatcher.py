@@ -47,7 +47,7 @@ from pagoda.frontend.outliers import (
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.preparation import Place, Preparation
-from pagoda.frontend.totals import sum_of_limits, sum_of_loads
+from pagoda.frontend.totals import Counted, sum_of_limits, sum_of_loads
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.telemetry.tracer import Tracer
@@ -273,8 +273,7 @@ class Dispatcher:
                         held.waits_since = self._clock.now()
                         async for chunk in chunks:
                             if chunk.is_news:
-                                self._hear(held, member, chunk)
-                                yield chunk
+                                yield self._hear(held, member, chunk)
                                 held.waits_since = self._clock.now()
                                 continue
                             if chunk.finish_reason is FinishReason.ABORT and held.is_let_go:
@@ -336,12 +335,17 @@ class Dispatcher:
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
-                num_losses=member.num_losses,
+                num_losses=member.num_losses + member.counted.num_losses,
                 report=report,
             )
             for member, report in zip(members, reports, strict=True)
         )
-        return sum_of_loads(replicas, num_held=held)
+        counted = [
+            part
+            for member, report in zip(members, reports, strict=True)
+            for part in member.counted.beside(report)
+        ]
+        return sum_of_loads(replicas, num_held=held, counted=counted)
 
     def _state_of(self, member: _Member) -> str:
         state = member.replica.state
@@ -426,7 +430,7 @@ class Dispatcher:
         # More would be refused by all replicas in turn, or wait for one without end.
         if len(self._requests) >= self._room_for(request):
             raise OverloadedError("The waiting queue is full.")
-        held = self._requests[request.request_id] = _Held(request)
+        held = self._requests[request.request_id] = _Held(request, self._clock)
         self._idle.clear()
         return held
 
@@ -498,6 +502,7 @@ class Dispatcher:
         member = candidates[chosen]
         held.sent_keys, held.num_sent = keys, member.prefixes.add(keys)
         held.member = member
+        held.queue.enter()
         held.num_cached_tokens_there = member.prefixes.num_told(keys) * block_size
         held.leaves = held.lost_worker = False
         held.num_tokens_there = 0
@@ -557,11 +562,12 @@ class Dispatcher:
                 self._ledger.reach(held.account, held.account.num_tokens)
             yield prepared
 
-    def _hear(self, held: _Held, member: _Member, news: TokenChunk) -> None:
+    def _hear(self, held: _Held, member: _Member, news: TokenChunk) -> TokenChunk:
         num_computed = 0
         if news.num_computed_tokens is not None:
             num_computed = self._ledger.reach(held.account, news.num_computed_tokens)
         self._progress(held, member, num_computed)
+        return held.queue.told(news)
 
     def _progress(self, held: _Held, member: _Member, num_computed: int) -> None:
         waited_s = 0.0
@@ -574,6 +580,8 @@ class Dispatcher:
     def _take(self, held: _Held, member: _Member, chunk: TokenChunk) -> TokenChunk:
         """Every token passes here, so it does little."""
         count = len(chunk.token_ids)
+        if chunk.queue_time_s is not None and not held.token_ids:
+            chunk = held.queue.told(chunk)
         held.token_ids += chunk.token_ids
         held.num_tokens_there += count
         num_computed = self._ledger.advance(held.account, count)
@@ -605,6 +613,7 @@ class Dispatcher:
             member.prefixes.end(held.num_sent, held.sent_keys)
         self._outliers.end(member.index, held.request_id)
         held.member = None
+        held.queue.leave()
         held.waits_since = None
         self._ledger.close(held.account)
         member.left.set()
@@ -773,6 +782,7 @@ class _Member:
         self.had_engine = False
         self.num_losses = 0
         """How often its engine was lost."""
+        self.counted = Counted()
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -802,11 +812,43 @@ def _with_a_part(members: Sequence[_Member], request: GenerateRequest) -> Sequen
     return [member for member in members if member.has_part_in(request)] or members
 
 
+class _QueueTime:
+    """How long a request has waited for its first step, at replicas and between them."""
+
+    def __init__(self, clock: LoopClock) -> None:
+        self._clock = clock
+        self._since = clock.now()
+        """When it was last accepted, entered at a replica, or left one."""
+        self._before_s = 0.0
+        """Until it came to its replica."""
+        self._there_s: float | None = None
+        """At its replica; None until that is told."""
+
+    def enter(self) -> None:
+        now = self._clock.now()
+        self._before_s += now - self._since
+        self._since, self._there_s = now, None
+
+    def leave(self) -> None:
+        now = self._clock.now()
+        # Where its first step was not seen, it waited all the time.
+        self._before_s += now - self._since if self._there_s is None else self._there_s
+        self._since = now
+
+    def told(self, chunk: TokenChunk) -> TokenChunk:
+        """`chunk` with all of it, if it says how long that was at the replica."""
+        if chunk.queue_time_s is None:
+            return chunk
+        self._there_s = chunk.queue_time_s
+        return msgspec.structs.replace(chunk, queue_time_s=self._before_s + self._there_s)
+
+
 class _Held:
     """A request as a value, from the door to its last chunk."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, clock: LoopClock) -> None:
         self.request = request
+        self.queue = _QueueTime(clock)
         self.request_id = request.request_id
         self.token_ids = list(request.output_token_ids)
         self.returns = request.returns
@@ -911,6 +953,8 @@ async def _load_of(member: _Member) -> LoadReport | None:
     """None from a replica that has no engine, or whose engine does not answer."""
     try:
         async with asyncio.timeout(_LOAD_TIMEOUT_S):
-            return await member.replica.load()
+            report = await member.replica.load()
     except (TimeoutError, EngineLostError, EngineDeadError):
         return None
+    member.counted.take(report)
+    return report

@@ -82,7 +82,7 @@ class EngineClient:
         self._decode = Codec[EngineMessage](EngineMessage).decode
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
-        self._session = EngineSession(self._send, self._check_open)
+        self._session = EngineSession(self._send, self._check_open, self._tracer.clock_ns)
         self._limits: EngineReady | None = None
         self._engine: _Engine | None = None
         self._supervisor: asyncio.Task[None] | None = None

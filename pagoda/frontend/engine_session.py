@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
+import msgspec
+
 from pagoda.engine.messages import (
     AbortRequests,
     CacheNews,
@@ -35,12 +37,17 @@ class EngineSession:
     """
 
     def __init__(
-        self, send: Callable[[FrontendMessage], Awaitable[None]], check: Callable[[], None]
+        self,
+        send: Callable[[FrontendMessage], Awaitable[None]],
+        check: Callable[[], None],
+        clock_ns: Callable[[], int],
     ) -> None:
         """`send` takes a message; one that cannot be sent any more is nobody's loss.
 
-        `check` raises what `Endpoint.generate` does when no request can be taken.
+        `check` raises what `Endpoint.generate` does when no request can be taken. `clock_ns` says when
+        chunks came.
         """
+        self._clock_ns = clock_ns
         self._send = send
         self._check = check
         self._streams: dict[str, TokenStream] = {}
@@ -130,9 +137,12 @@ class EngineSession:
         """What came back. A `LoadReport` is one that was asked for."""
         match message:
             case TokenChunks():
+                # Not when its reader comes for it: a client that reads slowly says nothing of the engine.
+                now_ns = self._clock_ns()
                 for chunk in message.chunks:
                     stream = self._streams.get(chunk.request_id)
                     if stream is not None:
+                        msgspec.structs.force_setattr(chunk, "received_ns", now_ns)
                         stream.push(chunk)
             case LoadReport():
                 answer = self._queries.get(message.query_id or 0)

@@ -339,8 +339,7 @@ class HostDoor:
             chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    if not chunk.is_news:
-                        self._book.note(record, chunk, len(chunk.token_ids))
+                    self._book.note(record, chunk, len(chunk.token_ids))
                     if chunk.finish_reason is not None:
                         reason, problem = chunk.finish_reason, chunk.error or ""
                     self._put(router, chunk)
@@ -427,7 +426,7 @@ class RemoteHost:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
         self._decode = Codec[HostMessage](HostMessage).decode
-        self._session = EngineSession(self._send, self._check_open)
+        self._session = EngineSession(self._send, self._check_open, self._tracer.clock_ns)
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
         self._limits: EngineReady | None = None

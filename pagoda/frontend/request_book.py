@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from pagoda.engine.messages import GenerateRequest, TokenChunk
+from pagoda.engine.messages import FinishReason, GenerateRequest, TokenChunk
+
+REFUSED = "refused"
+"""The finish reason of what no engine took."""
 
 
 class Origin(msgspec.Struct, kw_only=True):
@@ -30,6 +33,8 @@ class Origin(msgspec.Struct, kw_only=True):
     """Of the API that it asked for; empty for what comes from a router."""
     num_answers: int = 0
     """That were begun for it; the book counts them."""
+    refusal: str = ""
+    """Why one of its answers was refused, which ends the others: the client gets none of them."""
 
 
 class RequestRecord:
@@ -70,7 +75,8 @@ class RequestRecord:
         self.started_ns = started_ns
         """When it was tokenized and checked, and went to an engine."""
         self.queue_time_s: float | None = None
-        """How long it waited in the engine before its first step; None until that is known."""
+        """How long it waited before its first step: for an engine, and in it. None until that is known; of one
+        that ends before it, all the time."""
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
         self.ended_ns: int | None = None
@@ -88,16 +94,23 @@ class RequestRecord:
         return msgspec.structs.replace(request, traceparent=self.traceparent)
 
 
+class Growth(NamedTuple):
+    """Tokens of an answer that came together."""
+
+    num_tokens: int
+    waited_ns: int
+    """Since those before them came, or for the first ones since the request arrived."""
+    is_first: bool
+
+
 class RequestObserver(Protocol):
     """Is told of each answer, in the event loop, at once; must not raise."""
 
     def began(self, record: RequestRecord) -> None: ...
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
-        """By so many tokens at once, at `record.last_token_ns`.
-
-        `since_ns` is when those before them came, or for the first ones the request.
-        """
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
+        """At `record.last_token_ns`. What is waited for the first tokens is the TTFT, for others the ITL, which
+        counts once however many come together."""
         ...
 
     def ended(self, record: RequestRecord) -> None: ...
@@ -129,6 +142,12 @@ class RequestBook:
         """None as long as nobody wants to know: it costs time with each token."""
         self._observers: list[RequestObserver] = []
 
+    def longest_wait_ns(self) -> int:
+        """How long the request that waits longest for its first token has done so by now; 0 if none does."""
+        now = self.clock_ns()
+        arrivals = (r.origin.arrived_ns for r in self.live.values() if r.first_token_ns is None)
+        return max((now - arrived_ns for arrived_ns in arrivals), default=0)
+
     def observe(self, observer: RequestObserver) -> Callable[[], None]:
         """Until the function returned is called. Answers that run already go on."""
         self._observers.append(observer)
@@ -153,29 +172,39 @@ class RequestBook:
 
     def note(self, record: RequestRecord, chunk: TokenChunk, num_tokens: int) -> None:
         """Takes what a chunk says; so many of its tokens are part of the answer."""
-        if record.queue_time_s is None:
+        if chunk.queue_time_s is not None and record.first_token_ns is None:
             record.queue_time_s = chunk.queue_time_s
+        if chunk.is_news:
+            return
         record.num_cached_tokens = chunk.num_cached_tokens
         if num_tokens:
-            self.grow(record, num_tokens)
+            self.grow(record, num_tokens, chunk.received_ns)
 
-    def grow(self, record: RequestRecord, num_tokens: int) -> None:
-        """New tokens are there, as text."""
-        now = self.clock_ns()
-        since = record.last_token_ns or record.origin.arrived_ns
-        record.last_token_ns = now
-        if record.first_token_ns is None:
-            record.first_token_ns = now
+    def grow(self, record: RequestRecord, num_tokens: int, at_ns: int = 0) -> None:
+        """New tokens came then, or now."""
+        at_ns = at_ns or self.clock_ns()
+        is_first = record.first_token_ns is None
+        since_ns = record.last_token_ns or record.origin.arrived_ns
+        record.last_token_ns = at_ns
+        if is_first:
+            record.first_token_ns = at_ns
         record.num_output_tokens += num_tokens
+        growth = Growth(num_tokens, at_ns - since_ns, is_first)
         for observer in self._observers:
-            observer.grew(record, num_tokens, since)
+            observer.grew(record, growth)
 
     def close(self, record: RequestRecord, finish_reason: str, error: str = "") -> None:
         """The client has the last byte, or will never have it. Only the first call counts."""
         if record.finish_reason:
             return
+        if finish_reason == REFUSED:
+            record.origin.refusal = error
+        elif finish_reason == FinishReason.ABORT and record.origin.refusal:
+            finish_reason, error = REFUSED, record.origin.refusal
         record.finish_reason, record.error = finish_reason, error
         record.ended_ns = self.clock_ns()
+        if record.first_token_ns is None and record.queue_time_s is None:
+            record.queue_time_s = (record.ended_ns - record.started_ns) / 1e9
         self.live.pop(record.request_id, None)
         for observer in self._observers:
             observer.ended(record)

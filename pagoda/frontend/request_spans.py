@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_book import RequestRecord
+from pagoda.frontend.request_book import Growth, RequestRecord
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RequestSpans:
         record.traceparent = carrier.get("traceparent")
         self._open[record.request_id] = _Open(span, wall_ns)
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         pass
 
     def ended(self, record: RequestRecord) -> None:
@@ -193,8 +193,11 @@ def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
 
 def _phases(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
     """What is known of when it waited, when its prompt was computed, and when its tokens came."""
-    first, last = record.first_token_ns, record.last_token_ns
+    first, last, ended = record.first_token_ns, record.last_token_ns, record.ended_ns
     if first is None or last is None:
+        if record.queue_time_s is not None and ended is not None:
+            waited_ns = int(record.queue_time_s * 1e9)
+            yield "queue", record.started_ns, min(ended, record.started_ns + waited_ns)
         return
     if record.queue_time_s is not None:
         admitted_ns = min(first, record.started_ns + int(record.queue_time_s * 1e9))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.frontend.request_book import Delivery, RequestBook, RequestRecord
+from pagoda.frontend.request_book import Delivery, Growth, RequestBook, RequestRecord
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -47,7 +47,7 @@ class AnswerRows:
         arrived = record.origin.arrived_ns
         self._tracer.span("prepare", arrived, row=row, ended=record.started_ns)
 
-    def grew(self, record: RequestRecord, num_tokens: int, since_ns: int) -> None:
+    def grew(self, record: RequestRecord, growth: Growth) -> None:
         """What is handed on is told by `delivered`."""
 
     def ended(self, record: RequestRecord) -> None:
@@ -75,9 +75,11 @@ class AnswerRows:
         row = self._rows.pop(record.request_id, None)
         if row is None:
             return
-        if row.first_token_ns is None:
+        if row.first_token_ns is None and record.first_token_ns is not None:
             self._end_first_token(record, row, ended)
-        if row.first_token_ns is not None:
+        if row.first_token_ns is None:
+            self._tracer.span("waiting", record.started_ns, row=row.number, ended=ended)
+        else:
             self._tracer.span("stream", row.first_token_ns, row=row.number, ended=ended)
         args: dict[str, Any] = {
             "request": record.request_id,

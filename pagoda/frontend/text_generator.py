@@ -215,6 +215,7 @@ class TextGenerator:
                 async for chunk in chunks:
                     source = chunk.kv_source or source
                     if chunk.is_news:
+                        self.book.note(record, chunk, 0)
                         continue
                     deliveries = self.book.deliveries
                     taken_ns = 0 if deliveries is None else self.book.clock_ns()

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import msgspec
+
 from pagoda.engine.messages import (
     EngineReady,
     LoadReport,
@@ -15,7 +17,7 @@ from pagoda.engine.messages import (
     TierLoad,
 )
 
-_SUMS = (
+_GAUGES = (
     "num_running",
     "num_waiting",
     "num_awaiting_kv",
@@ -23,6 +25,11 @@ _SUMS = (
     "num_free_blocks",
     "num_cached_blocks",
     "num_blocks",
+    "num_leases",
+    "num_wanted_leases",
+    "num_leased_blocks",
+)
+_COUNTERS = (
     "num_steps",
     "num_preemptions",
     "num_worker_restarts",
@@ -30,9 +37,6 @@ _SUMS = (
     "num_blocks_removed",
     "num_prefix_hit_tokens",
     "num_prompt_tokens",
-    "num_leases",
-    "num_wanted_leases",
-    "num_leased_blocks",
     "num_leases_expired",
     "num_generated_tokens",
 )
@@ -49,30 +53,78 @@ _STEP_SUMS = (
 )
 
 
-def sum_of_loads(replicas: tuple[ReplicaLoad, ...], *, num_held: int) -> LoadReport:
-    """`num_held` requests are with none of them."""
+class Counted:
+    """What one replica has counted, over all its engines: sums over replicas do not fall when one does not answer,
+    or begins anew."""
+
+    def __init__(self) -> None:
+        self._ended: LoadReport | None = None
+        """Of engines that are no more."""
+        self._last: LoadReport | None = None
+
+    def take(self, report: LoadReport) -> None:
+        """It has answered."""
+        if self._last is not None and report.num_steps < self._last.num_steps:
+            both = [one for one in (self._ended, self._last) if one is not None]
+            self._ended = _counters_of(_sum(both))
+        self._last = report
+
+    @property
+    def num_losses(self) -> int:
+        """Of engines behind it."""
+        parts = (self._ended, self._last)
+        return sum(part.num_engine_restarts for part in parts if part is not None)
+
+    def beside(self, report: LoadReport | None) -> list[LoadReport]:
+        """Counters that belong to its sum, besides those of its answer, if there is one."""
+        beside = [] if self._ended is None else [self._ended]
+        if report is None and self._last is not None:
+            beside.append(_counters_of(self._last))
+        return beside
+
+
+def sum_of_loads(
+    replicas: tuple[ReplicaLoad, ...], *, num_held: int, counted: Sequence[LoadReport] = ()
+) -> LoadReport:
+    """`num_held` requests are with none of them; `counted` is what they have counted besides (`Counted`)."""
     reports = [replica.report for replica in replicas if replica.report is not None]
-    sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMS}
-    sums["num_waiting"] += num_held
-    return LoadReport(
-        **sums,
-        step_time_s=max((report.step_time_s for report in reports), default=0.0),
-        stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
+    sums = _sum([*reports, *counted])
+    return msgspec.structs.replace(
+        sums,
+        num_waiting=sums.num_waiting + num_held,
+        num_engine_restarts=sum(replica.num_losses for replica in replicas),
         is_worker_ready=any(report.is_worker_ready for report in reports),
-        tiers=_sum_of_tiers([tier for report in reports for tier in report.tiers]),
-        expert_tokens=_added([report.expert_tokens for report in reports]),
-        expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
-        num_engine_restarts=sum(map(num_engine_restarts, replicas)),
-        steps=_sum_of_steps([report.steps for report in reports]),
-        processes=tuple(process for report in reports for process in report.processes),
         replicas=replicas,
     )
 
 
-def num_engine_restarts(replica: ReplicaLoad) -> int:
-    """Of the replica's engine, or of those behind it."""
-    return replica.num_losses + (
-        0 if replica.report is None else replica.report.num_engine_restarts
+def _sum(reports: Sequence[LoadReport]) -> LoadReport:
+    names = (*_GAUGES, *_COUNTERS, "num_engine_restarts")
+    return LoadReport(
+        **{name: sum(getattr(report, name) for report in reports) for name in names},
+        step_time_s=max((report.step_time_s for report in reports), default=0.0),
+        stalled_for_s=max((report.stalled_for_s for report in reports), default=0.0),
+        tiers=_sum_of_tiers([tier for report in reports for tier in report.tiers]),
+        expert_tokens=_added([report.expert_tokens for report in reports]),
+        expert_rank_tokens=_added([report.expert_rank_tokens for report in reports]),
+        steps=_sum_of_steps([report.steps for report in reports]),
+        processes=tuple(process for report in reports for process in report.processes),
+    )
+
+
+def _counters_of(report: LoadReport) -> LoadReport:
+    """Without what says how things are now."""
+    return msgspec.structs.replace(
+        report,
+        **dict.fromkeys(_GAUGES, 0),
+        step_time_s=0.0,
+        stalled_for_s=0.0,
+        tiers=tuple(
+            msgspec.structs.replace(tier, num_blocks=0, num_total_blocks=0, is_indexed=True)
+            for tier in report.tiers
+        ),
+        processes=(),
+        replicas=(),
     )
 
 

@@ -180,6 +180,16 @@ class Shard:
             self._map_bytes(m, quantization, itemsize) for m in maps
         )
 
+    def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
+        """Of the weights of all experts that the rank holds, without what chooses among them."""
+        sparse = [maps for layer in self.layers if (maps := self.expert_maps(layer)) is not None]
+        return sum(
+            self._map_bytes(m, quantization, itemsize)
+            for maps in sparse
+            for mlp in maps.experts
+            for m in mlp
+        )
+
     def flops_per_token(self) -> int:
         """Of products with weights, without the head, through which few tokens of a prompt go."""
         total = 0

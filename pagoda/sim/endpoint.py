@@ -61,7 +61,7 @@ class SimEndpoint:
         self._state = ReplicaState.STARTING
         self._listeners: list[Callable[[], None]] = []
         self.name = ""
-        self._session = EngineSession(self._send, self._check_open)
+        self._session = EngineSession(self._send, self._check_open, _now_ns)
         self._limits: EngineReady | None = None
         self._core: EngineCore | None = None
         self._executor: SimExecutor | None = None
@@ -249,3 +249,7 @@ class SimEndpoint:
         if self._core is None:
             raise EngineLostError("The engine is not running.")
         return self._core
+
+
+def _now_ns() -> int:
+    return round(asyncio.get_running_loop().time() * 1e9)

@@ -16,11 +16,16 @@ class ModelDescription:
     operations: Sequence[Operation]
     """Of the forward pass, whose times come in this order; empty if they come as spans."""
     weight_bytes: int
-    """That a pass reads."""
+    """That a pass reads, with all experts."""
     flops_per_token: int
     """Of products with weights."""
     kv_bytes_per_token: int
     """That attention reads for each token of a context."""
+    expert_bytes: int = 0
+    """Of the weights, those of experts, of which a pass reads what its tokens choose."""
+    experts_held: int = 0
+    """In each layer that has any."""
+    experts_per_token: int = 0
 
     def tell(self, tracer: Tracer) -> None:
         """For every fragment once; nothing while tracing is off."""
@@ -28,6 +33,9 @@ class ModelDescription:
             "weight_bytes": self.weight_bytes,
             "flops_per_token": self.flops_per_token,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "expert_bytes": self.expert_bytes,
+            "experts_held": self.experts_held,
+            "experts_per_token": self.experts_per_token,
         }
         tracer.describe("model", costs)
         if not self.operations:

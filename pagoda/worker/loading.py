@@ -185,11 +185,15 @@ def load_runner(
         summary=_summary(plan, num_blocks, backend_summary),
         arithmetic=backend.arithmetic,
     )
+    experts = shard.config.experts
     description = ModelDescription(
         operations=model.operations,
         weight_bytes=shard.forward_bytes(plan.quantization, plan.dtype.itemsize),
         flops_per_token=shard.flops_per_token(),
         kv_bytes_per_token=plan.kv_bytes_per_token,
+        expert_bytes=shard.expert_bytes(plan.quantization, plan.dtype.itemsize),
+        experts_held=len(shard.experts),
+        experts_per_token=experts.experts_per_token if experts else 0,
     )
     batch = InputBatch(config.max_num_seqs, plan.max_model_len, plan.block_size)
     if not shard.is_last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -78,7 +79,47 @@ async def test_what_gets_no_answer_has_the_line_of_http(api, log) -> None:
     await api.get("/v1/models")
     first, second = lines(log)
     assert first.getMessage().startswith("POST /v1/completions 404 ")
-    assert second.fields == {"method": "GET", "path": "/v1/models", "status": 200}
+    assert first.getMessage().endswith(" s, code model_not_found, param model")
+    assert first.fields["code"] == "model_not_found"
+    assert first.fields["param"] == "model"
+    assert second.fields.pop("duration_ms") >= 0
+    assert {name: value for name, value in second.fields.items() if value is not None} == {
+        "method": "GET",
+        "path": "/v1/models",
+        "status": 200,
+    }
+
+
+async def test_what_programs_ask_for_again_and_again_is_said_when_it_fails(serve_api, log) -> None:
+    api = await serve_api(loading=True)
+    for path in ("/health/live", "/metrics", "/ui/main.js", "/v1/live", "/health/ready"):
+        await api.get(path)
+    assert [line.fields["path"] for line in lines(log)] == ["/v1/live", "/health/ready"]
+
+
+async def test_a_page_that_closes_is_well(api, caplog) -> None:
+    caplog.set_level(logging.DEBUG, logger="pagoda.api")
+    async with api.session.get(f"http://127.0.0.1:{api.port}/v1/live") as response:
+        await response.content.readline()
+    async with asyncio.timeout(10):
+        while not lines(caplog):
+            await asyncio.sleep(0.01)
+    [line] = lines(caplog)
+    assert (line.levelname, line.fields["status"]) == ("DEBUG", 200)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "x", "secret": 1}', b'{"secret": 1, "secret": 2}'])
+async def test_names_that_clients_make_up_are_not_logged(api, log, body: bytes) -> None:
+    assert (await api.post("/v1/completions", body)).status == 400
+    [line] = lines(log)
+    assert "secret" not in f"{line.getMessage()} {line.fields}"
+
+
+async def test_what_a_query_says_is_not_logged(api, log) -> None:
+    await api.get("/v1/models?key=sk-secret&prompt=secret#secret")
+    [line] = lines(log)
+    assert line.fields["path"] == "/v1/models"
+    assert "secret" not in f"{line.getMessage()} {line.fields}"
 
 
 async def test_a_refusal_has_one_line_too(api, log) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pagoda.api import sampler
 from pagoda.api.keys import ApiKeys
-from pagoda.api.latencies import Histogram
+from pagoda.api.latencies import TimeCounts
 from pagoda.engine.messages import LoadReport, ReplicaLoad, StepBin, StepNews, TierLoad
 
 
@@ -77,13 +77,15 @@ async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
     assert told["is_router"] is False
     assert (told["draining"], told["ttft_ms"], told["itl_ms"]) == (False, None, None)
     assert (told["num_running"], told["num_waiting"], told["num_awaiting_kv"]) == (2, 1, 4)
-    assert (told["prefix_hit_rate"], told["total_prefix_hit_rate"]) == (None, 0.25)
-    assert (told["num_preemptions"], told["num_restarts"]) == (3, 1)
+    rates = ("prompt_tokens_per_s", "output_tokens_per_s", "prefix_hit_rate")
+    assert [told[name] for name in rates] == [None, None, None], "nothing came before"
+    assert (told["num_preemptions"], told["num_restarts"], told["num_replicas"]) == (3, 1, 2)
     device, host = told["tiers"]
     assert [device[name] for name in ("num_total", "num_used", "num_cached")] == [64, 24, 10]
     assert (host["name"], host["num_cached"], host["is_indexed"]) == ("host", 3, False)
     first, second = told["replicas"]
-    assert (first["num_waiting"], first["num_used_blocks"], first["step_time_ms"]) == (5, 24, 12.0)
+    assert (first["num_waiting"], first["step_time_ms"]) == (5, 12.0)
+    assert [first[f"num_{kind}blocks"] for kind in ("", "used_", "cached_")] == [64, 24, 10]
     assert (second["state"], second["num_running"]) == ("starting", None)
 
 
@@ -101,11 +103,23 @@ async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     monkeypatch.setattr(api.endpoint, "load", load)
     async with watching(api) as snapshots:
         told = [await anext(snapshots) for _ in range(4)]
-    assert told[0]["prompt_tokens_per_s"] == 0
+    assert told[0]["prompt_tokens_per_s"] is None
     assert told[1]["prompt_tokens_per_s"] > 0
     assert told[1]["prefix_hit_rate"] == 0.5
     assert told[2]["prompt_tokens_per_s"] > 0
     assert told[3]["prompt_tokens_per_s"] == 0, "an engine that was started again counts anew"
+    assert told[3]["output_tokens_per_s"] == 0
+    assert told[3]["prefix_hit_rate"] == 0.5, "of the last ten seconds"
+
+
+async def test_what_goes_wrong_while_sampling_is_logged(api, monkeypatch, caplog) -> None:
+    async def load() -> LoadReport:
+        raise ValueError("no such load")
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    assert (await api.get("/v1/live")).status == 503
+    [record] = [one for one in caplog.records if one.name == "pagoda.api.sampler"]
+    assert "no such load" in str(record.exc_info)
 
 
 async def test_tokens_and_latencies_of_answers(api) -> None:
@@ -226,6 +240,13 @@ async def test_streams_end_with_the_server(api) -> None:
     assert (await api.get("/v1/live")).status == 503
 
 
+async def test_a_stream_has_no_head(api) -> None:
+    answer = await api.request("HEAD", "/v1/live")
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+    assert api.service.sampler._feed is None
+    assert (await api.request("HEAD", "/v1/requests")).status == 200
+
+
 # ---- cancelling
 
 
@@ -254,6 +275,31 @@ async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> Non
     await ask
 
 
+async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
+    api = await serve_api("abcdef", api_keys=ApiKeys(["alice=a", "bob=b"]))
+    api.endpoint.pause_after = 1
+    aborted: list[str] = []
+
+    async def abort(request_id: str) -> None:
+        aborted.append(request_id)
+
+    api.endpoint.abort = abort
+    alice, bob = ({"Authorization": f"Bearer {key}", "X-Request-Id": "job1"} for key in "ab")
+    asks = []
+    for number, headers in enumerate((alice, bob), start=1):
+        body = {"prompt": "hi"}
+        asks.append(asyncio.create_task(api.post("/v1/completions", body, headers=headers)))
+        await until(lambda number=number: len(api.service.book.live) == number)
+    of_alice, of_bob = api.service.book.live
+    answer = await api.request("DELETE", "/v1/requests/job1", headers=bob)
+    assert answer.json()["cancelled"] == aborted == [of_bob]
+    answer = await api.request("DELETE", f"/v1/requests/{of_alice}", headers=bob)
+    assert answer.json()["cancelled"] == [of_alice], "an id is the operator's"
+    api.endpoint.go_on.set()
+    await asyncio.gather(*asks)
+    assert (await api.request("DELETE", "/v1/requests/job1", headers=bob)).status == 404
+
+
 async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
     answer = await api.request("DELETE", "/v1/requests/nobody")
     assert (answer.status, answer.error()["code"]) == (404, "request_not_found")
@@ -263,7 +309,7 @@ async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
 
 
 def test_percentiles_are_near_what_they_should_be() -> None:
-    histogram = Histogram()
+    histogram = TimeCounts()
     assert histogram.percentiles() is None
     for milliseconds in range(1, 1001):
         histogram.add(milliseconds * 1e6)
@@ -274,7 +320,7 @@ def test_percentiles_are_near_what_they_should_be() -> None:
 
 
 def test_histograms_join() -> None:
-    fast, slow = Histogram(), Histogram()
+    fast, slow = TimeCounts(), TimeCounts()
     fast.add(1e6, 99)
     slow.add(1e9)
     fast.join(slow)

@@ -14,6 +14,7 @@ from metrics_text import names, series, value
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.keys import ApiKeys
+from pagoda.api.latencies import Latencies
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.engine.messages import (
     STEP_TOKEN_BOUNDS,
@@ -22,6 +23,7 @@ from pagoda.engine.messages import (
     ReplicaLoad,
     StepTotals,
     TierLoad,
+    TokenChunk,
 )
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.frontend.request_book import Origin, RequestBook
@@ -91,12 +93,11 @@ async def test_replicas(api) -> None:
         num_free_blocks=6,
         expert_tokens=[4, 9],
         expert_rank_tokens=[4, 9],
-        num_engine_restarts=1,
     )
     text = await scrape(api)
     assert value(text, "pagoda_replica_ready", replica="0") == 1
     assert value(text, "pagoda_replica_ready", replica="1") == 0
-    assert value(text, "pagoda_engine_restarts_total", replica="0") == 1
+    assert value(text, "pagoda_engine_restarts_total", replica="0") == 0
     assert value(text, "pagoda_engine_restarts_total", replica="1") == 2
     assert value(text, "pagoda_prefix_cache_queries_total", model_name="tiny", replica="0") == 7
     assert value(text, "pagoda_generated_tokens_total", replica="0") == 9
@@ -234,6 +235,56 @@ def test_times_are_those_of_the_book() -> None:
     assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
 
 
+def test_first_tokens_are_known_also_at_the_same_instant() -> None:
+    metrics, latencies, book = RequestMetrics(), Latencies(1), RequestBook(lambda: 10**9)
+    book.observe(metrics)
+    book.observe(latencies)
+    record = book.open("a", Origin(name="a", arrived_ns=0), num_prompt_tokens=1, max_tokens=9)
+    for count in (2, 3):
+        book.note(record, TokenChunk("a", [7] * count, received_ns=5 * 10**8), count)
+    book.note(record, TokenChunk("a", [7, 7], received_ns=8 * 10**8), 2)
+    ttft, itl = latencies.next_window()
+    figures = metrics.figures()
+    assert ttft is not None
+    assert itl is not None
+    assert ttft.count == sum(figures.total("time_to_first_token_seconds").counts) == 1
+    assert itl.count == sum(figures.total("inter_token_latency_seconds").counts) == 2
+    assert figures.total("time_to_first_token_seconds").sum == 0.5
+    assert figures.total("inter_token_latency_seconds").sum == pytest.approx(0.3)
+    assert record.last_token_ns == 8 * 10**8
+
+
+def test_what_gives_up_in_the_queue_has_waited() -> None:
+    now_ns = [0]
+    metrics, book = RequestMetrics(), RequestBook(lambda: now_ns[0])
+    book.observe(metrics)
+    for name, reason in (("a", "abort"), ("b", "abort"), ("c", "refused")):
+        origin = Origin(name=name, arrived_ns=now_ns[0])
+        record = book.open(name, origin, num_prompt_tokens=1, max_tokens=2)
+        if name == "b":  # its prompt is being computed
+            book.note(record, TokenChunk(name, [], num_computed_tokens=1, queue_time_s=2.0), 0)
+        now_ns[0] += 5 * 10**9
+        book.close(record, reason)
+    queue = metrics.figures().total("request_queue_time_seconds")
+    assert (sum(queue.counts), queue.sum) == (2, 7.0)
+
+
+def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
+    now_ns = [0]
+    book = RequestBook(lambda: now_ns[0])
+    assert book.longest_wait_ns() == 0
+    records = [
+        book.open(name, Origin(name=name, arrived_ns=at), num_prompt_tokens=1, max_tokens=2)
+        for name, at in (("late", 3), ("early", 1))
+    ]
+    now_ns[0] = 10
+    assert book.longest_wait_ns() == 9
+    book.grow(records[1], 1)
+    assert book.longest_wait_ns() == 7
+    book.close(records[0], "abort")
+    assert book.longest_wait_ns() == 0
+
+
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
     metrics, book = RequestMetrics(), RequestBook()
     book.observe(metrics)
@@ -256,12 +307,53 @@ async def test_what_clients_send_makes_no_series(api) -> None:
     text = await scrape(api)
     found = [tuple(labels.values()) for labels, _ in series(text, "pagoda_http_errors_total")]
     assert sorted(found) == [
-        ("", "", "404"),
-        ("", "/v1/models", "405"),
+        ("method_not_allowed", "/v1/models", "405"),
         ("model_not_found", "/v1/completions", "404"),
         ("model_not_found", "/v1/models/*", "404"),
+        ("not_found", "", "404"),
     ]
     assert len(text.splitlines()) == before + 4
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b'{"prompt": "hi", "secret": 1}', "unknown_field"),
+        (b'{"prompt": "hi", "prompt": "hi"}', "duplicate_field"),
+        (b"{}", "missing_field"),
+        (b'{"prompt": "hi", "suffix": "x"}', "not_supported"),
+        (b'{"prompt": "hi", "temperature": -1}', "invalid_value"),
+        (b'{"prompt": "hi", "n": "x"}', "invalid_value"),
+        (b'{"prompt": "hi", "max_tokens": 9999}', "context_length_exceeded"),
+    ],
+)
+async def test_bad_requests_are_counted_by_their_kind(api, body: bytes, code: str) -> None:
+    answer = await api.post("/v1/completions", body)
+    assert answer.status == 400
+    assert answer.error()["code"] in (None, "context_length_exceeded")
+    [(labels, count)] = series(await scrape(api), "pagoda_http_errors_total")
+    assert (labels["code"], count) == (code, 1)
+
+
+async def test_answers_that_a_refusal_ends_are_refused(api) -> None:
+    inner = api.endpoint.generate
+    calls = 0
+
+    async def generate(request: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OverloadedError("The waiting queue is full.")
+        async for chunk in inner(request):
+            yield chunk
+
+    api.endpoint.generate = generate
+    api.endpoint.pause_after = 0
+    assert (await api.complete(n=3)).status == 429
+    text = await scrape(api, "/metrics/vllm")
+    assert value(text, "pagoda_requests_total", finish_reason="refused") == 3
+    assert sum(count for _, count in series(text, "vllm:request_success_total")) == 0
 
 
 async def test_what_is_not_http_is_counted_too(api) -> None:

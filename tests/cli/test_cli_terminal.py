@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 _PATIENCE_S = 5.0
+_SILENCE_S = 80.0
+"""A command that shows nothing for this long hangs."""
 
 
 class _Terminal:
@@ -38,6 +40,8 @@ class _Terminal:
             self._read()
 
     def _read(self) -> None:
+        if not select.select([self._fd], [], [], _SILENCE_S)[0]:
+            raise AssertionError(f"the command says nothing more after {self.shown!r}")
         try:
             self.shown += os.read(self._fd, 4096).decode(errors="replace")
         except OSError as error:

@@ -50,7 +50,7 @@ async def snapshot() -> Snapshot:
     requests = RequestMetrics()
     requests.refused(Refusal("", 400, ""))
     memory = ProcessMemory("frontend", 1, 2)
-    return Snapshot("tiny", requests.figures(), memory, report, endpoint.limits)
+    return Snapshot("tiny", requests.figures(), 0.0, memory, report, endpoint.limits)
 
 
 def name_of(metric: Metric) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from streams import children
 
-from benchmarks.trace_ttft import TimedStream, stream_all
+from benchmarks.trace_ttft import TimedStream, first_tokens_of, stream_all
 from pagoda.cli.server_process import ServerProcess, server_process
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
@@ -31,6 +30,8 @@ SERVER = ["--threads", "1", "--max-model-len", "512", "--block-size", "16"]
 # All prompts find room, and half of what is to be said.
 SERVER += ["--num-kv-blocks", "112", "--no-enable-prefix-caching"]
 NUM_STEPS_SEEN = 8
+_NOTED_WITHIN_S = 0.0005
+_NEAR_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,25 @@ def test_perfetto_has_no_complaint(perfetto: Traced) -> None:
 def test_the_first_tokens_came_when_the_clients_say_they_did(
     recorded: Recorded, perfetto: Traced
 ) -> None:
-    """By the median: what else the machine does falls on single ones. `benchmarks.trace_ttft` measures it."""
+    """A server cannot have handed on later what a client has, but for the moment until it notes that.
+
+    How long tokens are on their way depends on what else the machine does: `benchmarks.trace_ttft` measures it.
+    """
     traced = {
         str(request).rpartition("-")[0]: int(str(ttft)) / 1e9
         for request, ttft in perfetto.query(_FIRST_TOKENS)
     }
     assert traced.keys() == {stream.name for stream in recorded.streams}
-    apart = [abs(stream.ttft - traced[stream.name]) for stream in recorded.streams]
-    assert statistics.median(apart) < 0.05, apart
+    later = [stream.ttft - traced[stream.name] for stream in recorded.streams]
+    assert min(later) > -_NOTED_WITHIN_S, later
+    assert sum(seconds < _NEAR_S for seconds in later) >= NUM_STREAMS / 2, later
+
+
+def test_the_benchmark_reads_the_same_first_tokens_as_perfetto(
+    recorded: Recorded, perfetto: Traced
+) -> None:
+    traced = {str(it): int(str(ttft)) / 1e9 for it, ttft in perfetto.query(_FIRST_TOKENS)}
+    assert first_tokens_of(recorded.path) == pytest.approx(traced, abs=1e-8)
 
 
 def test_preemptions_and_the_restart_are_to_be_seen(perfetto: Traced) -> None:

@@ -157,6 +157,21 @@ async def test_phases_lie_in_their_request(collector: Collector) -> None:
     assert "gen_ai.latency.time_in_model_prefill" in values(whole.attributes)
 
 
+async def test_a_request_that_ends_in_the_queue_has_waited(collector: Collector) -> None:
+    spans = RequestSpans(collector.url, "tiny")
+    now_ns = [0]
+    book = RequestBook(lambda: now_ns[0])
+    book.observe(spans)
+    record = book.open("a-1", Origin(name="a", arrived_ns=0), num_prompt_tokens=2, max_tokens=3)
+    now_ns[0] = SECOND
+    book.close(record, "abort")
+    await asyncio.to_thread(spans.close)
+    [queue] = collector.named("queue")
+    assert queue.end_time_unix_nano - queue.start_time_unix_nano == SECOND
+    [whole] = collector.requests()
+    assert values(whole.attributes)["gen_ai.latency.time_in_queue"] == 1.0
+
+
 @pytest.mark.parametrize(
     "traceparent",
     [

@@ -4,6 +4,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_endpoint import TEXT, ScriptedEndpoint
@@ -11,6 +12,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import Fragment, assert_nested, end_of, read_fragments
+from ticking_clock import TickingClock
 
 from pagoda.engine.messages import SamplingParams
 from pagoda.errors import OverloadedError
@@ -20,20 +22,9 @@ from pagoda.frontend.text_generator import TextDelta, TextGenerator
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
-class Clock:
-    """Each look takes a microsecond; what takes longer is said."""
-
-    def __init__(self) -> None:
-        self.now = 10**9
-
-    def __call__(self) -> int:
-        self.now += 1000
-        return self.now
-
-
 class Rig:
     def __init__(self, directory: Path, answer: str = "abc") -> None:
-        self.clock = Clock()
+        self.clock = TickingClock()
         self.book = RequestBook(self.clock)
         self.endpoint = ScriptedEndpoint(answer)
         self.texts = TextGenerator(self.endpoint, TEXT, self.book)
@@ -133,9 +124,28 @@ async def test_a_client_that_goes_away_and_a_refusal_have_an_end(tmp_path: Path)
     with pytest.raises(OverloadedError):
         await rig.read("refused")
     fragment = rig.stop(rows)
-    reasons = [event["args"]["finish_reason"] for event in fragment.named("request")]
-    assert reasons == ["abort", "refused"]
-    assert len(fragment.named("first token")) == 2
+    left, refused = fragment.named("request")
+    assert left["args"]["finish_reason"] == "abort"
+    assert refused["args"]["finish_reason"] == "refused"
+    assert _row_of(fragment, left) == ["prepare", "first token", "stream", "request"]
+    assert _row_of(fragment, refused) == ["prepare", "waiting", "request"]
+
+
+async def test_an_answer_without_a_token_has_waited_until_the_end(tmp_path: Path) -> None:
+    """Where there was no first token, no span says when it came."""
+    rig = Rig(tmp_path)
+    rows = rig.start()
+    origin = Origin(name="r", arrived_ns=rig.clock())
+    record = rig.book.open("r-1", origin, num_prompt_tokens=2, max_tokens=9)
+    rig.book.close(record, "abort")
+    fragment = rig.stop(rows)
+    prepare, waiting, whole = fragment.request("r-1")
+    assert waiting["name"] == "waiting"
+    assert (waiting["ts"], end_of(waiting)) == (end_of(prepare), end_of(whole))
+
+
+def _row_of(fragment: Fragment, whole: dict[str, Any]) -> list[str]:
+    return [span["name"] for span in fragment.request(whole["args"]["request"])]
 
 
 async def test_the_book_has_no_observers_when_nothing_is_traced(tmp_path: Path) -> None:

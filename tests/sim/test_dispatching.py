@@ -21,7 +21,6 @@ from pagoda.engine.messages import (
     FinishReason,
     GenerateRequest,
     LoadReport,
-    ReplicaLoad,
     SamplingParams,
     SimConfig,
     TierLoad,
@@ -34,7 +33,7 @@ from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.totals import sum_of_loads
+from pagoda.frontend.totals import Counted
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
@@ -290,6 +289,22 @@ def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
     run(main())
 
 
+def test_time_without_a_replica_is_time_in_the_queue() -> None:
+    async def main() -> None:
+        dispatcher, (endpoint,) = await start(1)
+        endpoint.kill(restart_s=3.0)
+        answer = asyncio.create_task(ask(dispatcher, request("r")))
+        await asyncio.sleep(3.001)  # its prompt is being computed
+        endpoint.kill(restart_s=2.0)
+        chunks = (await answer).chunks
+        told = [chunk.queue_time_s for chunk in chunks if chunk.queue_time_s is not None]
+        assert told == [pytest.approx(5.001)]
+        assert chunks[0].queue_time_s is not None
+        await dispatcher.close()
+
+    run(main())
+
+
 def test_lost_engines_are_counted_beyond_their_ends() -> None:
     async def main() -> None:
         dispatcher, endpoints = await start(2)
@@ -301,15 +316,9 @@ def test_lost_engines_are_counted_beyond_their_ends() -> None:
         assert [replica.num_losses for replica in report.replicas] == [0, 2]
         assert report.num_engine_restarts == 2
         # One storey up, a host reports what is behind it.
-        above = ReplicaLoad(
-            name="host",
-            state="ready",
-            num_requests=0,
-            weighed_tokens=0,
-            num_losses=1,
-            report=report,
-        )
-        assert sum_of_loads((above,), num_held=0).num_engine_restarts == 3
+        behind = Counted()
+        behind.take(report)
+        assert behind.num_losses == 2
         await dispatcher.close()
 
     run(main())

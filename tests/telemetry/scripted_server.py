@@ -23,12 +23,12 @@ WALL_NS = 1_900_000_000_000 * MS
 """Then, since 1970."""
 
 OPERATIONS = {
-    "names": ["embedding", "layers.0.qkv", "layers.0.attention", "head"],
-    "kinds": ["embedding", "linear", "attention", "head"],
-    "weight_bytes": [0, 6_000_000, 0, 4_000_000],
-    "flops_per_token": [0, 6_000_000, 0, 4_000_000],
+    "names": ["embedding", "layers.0.qkv", "layers.0.attention", "norm"],
+    "kinds": ["embedding", "linear", "attention", "norm"],
+    "weight_bytes": [0, 6_000_000, 0, 4_000],
+    "flops_per_token": [0, 6_000_000, 0, 0],
 }
-MODEL = {"weight_bytes": 10_000_000, "flops_per_token": 10_000_000, "kv_bytes_per_token": 1_000}
+MODEL = {"weight_bytes": 6_004_000, "flops_per_token": 6_000_000, "kv_bytes_per_token": 1_000}
 
 
 @dataclass

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_server import MODEL, OPERATIONS, Life, ScriptedProcess, serve
+from scripted_server import MODEL, Life, ScriptedProcess, serve
 
+from pagoda.cli.trace_tables import tables_of
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.chrome import write_chrome_trace
-from pagoda.telemetry.report.data import Part, Report, RequestReport
-from pagoda.telemetry.report.intervals import covered, length, union
+from pagoda.telemetry.report.data import Limits, Part, Report, RequestReport
+from pagoda.telemetry.report.intervals import covered, length, union, within, without
 from pagoda.telemetry.report.reasons import seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
 
@@ -86,20 +88,111 @@ def test_a_step_behind_another_is_not_ipc(tmp_path: Path) -> None:
     }
 
 
+def test_a_wait_for_the_stage_before_is_no_work(tmp_path: Path) -> None:
+    frontend, engine, _ = serve([])
+    stages = [ScriptedProcess(f"worker dp0 tp0 pp{number}", f"w{number}") for number in range(2)]
+    for stage in stages:
+        stage.compare_clock(engine)
+    first, second = stages
+    row = engine.open_row("steps 0")
+    engine.span("step", 0.0, 10.0, row, step=0, rows=[], tokens=[])
+    first.span("step", 1.0, 5.0, step=0, tokens=1, seqs=1, context_tokens=1)
+    first.span("forward", 1.0, 5.0)
+    second.span("step", 0.5, 9.0, step=0, tokens=1, seqs=1, context_tokens=1)
+    second.span("await stage", 0.5, 5.5)
+    second.span("forward", 5.5, 9.0)
+    found = report(tmp_path, [frontend, engine, *stages])
+    (reported,) = found.engines
+    assert milliseconds(reported.steps) == {"in the worker": 7.5, "IPC": 2.5}
+    assert milliseconds(found.workers[1].parts) == {"forward": 3.5, "await stage": 5.0}
+    times = {it.name: it for it in found.percentiles}["step, in the worker"]
+    assert (times.p50, times.p99) == (pytest.approx(0.0035), pytest.approx(0.004))
+
+
+@pytest.mark.parametrize("mark", ["cut", "lost"])
+def test_steps_without_an_end_do_not_count(tmp_path: Path, mark: str) -> None:
+    frontend, engine, worker = serve([ALONE])
+    row = engine.open_row("steps 2")
+    engine.span("step", 41.0, 900.0, row, step=4, rows=[], tokens=[], **{mark: True})
+    found = report(tmp_path, [frontend, engine, worker])
+    (reported,) = found.engines
+    assert reported.num_steps == 4
+    assert milliseconds(reported.steps) == {"in the worker": 36.0, "IPC": 2.4}
+    times = {it.name: it for it in found.percentiles}["step, in the engine"]
+    assert (times.count, times.p99) == (4, pytest.approx(0.0096))
+
+
 def test_forward_passes_are_held_against_what_they_had_to_read(tmp_path: Path) -> None:
     (worker,) = report(tmp_path, serve([ALONE])).workers
     decode, prompts = worker.forwards
     assert (decode.steps, decode.count, decode.tokens) == ("decode", 3, 3)
     assert (prompts.steps, prompts.count, prompts.tokens) == ("with prompts", 1, 64)
     context = 2 + 3 + 4
-    num_bytes = 3 * sum(OPERATIONS["weight_bytes"]) + context * MODEL["kv_bytes_per_token"]
+    num_bytes = 3 * MODEL["weight_bytes"] + context * MODEL["kv_bytes_per_token"]
     assert decode.bytes_per_s == pytest.approx(num_bytes / 0.024)
     assert prompts.flops_per_s == pytest.approx(64 * MODEL["flops_per_token"] / 0.008)
     linear, *others = worker.operations
     assert (linear.kind, linear.share) == ("linear", pytest.approx(0.5))
     assert linear.bytes_per_s == pytest.approx(4 * 6_000_000 / 0.016)
     assert linear.flops_per_s == pytest.approx(67 * 6_000_000 / 0.016)
-    assert {it.kind for it in others} == {"attention", "head", "embedding"}
+    assert {it.kind for it in others} == {"attention", "norm", "embedding"}
+
+
+def test_operations_of_one_name_have_costs_of_their_own(tmp_path: Path) -> None:
+    """The parts of a map whose weights are held in several formats."""
+    worker = _described_worker(
+        names=["qkv", "qkv"],
+        kinds=["linear", "linear"],
+        weight_bytes=[1_000_000, 3_000_000],
+        flops_per_token=[10, 30],
+    )
+    worker.describe("model", {"weight_bytes": 4_000_000, "flops_per_token": 40})
+    worker.span("step", 0, 2, step=0, tokens=1, seqs=1, context_tokens=1)
+    worker.span("forward", 0, 2, ops_ns=[1_000_000, 1_000_000])
+    (found,) = report(tmp_path, [worker]).workers
+    (linear,), (forward,) = found.operations, found.forwards
+    assert linear.bytes_per_s == forward.bytes_per_s == pytest.approx(2e9)
+    assert linear.flops_per_s == forward.flops_per_s == pytest.approx(40 / 0.002)
+
+
+def test_where_operations_are_not_described_the_forward_pass_counts_alone(tmp_path: Path) -> None:
+    """Sampling reads the head, which is not among the weights that are told of."""
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.describe("model", MODEL)
+    worker.span("step", 0, 4, step=0, tokens=1, seqs=1, context_tokens=0)
+    worker.span("forward", 0, 2)
+    worker.span("sample", 2, 4)
+    (found,) = report(tmp_path, [worker]).workers
+    assert found.forwards[0].bytes_per_s == pytest.approx(MODEL["weight_bytes"] / 0.002)
+
+
+def test_no_more_experts_are_read_than_tokens_choose(tmp_path: Path) -> None:
+    worker = _described_worker(
+        names=["qkv", "experts"],
+        kinds=["linear", "experts"],
+        weight_bytes=[1_000_000, 8_000_000],
+        flops_per_token=[0, 0],
+    )
+    experts = {"expert_bytes": 8_000_000, "experts_held": 8, "experts_per_token": 2}
+    worker.describe("model", {"weight_bytes": 9_000_000, **experts})
+    for number, tokens in enumerate((1, 3, 64)):
+        at = 10.0 * number
+        args = {"step": number, "tokens": tokens, "seqs": min(tokens, 3), "context_tokens": 0}
+        worker.span("step", at, at + 2, **args)
+        worker.span("forward", at, at + 2, ops_ns=[1_000_000, 1_000_000])
+    (found,) = report(tmp_path, [worker]).workers
+    by_kind = {it.kind: it.bytes_per_s for it in found.operations}
+    assert by_kind["linear"] == pytest.approx(1e9)
+    assert by_kind["experts"] == pytest.approx((2 + 6 + 8) * 1e6 / 0.003)
+    decode, prompts = found.forwards
+    assert decode.bytes_per_s == pytest.approx((3 + 7) * 1e6 / 0.004)
+    assert prompts.bytes_per_s == pytest.approx(9e6 / 0.002)
+
+
+def _described_worker(**operations: list[Any]) -> ScriptedProcess:
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.describe("forward_ops", operations)
+    return worker
 
 
 def test_percentiles_are_times_that_were_measured(tmp_path: Path) -> None:
@@ -114,11 +207,139 @@ def test_percentiles_are_times_that_were_measured(tmp_path: Path) -> None:
 
 
 def test_tokens_are_timed_where_they_were_traced(tmp_path: Path) -> None:
+    """The first one has no span of its own: it is where another ends, at 14 ms."""
     processes = serve([ALONE])
-    for number in range(4):
+    for number in range(1, 4):
         processes[0].span("token", 14.0 + 5 * number, 14.5 + 5 * number, 1)
-    found = {it.name: it for it in report(tmp_path, processes).percentiles}
-    assert (found["between tokens"].count, found["between tokens"].p50) == (3, pytest.approx(0.005))
+    found = {it.name: it for it in report(tmp_path, processes).percentiles}["between tokens"]
+    assert (found.count, found.p50, found.p99) == (
+        3,
+        pytest.approx(0.005),
+        pytest.approx(0.0055),
+    )
+
+
+def test_a_request_that_ran_before_the_trace_and_after_it_is_told_of_as_it_was_seen(
+    tmp_path: Path,
+) -> None:
+    frontend, engine = processes = _traced_late()
+    row = engine.open_row("request one")
+    engine.span("decode", 1000, 1999, row)
+    engine.span("request", 1000, 1999, row, **FIGURES, preemptions=0, finish_reason="")
+    steps = engine.open_row("steps 0")
+    for number in range(9):
+        at = 1000.0 + 111 * number
+        engine.span("step", at, at + 111, steps, step=number, rows=[row], tokens=[1])
+    top = frontend.open_row("request one")
+    frontend.span("prepare", 0, 2, top)
+    frontend.span("first token", 2, 20, top)
+    frontend.span("stream", 20, 2000, top)
+    for at in (1111, 1222):
+        frontend.span("token", at - 1, at, top)
+    frontend.span("request", 0, 2000, top, **FIGURES, finish_reason="length")
+    found = report(tmp_path, processes)
+    request = only(found)
+    assert milliseconds(request.parts) == {
+        "HTTP, prepare": 2.0,
+        "before the trace": 998.0,
+        "decode": 999.0,
+        "after the trace": 1.0,
+    }
+    assert request.reasons == (
+        "9 tokens took 111 ms each",
+        "ran for 998 ms before the trace began",
+    )
+    assert [it.name for it in request.phases] == ["before the trace", "decode"]
+    times = {it.name: it for it in found.percentiles}
+    assert times["end to end"].p50 == pytest.approx(2.0)
+    assert times["time to first token"].p50 == pytest.approx(0.02)
+    assert times["between tokens"].count == 1
+    assert "in the queue" not in times
+
+
+def test_a_request_that_still_runs_has_no_end(tmp_path: Path) -> None:
+    frontend, engine = processes = _traced_late()
+    row = engine.open_row("request one")
+    engine.span("queued", 1003, 1010, row)
+    engine.span("prefill", 1010, 1500, row)
+    engine.span("request", 1003, 1500, row, **FIGURES, preemptions=0, finish_reason="")
+    top = frontend.open_row("request one")
+    frontend.span("prepare", 1001, 1002, top)
+    frontend.span("waiting", 1002, 1600, top)
+    frontend.span("request", 1001, 1600, top, **FIGURES, finish_reason="")
+    found = report(tmp_path, processes)
+    assert only(found).is_running
+    assert only(found).first_token is None
+    assert milliseconds(only(found).parts) == {
+        "HTTP, prepare": 1.0,
+        "queued": 7.0,
+        "prefill": 490.0,
+        "between processes": 1.0,
+        "after the trace": 100.0,
+    }
+    assert found.slowest == ()
+    times = {it.name: it.count for it in found.percentiles}
+    assert times == {"in the queue": 1}
+    tables = tables_of(found, Limits())
+    assert tables[0].title == "1 requests, 1 of them still running"
+
+
+FIGURES = {"request": "one", "prompt_tokens": 8, "cached_tokens": 0, "output_tokens": 200}
+
+
+def _traced_late() -> tuple[ScriptedProcess, ScriptedProcess]:
+    """A frontend and an engine, of which a trace began after a second."""
+    frontend = ScriptedProcess("frontend", "f", began_ms=999)
+    engine = ScriptedProcess("engine dp0", "e", began_ms=1000)
+    engine.compare_clock(frontend)
+    return frontend, engine
+
+
+@pytest.mark.parametrize(
+    ("phases", "preemptions", "expected"),
+    [
+        (
+            ("decode", "preempted", "waiting for KV", "queued", "prefill", "decode"),
+            1,
+            "preempted once: 30 ms until it ran again, 10 ms to compute again",
+        ),
+        (
+            ("preempted", "prefill", "decode", "preempted", "prefill", "preempted", "prefill"),
+            2,
+            "preempted twice: 30 ms until it ran again, 30 ms to compute again",
+        ),
+        (
+            ("decode", "recovering", "waiting for KV", "recovering", "prefill", "decode"),
+            0,
+            "a worker was lost once: 30 ms until it ran again, 10 ms to compute again",
+        ),
+        (
+            ("decode", "recovering", "queued", "prefill", "recovering", "decode"),
+            0,
+            "a worker was lost twice: 30 ms until it ran again, 10 ms to compute again",
+        ),
+        (("preempted", "decode"), 0, "preempted once: 10 ms until it ran again, 0 µs to compute"),
+    ],
+)
+def test_interruptions_are_counted_once(
+    tmp_path: Path, phases: tuple[str, ...], preemptions: int, expected: str
+) -> None:
+    """Each phase takes 10 ms. Waits for KV and in the queue are part of what they came with."""
+    frontend, engine = ScriptedProcess("frontend", "f"), ScriptedProcess("engine dp0", "e")
+    engine.compare_clock(frontend)
+    row, top = engine.open_row("request one"), frontend.open_row("request one")
+    for number, name in enumerate(phases):
+        engine.span(name, 10 * number, 10 * number + 10, row)
+    end = 10 * len(phases)
+    ended = {**FIGURES, "finish_reason": "length"}
+    engine.span("request", 0, end, row, **ended, preemptions=preemptions)
+    frontend.span("request", 0, end, top, **ended)
+    (told,) = [
+        it
+        for it in only(report(tmp_path, [frontend, engine])).reasons
+        if it.startswith(("preempted", "a worker"))
+    ]
+    assert told.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +378,15 @@ def test_prompts_of_others_in_its_steps_are_a_reason(tmp_path: Path) -> None:
             line["args"]["tokens"].append(2048)
     request = only(report(tmp_path, [frontend, engine, worker]))
     assert "shared steps of 19.2 ms with prompts of 4,096 tokens" in request.reasons
+
+
+def test_the_trace_ends_with_the_span_that_ends_last(tmp_path: Path) -> None:
+    """Which neither begins its row nor stands last in it."""
+    worker = ScriptedProcess("worker dp0 tp0 pp0", "w")
+    worker.span("load weights", 0, 1)
+    worker.span("step", 2, 9, step=0, tokens=1, seqs=1, context_tokens=0)
+    worker.span("forward", 3, 4)
+    assert report(tmp_path, [worker]).seconds == pytest.approx(0.009)
 
 
 def test_the_ten_slowest_come_first(tmp_path: Path) -> None:
@@ -215,3 +445,7 @@ def test_intervals_are_sets_of_moments(
     together = union(intervals)
     assert length(together) == len(moments)
     assert covered(together, start, end) == len(moments & set(range(start, end)))
+    left = [*without((start, end), within(together, start, end))] if start < end else []
+    assert {at for begin, stop in left for at in range(begin, stop)} == (
+        set(range(start, end)) - moments
+    )

@@ -7,20 +7,10 @@ from pathlib import Path
 
 import pytest
 from fragment_files import Fragment, read_fragments
+from ticking_clock import TickingClock
 
 from pagoda.telemetry import fragments
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
-
-
-class Clock:
-    """Each look takes a microsecond."""
-
-    def __init__(self) -> None:
-        self.now = 10**9
-
-    def __call__(self) -> int:
-        self.now += 1000
-        return self.now
 
 
 def session(
@@ -48,7 +38,7 @@ def until_failed(tracer: Tracer) -> None:
 
 
 def test_a_fragment_says_whose_it_is_and_what_happened(tmp_path: Path) -> None:
-    tracer = Tracer("engine dp0", clock_ns=Clock())
+    tracer = Tracer("engine dp0", clock_ns=TickingClock())
     tracer.start(session(tmp_path / "not" / "there", TraceLevel.KERNEL))
     began = tracer.e2e()
     row = tracer.open_row("request r")
@@ -93,7 +83,7 @@ def test_each_level_has_those_before_it(tmp_path: Path, level: TraceLevel, clock
 
 
 def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
-    tracer = Tracer("frontend", clock_ns=Clock())
+    tracer = Tracer("frontend", clock_ns=TickingClock())
     tracer.span("before", 5)
     tracer.instant("before")
     tracer.start(session(tmp_path))
@@ -107,7 +97,7 @@ def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_open_has_its_name_in_each_fragment(tmp_path: Path) -> None:
-    tracer = Tracer("frontend", clock_ns=Clock())
+    tracer = Tracer("frontend", clock_ns=TickingClock())
     row = tracer.open_row("request r")
     tracer.start(session(tmp_path / "1"))
     tracer.start(session(tmp_path / "2"))
@@ -120,7 +110,7 @@ def test_a_row_that_is_open_has_its_name_in_each_fragment(tmp_path: Path) -> Non
 
 
 def test_two_starts_in_a_row_make_two_whole_fragments(tmp_path: Path) -> None:
-    tracer = Tracer("frontend", clock_ns=Clock())
+    tracer = Tracer("frontend", clock_ns=TickingClock())
     for name in ("first", "second"):
         tracer.start(session(tmp_path))
         tracer.span(name, tracer.e2e())

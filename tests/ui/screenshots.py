@@ -14,6 +14,10 @@ BUSY = (
     *("--executor", "sim", "--sim-base-ms", "14", "--sim-per-token-ms", "0.08"),
     *("--num-kv-blocks", "1200", "--max-num-batched-tokens", "256", "--data-parallel-size", "2"),
 )
+ANSWERED = {
+    "Sort the numbers 31, 7, 19.": "7, 19, 31",
+    "What is 17 + 25?": "17 + 25 = 42",
+}
 WATCHED_S = 64
 """Until the last minute is full."""
 WIDE = {"width": 1360, "height": 1010}
@@ -36,7 +40,7 @@ def take_live(browser: Browser, directory: Path) -> None:
 
 
 def take_playground(browser: Browser, directory: Path) -> None:
-    """Two panes with other parameters, and the probabilities of a token."""
+    """Two panes, one of them with the probabilities of a token. The questions are some that it answers right."""
     with server_process([]) as server:
         page = browser.new_page(
             viewport={"width": 1360, "height": 760},
@@ -48,17 +52,16 @@ def take_playground(browser: Browser, directory: Path) -> None:
         left, right = page.locator(".pane").all()
         for pane, fields in (
             (left, {"temperature": "0"}),
-            (right, {"temperature": "1.8", "seed": "1", "top": "5"}),
+            (right, {"temperature": "0", "top": "5"}),
         ):
             pane.get_by_role("button", name="Parameters").click()
             for name, value in fields.items():
                 pane.locator(f"[name={name}]").fill(value)
-        right.get_by_role("button", name="Parameters").click()
-        for question in ("What is 17 + 25?", "Reverse the word lantern."):
+            pane.get_by_role("button", name="Parameters").click()
+        for question, answer in ANSWERED.items():
             ask(page, question)
-        left.locator(".log").evaluate("log => (log.scrollTop = log.scrollHeight)")
-        doubtful = right.locator(":is(.p2, .p3, .p4)")
-        (doubtful if doubtful.count() else right.locator(".token")).last.hover()
+            expect(left.locator(".assistant .text").last).to_have_text(answer)
+        right.locator(".assistant").last.locator(".token").nth(-2).hover()
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             page.screenshot(path=directory / f"playground-{scheme}.png")

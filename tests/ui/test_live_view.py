@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -51,8 +53,9 @@ def test_everything_moves_under_load(page: Page, slow: ServerProcess) -> None:
             "() => document.querySelector('path.decode:not(.line)').getAttribute('d').length > 300",
         )
         assert page.locator(".line.decode").first.get_attribute("d") != before
-        chart = page.get_by_role("img", name=re.compile("Tokens per second now: generated"))
-        expect(chart).to_be_visible()
+        chart = page.get_by_role("slider", name="Tokens per second")
+        told = re.compile(r"^now: generated [\d.]+ ?k?/s, prompts [\d.]+ ?k?/s$")
+        expect(chart).to_have_attribute("aria-valuetext", told)
         bar = page.locator(".requests progress").first
         value = bar.get_attribute("value")
         expect(bar).not_to_have_attribute("value", str(value))
@@ -64,10 +67,11 @@ def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess)
     open_live(page, slow)
     timeline = page.get_by_role("slider", name="Steps of the last minute")
     with Load(slow.base_url, 2):
-        until(page, "() => document.querySelector('[role=slider]').ariaValueMax > 20")
+        until(page, "() => document.querySelector('.frame.steps').ariaValueMax > 20")
         timeline.focus()
         page.keyboard.press("End")
-        told = r"s ago: step \d+ .* ms; \d+ prompt tokens?, \d+ decoding, [12] sequences?"
+        which = r"(step \d+|\d+ steps up to number \d+, the longest)"
+        told = rf"s ago: {which} .* ms; \d+ prompt tokens?, \d+ decoding, [12] sequences?"
         expect(timeline).to_have_attribute("aria-valuetext", re.compile(told))
         expect(page.locator(".readout")).to_have_text(re.compile(told))
         page.keyboard.press("Home")
@@ -78,6 +82,57 @@ def test_steps_are_told_by_keyboard_and_pointer(page: Page, slow: ServerProcess)
         assert box is not None
         page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 60)
         expect(page.locator(".readout")).to_have_text(re.compile(told))
+
+
+def test_a_full_replica_is_told_from_an_empty_one(page: Page) -> None:
+    arguments = (*SLOW, "--data-parallel-size", "2", "--num-kv-blocks", "100")
+    with server_process(arguments) as server:
+        open_live(page, server)
+        rows = page.locator(".of-replicas li")
+        idle = "0 in use, 0 cached of 100"
+        expect(rows).to_have_text([f"0{idle}", f"1{idle}"])
+        expect(page.locator(".field")).to_be_hidden()
+        with Load(server.base_url, 1):
+            until(
+                page,
+                "() => { const bars = [...document.querySelectorAll('.of-replicas path.used')];"
+                "const empty = bars.filter((bar) => bar.getAttribute('d').startsWith('M0 0h0v'));"
+                "return bars.length === 2 && empty.length === 1; }",
+            )
+
+
+def test_a_chart_is_read_by_keyboard(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    chart = page.get_by_role("slider", name="Requests")
+    until(page, "() => document.querySelector('.chart .frame').ariaValueMax > 1")
+    chart.focus()
+    page.keyboard.press("Home")
+    expect(chart).to_have_attribute("aria-valuenow", "0")
+    told = re.compile(r"^\d+ s ago: running 0, waiting 0$")
+    expect(chart).to_have_attribute("aria-valuetext", told)
+    page.keyboard.press("ArrowRight")
+    expect(chart).to_have_attribute("aria-valuenow", "1")
+    # The first second has no rate: it is unknown, and not 0.
+    rates = page.get_by_role("slider", name="Tokens per second")
+    rates.focus()
+    page.keyboard.press("Home")
+    text = re.compile(r"^\d+ s ago: generated unknown, prompts unknown$")
+    expect(rates).to_have_attribute("aria-valuetext", text)
+
+
+def test_what_has_the_focus_does_not_speak_by_itself(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    timeline = page.get_by_role("slider", name="Steps of the last minute")
+    with Load(slow.base_url, 2):
+        until(page, "() => document.querySelector('.frame.steps').ariaValueMax > 20")
+        timeline.focus()
+        page.keyboard.press("End")
+        said = timeline.get_attribute("aria-valuetext")
+        shown = page.locator(".readout").inner_text()
+        expect(page.locator(".readout")).not_to_have_text(shown)
+        assert timeline.get_attribute("aria-valuetext") == said
+        page.get_by_role("slider", name="Requests").focus()
+        expect(timeline).not_to_have_attribute("aria-valuetext", str(said))
 
 
 def test_an_answer_is_cancelled_from_the_table(page: Page, slow: ServerProcess) -> None:
@@ -139,6 +194,69 @@ def test_the_page_reconnects_to_a_server_that_was_started_again(page: Page) -> N
         expect(page.locator("#status")).to_contain_text("Live", timeout=20_000)
         expect(page.locator("#notice")).to_contain_text("The server was started again")
         again.terminate()
+
+
+def test_the_page_does_without_storage(page: Page, slow: ServerProcess) -> None:
+    page.add_init_script(
+        "for (const area of ['localStorage', 'sessionStorage']) Object.defineProperty(window, area, "
+        "{ get() { throw new DOMException('not here', 'SecurityError'); } });"
+    )
+    open_live(page, slow)
+    button = page.get_by_role("button", name="Theme")
+    button.click()
+    button.click()
+    expect(button).to_have_accessible_name("Theme: dark")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+def test_the_page_says_when_the_server_is_silent(page: Page) -> None:
+    with server_process(SLOW) as server:
+        open_live(page, server)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            expect(page.locator("#status")).to_contain_text("Reconnecting")
+            expect(page.locator("#notice")).to_contain_text("has said nothing for 5 s. This page")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        expect(page.locator("#status")).to_contain_text("Live")
+        expect(page.locator("#notice")).to_be_hidden()
+
+
+SET_HIDDEN = """hidden => {
+    Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_a_page_that_nobody_sees_asks_nothing(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    closed = lambda request: request.url.endswith("/v1/live")  # noqa: E731
+    with page.expect_event("requestfailed", closed):
+        page.evaluate(SET_HIDDEN, True)
+    expect(page.locator("#status")).to_contain_text("Paused")
+    with page.expect_request("**/v1/live"):
+        page.evaluate(SET_HIDDEN, False)
+    expect(page.locator("#status")).to_contain_text("Live")
+
+
+def test_only_the_view_that_is_there_is_drawn(page: Page, slow: ServerProcess) -> None:
+    open_live(page, slow)
+    expect(page.locator(".line.decode").first).to_have_attribute("d", re.compile("L"))
+    page.get_by_role("tab", name="Playground").click()
+    expect(page.locator("#live")).to_be_hidden()
+    page.evaluate(
+        "() => { window.drawn = 0; new MutationObserver(() => window.drawn++)"
+        ".observe(document.getElementById('live'), { childList: true, subtree: true }); }"
+    )
+    page.get_by_role("button", name="Parameters").click()
+    page.locator("[name=max_tokens]").fill("60")  # it takes longer than a snapshot
+    page.locator("[name=ignore_eos]").select_option("true")
+    page.get_by_label("Prompt for all panes").fill("on and on")
+    page.keyboard.press("Enter")
+    expect(page.locator(".assistant")).to_have_attribute("aria-busy", "false")
+    assert page.evaluate("window.drawn") == 0
+    page.get_by_role("tab", name="Live").click()
+    assert page.evaluate("() => new Promise(r => setTimeout(() => r(window.drawn)))") > 0
 
 
 def test_a_shutdown_does_not_wait_for_open_pages(page: Page) -> None:

@@ -50,7 +50,7 @@ def test_a_chat_is_answered_and_goes_on(page: Page, tiny: ServerProcess) -> None
     done(answers(page).first)
     expect(answers(page).first.locator(".text")).to_have_text("17 + 25 = 42")
     expect(answers(page).first.locator(".meta")).to_have_text(
-        re.compile(r"complete · 9 tokens · TTFT .* ms · .* tokens/s · prompt 15")
+        re.compile(r"complete · 9 tokens · TTFT .* ms · (.* tokens/s · )?prompt 15")
     )
     ask(page, "Reverse the word lantern.")
     done(answers(page).nth(1))
@@ -93,6 +93,26 @@ def test_an_answer_streams_and_is_stopped_and_made_again(page: Page, slow: Serve
     assert text[:shorter] == again[:shorter]
 
 
+@pytest.mark.parametrize(("after_s", "is_told"), [(0.05, False), (0.5, True)])
+def test_a_speed_is_told_where_it_means_something(
+    page: Page, tiny: ServerProcess, after_s: float, is_told: bool
+) -> None:
+    open_playground(page, tiny)
+    summary = page.evaluate(
+        """async seconds => {
+            const { Answer } = await import("/ui/answer.js");
+            const answer = new Answer("/v1/completions", {}, {});
+            answer.take({ choices: [{ index: 0, text: "a", finish_reason: null }] });
+            answer.take({ choices: [{ index: 0, text: "b", finish_reason: "stop" }] });
+            answer.endedAt = answer.firstAt + 1000 * seconds;
+            return answer.summary();
+        }""",
+        after_s,
+    )
+    assert summary.startswith("complete · 2 tokens · TTFT ")
+    assert ("tokens/s" in summary) == is_told
+
+
 def test_a_prompt_is_edited_and_asked_again(page: Page, tiny: ServerProcess) -> None:
     open_playground(page, tiny)
     set_field(page, "temperature", "0")
@@ -114,6 +134,7 @@ def test_how_likely_each_token_was(page: Page, tiny: ServerProcess) -> None:
     done(answers(page).first)
     tokens = page.locator(".token")
     expect(tokens).to_have_count(9)
+    expect(page.locator(".token.special")).to_have_text("<|im_end|>")
     tip = page.get_by_role("tooltip")
     tokens.nth(2).hover()
     expect(tip.locator("li")).to_have_count(3)
@@ -185,6 +206,10 @@ def test_a_tool_is_called_and_its_result_sent(page: Page, tiny: ServerProcess) -
         ("temperature", "-1", "temperature must be in [0.0, 100.0], got -1"),
         ("tools", "[{", "tools is not valid JSON"),
         ("seed", "12x", "seed must be a number, got 12x."),
+        ("seed", "9007199254740993", "seed must be at most 9007199254740991 here, got 9007199"),
+        ("temperature", "1e999", "temperature must be at most 9007199254740991 here, got 1e999."),
+        ("temperature", "-Infinity", "temperature must be at most 9007199254740991 here"),
+        ("logit_bias", '{"17": 1e999}', "logit_bias must be at most 9007199254740991 here"),
     ],
 )
 def test_what_is_refused_is_said(
@@ -194,6 +219,34 @@ def test_what_is_refused_is_said(
     set_field(page, field, value)
     ask(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text(said)
+
+
+def test_an_announcement_is_repeated(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    page.evaluate(
+        "() => { window.said = []; new MutationObserver(() => window.said.push("
+        "document.getElementById('announce').textContent))"
+        ".observe(document.getElementById('announce'), { childList: true }); }"
+    )
+    for number in range(2):
+        ask(page, "What is 17 + 25?")
+        done(answers(page).nth(number))
+        page.wait_for_function(
+            "number => window.said.filter((text) => text === 'Pane 1 has answered.').length > number",
+            arg=number,
+        )
+    assert page.evaluate("window.said.filter((text) => text === '').length") >= 1
+
+
+def test_blanks_may_end_an_answer(page: Page, tiny: ServerProcess) -> None:
+    open_playground(page, tiny)
+    set_field(page, "temperature", "0")
+    set_field(page, "stop", " = \n")
+    ask(page, "What is 17 + 25?")
+    done(answers(page).first)
+    expect(answers(page).first.locator(".text")).to_have_text("17 + 25")
+    curl = code_of(page, answers(page).first, "curl")
+    assert json.loads(curl.split("-d '")[1][:-1])["stop"] == [" = "]
 
 
 def test_one_prompt_for_several_panes(page: Page, tiny: ServerProcess) -> None:

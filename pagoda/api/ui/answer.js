@@ -4,6 +4,8 @@ import { h, setText } from "./dom.js";
 import { count, ms } from "./format.js";
 import { TokenView, hideTip, tokensOf } from "./tokens.js";
 
+const LEAST_STREAMED_S = 0.1; // what took less came in too few pieces to say how fast
+
 const REASONS = {
   stop: "complete",
   length: "cut at max_tokens",
@@ -168,7 +170,7 @@ export class Answer {
     if (this.firstAt === null) return told.join(", ") || "no answer";
     told.push(`${count(output)} tokens`, `TTFT ${ms(this.firstAt - this.began)}`);
     const streamed = (this.endedAt - this.firstAt) / 1000;
-    if (output > 1 && streamed > 0) told.push(`${count((output - 1) / streamed)} tokens/s`);
+    if (output > 1 && streamed >= LEAST_STREAMED_S) told.push(`${count((output - 1) / streamed)} tokens/s`);
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;
       told.push(`prompt ${count(this.usage.prompt_tokens)}${cached ? ` (${count(cached)} cached)` : ""}`);

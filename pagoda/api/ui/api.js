@@ -1,11 +1,8 @@
 // How the page talks to its server: with the API key, errors as sentences, events as they come.
 
-const KEY = "pagoda-api-key";
+import { Stored } from "./storage.js";
 
-export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
-};
+export const key = new Stored("sessionStorage", "pagoda-api-key");
 
 export class ApiFailure extends Error {
   constructor(status, message) {

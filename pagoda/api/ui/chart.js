@@ -1,6 +1,6 @@
 // Lines over time, in SVG: themes come from the style sheet, and there is nothing to repaint by hand.
 
-import { h, onResize, setText, svg } from "./dom.js";
+import { h, onResize, placeAfter, setText, slider, svg, tellSlider } from "./dom.js";
 
 const LEFT = 50;
 const BOTTOM = 18;
@@ -24,8 +24,9 @@ export class LineChart {
     this.least = least;
     this.points = [];
     this.span = 60;
-    this.cursor = null;
-    this.plot = svg("svg", { class: "plot", role: "img", "aria-label": title });
+    this.cursor = null; // where the pointer is
+    this.picked = null; // the point that keys chose
+    this.plot = svg("svg", { class: "plot", "aria-hidden": "true" });
     this.values = series.map(() => h("span", { class: "value" }, "–"));
     this.when = h("span", { class: "muted when" });
     const legend = h(
@@ -35,7 +36,7 @@ export class LineChart {
         h("li", {}, h("span", { class: `key ${one.name}` }), one.label, " ", this.values[index]),
       ),
     );
-    this.frame = h("div", { class: "frame" }, this.plot);
+    this.frame = slider(title, "", this.plot);
     this.element = h(
       "figure",
       { class: "card chart" },
@@ -57,6 +58,8 @@ export class LineChart {
       this.cursor = null;
       this.draw();
     });
+    this.frame.addEventListener("keydown", (event) => this.onKey(event));
+    this.frame.addEventListener("blur", () => this.pick(null));
   }
 
   // `points` have `t`, in seconds; the right edge is `now`.
@@ -67,9 +70,29 @@ export class LineChart {
     this.draw();
   }
 
-  draw() {
+  get inView() {
+    return this.points.filter((point) => point.t >= this.now - this.span);
+  }
+
+  onKey(event) {
+    if (event.key === "Escape") return this.pick(null);
+    const points = this.inView;
+    const next = placeAfter(event.key, this.picked ? points.indexOf(this.picked) : points.length, points.length);
+    if (next === null) return;
+    event.preventDefault();
+    if (points.length) this.pick(points[next]);
+  }
+
+  pick(point) {
+    this.picked = point;
+    this.draw(true);
+  }
+
+  // `isAsked`: whoever has the focus chose a point.
+  draw(isAsked = false) {
     if (!this.width || !this.points.length) return;
-    const inView = this.points.filter((point) => point.t >= this.now - this.span);
+    const inView = this.inView;
+    if (!inView.includes(this.picked)) this.picked = null;
     const most = Math.max(this.least, ...inView.flatMap((point) => this.series.map((one) => one.of(point) ?? 0)));
     const top = niceCeiling(most);
     const right = this.width - 6;
@@ -80,12 +103,16 @@ export class LineChart {
       parts.push(svg("path", { class: `line ${one.name}`, d: linePath(inView, one, x, y) }));
     }
     const chosen = this.chosen(inView, x);
-    if (chosen && this.cursor !== null) {
+    if (chosen && this.isPointed) {
       parts.push(svg("path", { class: "cursor", d: `M${x(chosen.t).toFixed(1)} ${TOP}V${this.height - BOTTOM}` }));
     }
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
     this.plot.replaceChildren(...parts);
-    this.write(chosen);
+    this.write(chosen, inView, isAsked);
+  }
+
+  get isPointed() {
+    return this.cursor !== null || this.picked !== null;
   }
 
   *grid(top, x, y, right) {
@@ -104,7 +131,7 @@ export class LineChart {
   }
 
   chosen(inView, x) {
-    if (this.cursor === null) return inView.at(-1);
+    if (this.cursor === null) return this.picked ?? inView.at(-1);
     return inView.reduce(
       (best, point) =>
         best === null || Math.abs(x(point.t) - this.cursor) < Math.abs(x(best.t) - this.cursor) ? point : best,
@@ -112,15 +139,17 @@ export class LineChart {
     );
   }
 
-  write(point) {
+  write(point, inView, isAsked) {
     if (!point) return;
     const told = this.series.map((one, index) => {
       const text = this.format(one.of(point));
       setText(this.values[index], text + (this.unit && text !== "–" ? ` ${this.unit}` : ""));
-      return `${one.label} ${text}`;
+      return `${one.label} ${text === "–" ? "unknown" : text + this.unit}`;
     });
-    setText(this.when, this.cursor === null ? "" : `${Math.round(this.now - point.t)} s ago`);
-    if (this.cursor === null) this.plot.setAttribute("aria-label", `${this.title} now: ${told.join(", ")} ${this.unit}`);
+    const when = this.isPointed ? `${Math.round(this.now - point.t)} s ago` : "now";
+    setText(this.when, this.isPointed ? when : "");
+    const text = `${when}: ${told.join(", ")}`;
+    tellSlider(this.frame, { at: inView.indexOf(point), length: inView.length, text }, isAsked);
   }
 }
 

@@ -37,6 +37,39 @@ export function onResize(element, draw) {
   }).observe(element);
 }
 
+// Has a screen reader say something, also what it has said before: it speaks of what changes.
 export function announce(text) {
-  setText($("announce"), text);
+  $("announce").textContent = "";
+  setTimeout(() => ($("announce").textContent = text), 100);
+}
+
+const MOVES = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -10, PageUp: 10 };
+
+// Where a key leads on a slider of `length` places, from `at`; null if it is no such key.
+export function placeAfter(key, at, length) {
+  const next = { Home: 0, End: length - 1 }[key] ?? at + MOVES[key];
+  return Number.isNaN(next) ? null : Math.min(length - 1, Math.max(0, next));
+}
+
+// What a slider over times says to a screen reader. While it has the focus, only a key makes it say more.
+export function tellSlider(slider, { at, length, text }, isAsked) {
+  if (slider === document.activeElement && !isAsked) return;
+  slider.setAttribute("aria-valuemax", String(Math.max(0, length - 1)));
+  slider.setAttribute("aria-valuenow", String(Math.max(0, at)));
+  slider.setAttribute("aria-valuetext", text);
+}
+
+export function slider(label, kind, plot) {
+  const props = {
+    class: `frame ${kind}`,
+    role: "slider",
+    tabindex: "0",
+    "aria-label": label,
+    "aria-orientation": "horizontal",
+    "aria-valuemin": "0",
+    "aria-valuemax": "0",
+    "aria-valuenow": "0",
+    "aria-valuetext": "nothing yet",
+  };
+  return h("div", props, plot);
 }

@@ -76,7 +76,8 @@ const ALL = GROUPS.flatMap((group) => group.fields.map((field) => ({ only: group
 export function readFields(typed, mode) {
   const body = {};
   for (const field of ALL) {
-    const value = (typed[field.name] ?? "").trim();
+    const text = typed[field.name] ?? "";
+    const value = field.kind === "lines" ? text : text.trim(); // a blank may be what ends an answer
     if (value === "" || (field.only && field.only !== mode)) continue;
     put(body, field, valueOf(field, value), mode);
   }
@@ -86,22 +87,31 @@ export function readFields(typed, mode) {
 function valueOf(field, value) {
   if (field.kind === "number") {
     if (Number.isNaN(Number(value))) throw new Error(`${field.label} must be a number, got ${value}.`);
-    return Number.isSafeInteger(Number(value)) || /[.e]/i.test(value) ? Number(value) : RAW(value, field);
+    return exact(Number(value), field, value);
   }
   if (field.kind === "lines") return value.split("\n").filter((line) => line !== "");
   if (field.kind === "json") {
+    let parsed;
     try {
-      return JSON.parse(value);
+      parsed = JSON.parse(value);
     } catch (error) {
       throw new Error(`${field.label} is not valid JSON: ${error.message}.`);
     }
+    checkNumbers(parsed, field);
+    return parsed;
   }
   return field.options === YES_NO ? value === "true" : value;
 }
 
-// What JavaScript's numbers cannot hold would be sent as another number.
-function RAW(value, field) {
-  throw new Error(`${field.label} must be at most ${Number.MAX_SAFE_INTEGER} here, got ${value}.`);
+// What JavaScript's numbers cannot hold would be sent as another number, or as null.
+function exact(number, field, text) {
+  if (Number.isFinite(number) && (!Number.isInteger(number) || Number.isSafeInteger(number))) return number;
+  throw new Error(`${field.label} must be at most ${Number.MAX_SAFE_INTEGER} here, got ${text}.`);
+}
+
+function checkNumbers(value, field) {
+  if (typeof value === "number") exact(value, field, value);
+  else if (value !== null && typeof value === "object") Object.values(value).forEach((one) => checkNumbers(one, field));
 }
 
 function put(body, field, value, mode) {

@@ -1,4 +1,5 @@
-// KV blocks as a picture: a field of cells for the device, a bar for each tier below it.
+// KV blocks as a picture: a field of cells for the device, or a bar for each of several replicas, of which one may
+// be full while another is empty; and a bar for each tier below.
 
 import { h, onResize, setText, svg } from "./dom.js";
 import { count, percent } from "./format.js";
@@ -23,6 +24,7 @@ export class KVPicture {
     this.plot = svg("svg", { class: "field", role: "img", "aria-label": "KV blocks" });
     this.frame = h("div", { class: "field-frame" }, this.plot);
     this.values = Object.fromEntries(KINDS.map(([kind]) => [kind, h("span", { class: "value" }, "–")]));
+    this.replicas = h("ul", { class: "tiers of-replicas", tabindex: "0", "aria-label": "KV blocks by replica" });
     this.scale = h("p", { class: "muted small" });
     this.tiers = h("ul", { class: "tiers" });
     root.append(
@@ -32,6 +34,7 @@ export class KVPicture {
         KINDS.map(([kind, text]) => h("li", {}, h("span", { class: `key ${kind}` }), text, " ", this.values[kind])),
       ),
       this.frame,
+      this.replicas,
       this.scale,
       this.tiers,
     );
@@ -41,17 +44,26 @@ export class KVPicture {
     });
   }
 
-  show(tiers) {
+  show(tiers, replicas) {
     [this.device, ...this.below] = tiers;
-    this.draw();
+    this.frame.hidden = replicas.length > 1;
+    this.replicas.hidden = replicas.length < 2;
+    this.drawLegend();
+    if (replicas.length > 1) this.drawReplicas(replicas);
+    else this.draw();
     this.drawTiers();
+  }
+
+  drawLegend() {
+    const numbers = partsOf(this.device.num_total, this.device.num_used, this.device.num_cached);
+    KINDS.forEach(([kind], index) => setText(this.values[kind], count(numbers[index])));
   }
 
   draw() {
     const device = this.device;
-    if (!device || !this.size) return;
+    if (!device || !this.size || this.frame.hidden) return;
     const { num_total: total, num_used: used, num_cached: cached } = device;
-    const free = total - used - cached;
+    const [, , free] = partsOf(total, used, cached);
     const columns = Math.max(8, Math.floor((this.size[0] + GAP) / (CELL + GAP)));
     const room = columns * Math.max(4, Math.floor((this.size[1] + GAP) / (CELL + GAP)));
     const cells = Math.min(room, total);
@@ -67,8 +79,6 @@ export class KVPicture {
     });
     this.plot.setAttribute("viewBox", `0 0 ${this.size[0]} ${this.size[1]}`);
     this.plot.replaceChildren(...paths);
-    const numbers = { used, cached, free };
-    for (const [kind] of KINDS) setText(this.values[kind], count(numbers[kind]));
     this.plot.setAttribute(
       "aria-label",
       `Of ${total} KV blocks on the device ${used} are in use, ${cached} cached and ${free} free.`,
@@ -78,6 +88,23 @@ export class KVPicture {
       this.scale,
       `${count(total)} blocks on the device${each > 1.5 ? `; a cell stands for ${count(Math.round(each))}` : ""}`,
     );
+  }
+
+  drawReplicas(replicas) {
+    while (this.replicas.children.length > replicas.length) this.replicas.lastChild.remove();
+    replicas.forEach((replica, index) => {
+      const row = this.replicas.children[index] ?? this.replicas.appendChild(replicaRow());
+      const [name, bar, text] = row.children;
+      const { num_blocks: total, num_used_blocks: used, num_cached_blocks: cached } = replica;
+      setText(name, replica.name);
+      const [inUse, kept] = total ? [(100 * used) / total, (100 * cached) / total] : [0, 0];
+      bar.replaceChildren(stripe("free", 0, 100), stripe("used", 0, inUse), stripe("cached", inUse, kept));
+      setText(
+        text,
+        total === null ? "does not answer" : `${count(used)} in use, ${count(cached)} cached of ${count(total)}`,
+      );
+    });
+    setText(this.scale, `${count(this.device.num_total)} blocks on the devices`);
   }
 
   drawTiers() {
@@ -97,3 +124,16 @@ export class KVPicture {
 
 const tierRow = () =>
   h("li", {}, h("span", { class: "name" }), h("progress", { max: "1", value: "0" }), h("span", { class: "muted" }));
+
+const partsOf = (total, used, cached) => [used, cached, total - used - cached];
+
+const replicaRow = () =>
+  h(
+    "li",
+    {},
+    h("span", { class: "name" }),
+    svg("svg", { class: "bar-of-parts", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true" }),
+    h("span", { class: "muted" }),
+  );
+
+const stripe = (kind, from, width) => svg("path", { class: kind, d: `M${from} 0h${width}v1h-${width}z` });

@@ -3,7 +3,7 @@
 import { ApiFailure, events, request, sentence } from "./api.js";
 import { LineChart } from "./chart.js";
 import { $, announce, h, setText } from "./dom.js";
-import { axisMs, count, ms, percent } from "./format.js";
+import { axisMs, count, ms, percent, roughMs } from "./format.js";
 import { KVPicture } from "./kv.js";
 import { RequestTable } from "./requests.js";
 import { StepTimeline } from "./steps.js";
@@ -11,6 +11,7 @@ import { StepTimeline } from "./steps.js";
 const KEPT_S = 300;
 const LEAST_SPAN_S = 60;
 const TOLD_S = 20;
+const SILENT_S = 5;
 const RETRY_S = [0.5, 1, 2, 4];
 
 const of = (name, part) => (point) => (part ? (point[name]?.[part] ?? null) : point[name]);
@@ -25,7 +26,7 @@ const CHARTS = [
     ],
     { format: count, unit: "/s", least: 10 },
   ],
-  ["Time to first token", percentiles("ttft_ms"), { format: ms, axis: axisMs, least: 1 }],
+  ["Time to first token", percentiles("ttft_ms"), { format: roughMs, axis: axisMs, least: 1 }],
   [
     "Requests",
     [
@@ -34,17 +35,17 @@ const CHARTS = [
     ],
     { format: count, least: 4 },
   ],
-  ["Time between tokens", percentiles("itl_ms"), { format: ms, axis: axisMs, least: 1 }],
+  ["Time between tokens", percentiles("itl_ms"), { format: roughMs, axis: axisMs, least: 1 }],
 ];
 
 const TILES = [
   ["Generated", (s) => count(s.output_tokens_per_s), "tokens/s"],
   ["Prompts", (s) => count(s.prompt_tokens_per_s), "tokens/s"],
-  ["TTFT p50", (s) => ms(s.ttft_ms?.p50), ""],
-  ["ITL p50", (s) => ms(s.itl_ms?.p50), ""],
+  ["TTFT p50", (s) => roughMs(s.ttft_ms?.p50), ""],
+  ["ITL p50", (s) => roughMs(s.itl_ms?.p50), ""],
   ["Running", (s) => count(s.num_running), ""],
   ["Waiting", (s) => count(s.num_waiting + s.num_awaiting_kv), ""],
-  ["Prefix hits", (s) => percent(s.prefix_hit_rate ?? s.total_prefix_hit_rate), ""],
+  ["Prefix hits", (s) => percent(s.prefix_hit_rate), ""],
   ["Preemptions", (s) => count(s.num_preemptions), ""],
   ["Restarts", (s) => count(s.num_restarts), ""],
 ];
@@ -63,18 +64,29 @@ export function startLive() {
   const steps = new StepTimeline($("steps"));
   const table = new RequestTable($("requests"), $("requests-more"));
   const history = [];
-  const follower = new Follower(draw);
+  const follower = new Follower(take);
+  let last = null;
 
-  function draw(snapshot, isNew) {
+  function take(snapshot, isNew) {
     const now = performance.now() / 1000;
-    if (isNew) steps.steps = [];
+    if (isNew) steps.clear();
     history.push({ ...snapshot, t: now, steps: null, answers: null, replicas: null });
     while (history[0].t < now - KEPT_S) history.shift();
+    steps.add(snapshot.steps, now);
+    last = snapshot;
+    draw();
+  }
+
+  // Nobody sees what is drawn while the other view is there.
+  function draw() {
+    if (!last || $("live").hidden) return;
+    const snapshot = last;
+    const now = history.at(-1).t;
     const span = Math.min(KEPT_S, Math.max(LEAST_SPAN_S, now - history[0].t));
     for (const chart of charts) chart.show(history, now, span);
     TILES.forEach(([, text], index) => setText(tiles[index], text(snapshot)));
-    kv.show(snapshot.tiers);
-    steps.add(snapshot.steps, now);
+    kv.show(snapshot.tiers, snapshot.replicas);
+    steps.draw();
     table.show(snapshot.answers, snapshot.num_answers, snapshot.num_running);
     $("steps").hidden = snapshot.is_router;
     setText($("replicas-title"), snapshot.is_router ? "Hosts" : "Replicas");
@@ -82,7 +94,7 @@ export function startLive() {
   }
 
   follower.run();
-  return { retry: () => follower.retry(), onServer: (listener) => follower.listeners.push(listener) };
+  return { draw, retry: () => follower.retry(), onServer: (listener) => follower.listeners.push(listener) };
 }
 
 function showReplicas(snapshot) {
@@ -90,19 +102,17 @@ function showReplicas(snapshot) {
   while (list.children.length > snapshot.replicas.length) list.lastChild.remove();
   snapshot.replicas.forEach((replica, index) => {
     const row = list.children[index] ?? list.appendChild(replicaRow());
-    const [head, meter] = row.children;
-    const [name, state, text] = head.children;
+    const [name, state, text] = row.firstChild.children;
     setText(name, replica.name);
     setText(state, replica.state);
     state.dataset.state = replica.state;
     const known = replica.num_blocks !== null;
-    const share = known && replica.num_blocks ? replica.num_used_blocks / replica.num_blocks : 0;
     const step = known ? ` · step ${ms(replica.step_time_ms)}` : "";
     const waiting = replica.num_waiting ? `, ${count(replica.num_waiting)} waiting` : "";
     setText(text, `${count(replica.num_running ?? replica.num_requests)} running${waiting}${step}`);
-    meter.setAttribute("value", String(share));
-    meter.setAttribute("aria-label", `KV of replica ${replica.name}: ${percent(share)} in use`);
   });
+  const hidden = snapshot.num_replicas - snapshot.replicas.length;
+  setText($("replicas-more"), hidden > 0 ? `and ${count(hidden)} more` : "");
 }
 
 const replicaRow = () =>
@@ -110,10 +120,12 @@ const replicaRow = () =>
     "li",
     {},
     h("div", { class: "row" }, h("span", { class: "name" }), h("span", { class: "badge" }), h("span", { class: "muted" })),
-    h("progress", { max: "1", value: "0" }),
   );
 
-// Keeps the stream open; when the server goes away, waits for it and says so.
+// Why the stream was closed: there is nobody to look at it.
+class Hidden extends Error {}
+
+// Keeps the stream open while somebody can see the page; when the server goes away, waits for it and says so.
 class Follower {
   constructor(onSnapshot) {
     this.onSnapshot = onSnapshot;
@@ -121,15 +133,27 @@ class Follower {
     this.started = null;
     this.failures = 0;
     this.wake = () => {};
+    this.stream = new AbortController();
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden) this.stream.abort(new Hidden());
+      else this.retry();
+    });
   }
 
   async run() {
     for (;;) {
+      if (document.hidden) {
+        this.say("wait", "Paused");
+        await new Promise((resolve) => (this.wake = resolve));
+        continue;
+      }
       try {
         await this.follow();
         this.say("wait", "Server is ending", "The server has ended the connection.");
       } catch (error) {
-        this.explain(error);
+        const reason = this.stream.signal.aborted ? this.stream.signal.reason : error;
+        if (reason instanceof Hidden) continue;
+        this.explain(reason);
       }
       const wait = RETRY_S[Math.min(this.failures++, RETRY_S.length - 1)];
       await new Promise((resolve) => {
@@ -146,15 +170,28 @@ class Follower {
 
   async follow() {
     this.needsKey = false;
-    const response = await request("/v1/live");
-    for await (const snapshot of events(response)) {
-      const isNew = this.started !== snapshot.started;
-      if (isNew) this.meet(snapshot);
-      this.failures = 0;
-      if (snapshot.draining) this.say("wait", "Shutting down", "The server is shutting down; it finishes what runs.");
-      else this.say("on", "Live", this.restarted);
-      this.onSnapshot(snapshot, isNew);
+    const stream = (this.stream = new AbortController());
+    const giveUp = () => stream.abort(new Error(`The server has said nothing for ${SILENT_S} s.`));
+    let silence = setTimeout(giveUp, 1000 * SILENT_S);
+    try {
+      const response = await request("/v1/live", { signal: stream.signal });
+      for await (const snapshot of events(response)) {
+        clearTimeout(silence);
+        silence = setTimeout(giveUp, 1000 * SILENT_S);
+        this.hear(snapshot);
+      }
+    } finally {
+      clearTimeout(silence);
     }
+  }
+
+  hear(snapshot) {
+    const isNew = this.started !== snapshot.started;
+    if (isNew) this.meet(snapshot);
+    this.failures = 0;
+    if (snapshot.draining) this.say("wait", "Shutting down", "The server is shutting down; it finishes what runs.");
+    else this.say("on", "Live", this.restarted);
+    this.onSnapshot(snapshot, isNew);
   }
 
   meet(snapshot) {

@@ -4,6 +4,7 @@ import { key, onKeyNeeded } from "./api.js";
 import { $ } from "./dom.js";
 import { startLive } from "./live.js";
 import { startPlayground } from "./playground.js";
+import { Stored } from "./storage.js";
 
 const VIEWS = ["live", "playground"];
 
@@ -22,7 +23,11 @@ function show(view, focus = false) {
 
 const viewOf = (hash) => VIEWS.find((name) => hash === `#/${name}`) ?? "live";
 
-function startTabs() {
+function startTabs(onShow) {
+  const change = (focus = false) => {
+    show(viewOf(location.hash), focus);
+    onShow();
+  };
   for (const name of VIEWS) {
     $(`tab-${name}`).addEventListener("click", () => (location.hash = `#/${name}`));
   }
@@ -33,14 +38,14 @@ function startTabs() {
     const index = VIEWS.indexOf(viewOf(location.hash));
     const next = Math.abs(step) > 1 ? (step < 0 ? 0 : VIEWS.length - 1) : (index + step + VIEWS.length) % VIEWS.length;
     history.replaceState(null, "", `#/${VIEWS[next]}`);
-    show(VIEWS[next], true);
+    change(true);
   });
-  addEventListener("hashchange", () => show(viewOf(location.hash)));
+  addEventListener("hashchange", () => change());
   $("skip").addEventListener("click", (event) => {
     event.preventDefault();
     $("main").focus();
   });
-  show(viewOf(location.hash));
+  change();
 }
 
 const THEMES = { auto: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
@@ -53,13 +58,14 @@ function startTheme() {
     $("theme-button").setAttribute("aria-label", THEMES[theme]);
     $("theme-button").title = THEMES[theme];
   };
-  let theme = localStorage.getItem("pagoda-theme");
+  const chosen = new Stored("localStorage", "pagoda-theme");
+  let theme = chosen.get();
   if (!(theme in THEMES)) theme = "auto";
   apply(theme);
   $("theme-button").addEventListener("click", () => {
     const names = Object.keys(THEMES);
     theme = names[(names.indexOf(theme) + 1) % names.length];
-    localStorage.setItem("pagoda-theme", theme);
+    chosen.set(theme);
     apply(theme);
   });
 }
@@ -95,9 +101,9 @@ function startKey(onChange) {
   });
 }
 
-startTabs();
 startTheme();
 const live = startLive();
+startTabs(live.draw);
 const playground = startPlayground();
 startKey(() => {
   live.retry();

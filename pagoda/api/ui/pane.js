@@ -118,7 +118,7 @@ export class Pane {
 
   countSettings() {
     const names = this.settings.querySelectorAll("[name]");
-    const number = [...names].filter((input) => input.value.trim() !== "").length;
+    const number = [...names].filter((input) => input.value !== "").length;
     setText(this.toggle, number ? `Parameters · ${number}` : "Parameters");
   }
 

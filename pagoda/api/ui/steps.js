@@ -1,6 +1,6 @@
 // The steps of the last minute: height says how long, colour what was in them.
 
-import { h, onResize, setText, svg } from "./dom.js";
+import { h, onResize, placeAfter, setText, slider, svg, tellSlider } from "./dom.js";
 import { axisMs, count, ms, plural } from "./format.js";
 import { label, niceCeiling } from "./chart.js";
 
@@ -16,21 +16,7 @@ export class StepTimeline {
     this.now = 0;
     this.replica = "";
     this.plot = svg("svg", { class: "plot", "aria-hidden": "true" });
-    this.slider = h(
-      "div",
-      {
-        class: "frame steps",
-        role: "slider",
-        tabindex: "0",
-        "aria-label": "Steps of the last minute",
-        "aria-orientation": "horizontal",
-        "aria-valuemin": "0",
-        "aria-valuemax": "0",
-        "aria-valuenow": "0",
-        "aria-valuetext": "No steps",
-      },
-      this.plot,
-    );
+    this.slider = slider("Steps of the last minute", "steps", this.plot);
     this.readout = h("p", { class: "readout muted" }, "No steps in the last minute.");
     this.select = h("select", { "aria-label": "Whose steps", hidden: true });
     root.append(
@@ -67,7 +53,7 @@ export class StepTimeline {
     this.slider.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  // `steps`: { replica: [[age_s, step, num_steps, step_time_s, prefill, decode, seqs], ...] }
+  // Without drawing them. `steps`: { replica: [[age_s, step, num_steps, step_time_s, prefill, decode, seqs], ...] }
   add(steps, now) {
     this.now = now;
     for (const [replica, bins] of Object.entries(steps)) {
@@ -77,8 +63,10 @@ export class StepTimeline {
     }
     this.steps = this.steps.filter((step) => step.t >= now - SPAN_S);
     this.steps.sort((a, b) => a.t - b.t);
-    this.listReplicas();
-    this.draw();
+  }
+
+  clear() {
+    this.steps = [];
   }
 
   listReplicas() {
@@ -117,7 +105,9 @@ export class StepTimeline {
     return bars;
   }
 
-  draw() {
+  // `isAsked`: whoever has the focus chose a step.
+  draw(isAsked = false) {
+    this.listReplicas();
     if (!this.size) return;
     const [width, height] = this.size;
     const bars = this.bars();
@@ -148,7 +138,7 @@ export class StepTimeline {
     }
     this.plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.plot.replaceChildren(...parts);
-    this.write();
+    this.write(isAsked);
   }
 
   nearest(x) {
@@ -161,31 +151,25 @@ export class StepTimeline {
 
   choose(step) {
     this.chosen = step;
-    this.draw();
+    this.draw(true);
   }
 
   onKey(event) {
     const shown = this.shown;
-    const moves = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -10, PageUp: 10 };
-    const at = this.chosen ? shown.indexOf(this.chosen) : shown.length;
-    let next = at + (moves[event.key] ?? 0);
-    if (event.key === "Home") next = 0;
-    else if (event.key === "End") next = shown.length - 1;
-    else if (event.key === "Escape") return this.choose(null);
-    else if (!(event.key in moves)) return;
+    if (event.key === "Escape") return this.choose(null);
+    const next = placeAfter(event.key, this.chosen ? shown.indexOf(this.chosen) : shown.length, shown.length);
+    if (next === null) return;
     event.preventDefault();
-    if (shown.length) this.choose(shown[Math.min(shown.length - 1, Math.max(0, next))]);
+    if (shown.length) this.choose(shown[next]);
   }
 
-  write() {
+  write(isAsked) {
     const shown = this.shown;
     const index = shown.indexOf(this.chosen);
     if (index < 0) this.chosen = null;
     const text = this.chosen ? describe(this.chosen, this.now) : summary(shown);
     setText(this.readout, text);
-    this.slider.setAttribute("aria-valuemax", String(Math.max(0, shown.length - 1)));
-    this.slider.setAttribute("aria-valuenow", String(Math.max(0, index)));
-    this.slider.setAttribute("aria-valuetext", text);
+    tellSlider(this.slider, { at: index, length: shown.length, text }, isAsked);
   }
 }
 

@@ -21,6 +21,9 @@ export function tokensOf(logprobs) {
   }));
 }
 
+// Tokens that are signs to the model, and no text: they end an answer or part turns.
+const SPECIAL = /^(<\|[^|]+\|>|<\/?s>|<(bos|eos|pad|unk|start_of_turn|end_of_turn)>)$/;
+
 export class TokenView {
   constructor() {
     this.tokens = [];
@@ -43,7 +46,7 @@ export class TokenView {
       h(
         "span",
         {
-          class: `token p${level < 0 ? LEVELS.length : level}`,
+          class: `token p${level < 0 ? LEVELS.length : level}${SPECIAL.test(token.token) ? " special" : ""}`,
           role: "button",
           tabindex: index === 0 ? "0" : "-1",
           "data-index": String(index),
@@ -100,7 +103,8 @@ function showTip(span, token) {
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const { width, height } = tip.getBoundingClientRect();
   const left = Math.max(8, Math.min(at.left, innerWidth - width - 8));
-  const top_ = at.top > height + 12 ? at.top - height - 6 : at.bottom + 6;
+  // Below, where the eye goes on from; what was said before stays in sight.
+  const top_ = at.bottom + height + 12 < innerHeight ? at.bottom + 6 : at.top - height - 6;
   tip.style.left = `${left}px`;
   tip.style.top = `${top_}px`;
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagoda.telemetry.merge.model import Process, Row, Span, Trace
-from pagoda.telemetry.merge.steps import PlacedSpan, Step, steps_of
+from pagoda.telemetry.merge.steps import PlacedSpan, Step, steps_by_row, steps_of
 
 _WAYPOINTS = frozenset({"queued", "waiting for KV", "preempted", "recovering"})
 """Phases of a request that no step shows."""
@@ -41,7 +40,7 @@ class _Rows:
 
 def flows_of(trace: Trace) -> Iterator[Flow]:
     """Of a request of which a single point was seen there is no flow."""
-    steps = _steps_by_row(trace)
+    steps = steps_by_row(steps_of(trace))
     for request, rows in _rows_of_requests(trace).items():
         points = [point for process, row in rows.edges for point in _ends(process, row)]
         for process, row in rows.engines:
@@ -51,16 +50,6 @@ def flows_of(trace: Trace) -> Iterator[Flow]:
         points.sort(key=lambda point: point.at)
         if len(points) > 1:
             yield Flow(request, points)
-
-
-def _steps_by_row(trace: Trace) -> dict[tuple[int, int], list[Step]]:
-    """By `pid` and `tid` of a request's row in an engine."""
-    index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
-    for pid, steps in steps_of(trace).items():
-        for step in steps:
-            for tid in step.told.rows:
-                index[pid, tid].append(step)
-    return index
 
 
 def _rows_of_requests(trace: Trace) -> dict[str, _Rows]:

@@ -111,6 +111,7 @@ class _Process:
             level=header.level,
             clock=self.shift.source,
             descriptions=descriptions,
+            began=tuple(part.header.clock_ns + self.shift.ns for part in self.parts),
         )
 
     def _spans(self) -> dict[int, list[Span]]:

@@ -62,6 +62,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     clock: ClockSource = "main"
     descriptions: dict[str, Any] = {}
     """What its events refer to, such as `forward_ops`."""
+    began: tuple[int, ...] = ()
+    """When tracing began in it, each time that it did; before 0 where nothing happened at first."""
 
     @property
     def storey(self) -> str:
@@ -106,6 +108,12 @@ class Trace:
     """Of time 0, since 1970, by the clock of the main process's host."""
     notes: tuple[str, ...] = ()
     """What was missing or could not be read, a sentence each."""
+
+    @property
+    def end(self) -> int:
+        """When the last span ends, in nanoseconds; the last of a row may be within a longer one."""
+        rows = (row for process in self.processes for row in process.rows)
+        return max((span.end for row in rows for span in row.spans), default=0)
 
 
 def arguments(args: bytes) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +22,10 @@ class StepArgs(msgspec.Struct, frozen=True):
     """Of the requests in it."""
     tokens: list[int] = []
     """That it computes for each."""
+    cut: bool = False
+    """Tracing ended before it did."""
+    lost: bool = False
+    """Its worker was lost: it had no result."""
 
 
 class _WorkerStepArgs(msgspec.Struct, frozen=True):
@@ -46,6 +50,15 @@ class Step:
     workers: list[PlacedSpan] = field(default_factory=list)
     """The same step at each worker."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is known how long it took."""
+        return not (self.told.cut or self.told.lost)
+
+
+StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
+"""The steps of a request, by `pid` and `tid` of its row in an engine."""
+
 
 def read_step(args: bytes) -> StepArgs | None:
     """None if that is nothing an engine would say."""
@@ -68,6 +81,16 @@ def steps_of(trace: Trace) -> dict[int, list[Step]]:
                 if step is not None:
                     step.workers.append(place)
     return steps
+
+
+def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
+    """Of all steps of engines, as `steps_of` finds them."""
+    index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
+    for pid, found in steps.items():
+        for step in found:
+            for tid in step.told.rows:
+                index[pid, tid].append(step)
+    return index
 
 
 def _engine_steps(engine: Process) -> list[Step]:

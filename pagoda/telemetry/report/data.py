@@ -38,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One request, from its arrival to its last byte."""
+    """One request, from its arrival to its last byte, or until tracing ended."""
 
     request: str
     arrived: float
@@ -52,12 +52,23 @@ class RequestReport:
     cached_tokens: int
     output_tokens: int
     preemptions: int
+    finish_reason: str
+    """Empty if it still ran when tracing ended."""
     parts: tuple[Part, ...]
     phases: tuple[Phase, ...]
     detokenize: float
     write: float
     """Both while the engine goes on, so they are no part of the time beside it."""
     reasons: tuple[str, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        return not self.finish_reason
+
+    @property
+    def took(self) -> dict[str, float]:
+        """Seconds by part."""
+        return {part.name: part.seconds for part in self.parts}
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class OperationReport:
     seconds: float
     share: float
     bytes_per_s: float | None
-    """Of weights; None where they have none."""
+    """Of weights, of experts at most so many; None where they have none."""
     flops_per_s: float | None
 
 
@@ -82,7 +93,7 @@ class ForwardReport:
     tokens: int
     seconds: float
     bytes_per_s: float
-    """Weights and KV that had to be read."""
+    """Weights and KV that had to be read, of experts at most so many."""
     flops_per_s: float
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Interval = tuple[int, int]
 _NEVER = 2**63
@@ -20,15 +20,31 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
+def within(intervals: Sequence[Interval], start: int, end: int) -> Iterator[Interval]:
+    """What of them lies between `start` and `end`."""
+    for index in range(max(0, bisect_right(intervals, (start, _NEVER)) - 1), len(intervals)):
+        begin, stop = intervals[index]
+        if begin >= end:
+            return
+        begin, stop = max(begin, start), min(stop, end)
+        if begin < stop:
+            yield begin, stop
+
+
 def covered(intervals: Sequence[Interval], start: int, end: int) -> int:
     """How much of the time from `start` to `end` is in them."""
-    first = max(0, bisect_right(intervals, (start, _NEVER)) - 1)
-    total = 0
-    for begin, stop in intervals[first:]:
-        if begin >= end:
-            break
-        total += max(0, min(stop, end) - max(begin, start))
-    return total
+    return length(within(intervals, start, end))
+
+
+def without(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
+    """What is left of it; the holes are in order and do not overlap."""
+    at, end = interval
+    for begin, stop in holes:
+        if begin > at:
+            yield at, min(begin, end)
+        at = max(at, stop)
+    if end > at:
+        yield at, end
 
 
 def length(intervals: Iterable[Interval]) -> int:

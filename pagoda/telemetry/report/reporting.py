@@ -10,9 +10,9 @@ from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.telemetry.merge.model import Process, Trace
 from pagoda.telemetry.merge.steps import Step, engines_of, steps_of
 from pagoda.telemetry.report.data import Part, Percentiles, Report, RequestReport, percentiles
-from pagoda.telemetry.report.intervals import Interval, union
-from pagoda.telemetry.report.requests import PARTS, request_reports
-from pagoda.telemetry.report.steps import engine_report, worker_report
+from pagoda.telemetry.report.intervals import Interval, covered
+from pagoda.telemetry.report.requests import BEFORE, PARTS, request_reports
+from pagoda.telemetry.report.steps import engine_report, step_times, worker_report, working
 
 NUM_SLOWEST = 10
 
@@ -31,40 +31,29 @@ def report_of(trace: Trace) -> Report:
     steps = steps_of(trace)
     found = list(request_reports(trace, steps))
     requests = sorted((request for request, _ in found), key=lambda it: it.arrived)
+    ended = [it for it in requests if not it.is_running]
     token_times = [time for _, times in found for time in times]
     engines = [it for it in trace.processes if it.origin.storey == "engine"]
     workers = [it for it in trace.processes if it.origin.storey == "worker"]
-    busy = {engine.pid: _busy(engine, workers, engines) for engine in engines}
+    busy = {worker.pid: working(worker) for worker in workers}
+
+    def of_engine(engine: Process) -> dict[int, list[Interval]]:
+        own = (worker for worker in workers if engine in engines_of(worker, engines))
+        return {worker.pid: busy[worker.pid] for worker in own}
+
     reported = [worker_report(worker, engines_of(worker, engines)) for worker in workers]
+    in_workers = [covered(busy[it.pid], *step) / 1e9 for it in workers for step in step_times(it)]
     return Report(
-        seconds=_end(trace) / 1e9,
+        seconds=trace.end / 1e9,
         began_ns=trace.began_ns,
         processes=tuple(process.name for process in trace.processes),
         requests=tuple(requests),
         parts=_parts(requests),
-        percentiles=tuple(_percentiles(requests, token_times, steps, workers)),
-        slowest=tuple(sorted(requests, key=lambda it: -it.end_to_end)[:NUM_SLOWEST]),
-        engines=tuple(engine_report(it, steps[it.pid], busy[it.pid]) for it in engines),
+        percentiles=tuple(_percentiles(requests, token_times, steps, in_workers)),
+        slowest=tuple(sorted(ended, key=lambda it: -it.end_to_end)[:NUM_SLOWEST]),
+        engines=tuple(engine_report(it, steps[it.pid], of_engine(it)) for it in engines),
         workers=tuple(it for it in reported if it is not None),
         notes=trace.notes,
-    )
-
-
-def _end(trace: Trace) -> int:
-    ends = [row.spans[0].end for it in trace.processes for row in it.rows if row.spans]
-    ends += [row.spans[-1].end for it in trace.processes for row in it.rows if row.spans]
-    return max(ends, default=0)
-
-
-def _busy(
-    engine: Process, workers: Sequence[Process], engines: Sequence[Process]
-) -> list[Interval]:
-    return union(
-        (span.start, span.end)
-        for worker in workers
-        if engine in engines_of(worker, engines) and worker.main is not None
-        for span in worker.main.spans
-        if span.name == "step"
     )
 
 
@@ -78,33 +67,32 @@ def _parts(requests: Sequence[RequestReport]) -> tuple[Part, ...]:
     return tuple(Part(name, value, value / total) for name, value in took.items() if value)
 
 
+def _has_left_queue(request: RequestReport) -> bool:
+    """And whether all of its wait was seen."""
+    waits = request.is_running and all(it.name == "queued" for it in request.phases)
+    return not waits and not request.took[BEFORE]
+
+
 def _percentiles(
     requests: Sequence[RequestReport],
     token_times: Sequence[float],
     steps: Mapping[int, Sequence[Step]],
-    workers: Sequence[Process],
+    in_workers: Sequence[float],
 ) -> Iterator[Percentiles]:
-    queued = [
-        sum(it.seconds for it in request.parts if it.name == "queued") for request in requests
-    ]
     in_engine = [
-        (it.place.span.end - it.place.span.start) / 1e9 for found in steps.values() for it in found
-    ]
-    in_worker = [
-        (span.end - span.start) / 1e9
-        for worker in workers
-        if worker.main is not None
-        for span in worker.main.spans
-        if span.name == "step"
+        (it.place.span.end - it.place.span.start) / 1e9
+        for found in steps.values()
+        for it in found
+        if it.is_whole
     ]
     for name, times in (
         ("time to first token", [it.first_token for it in requests if it.first_token is not None]),
         ("time per output token", [it.per_token for it in requests if it.per_token is not None]),
         ("between tokens", token_times),
-        ("end to end", [it.end_to_end for it in requests]),
-        ("in the queue", queued),
+        ("end to end", [it.end_to_end for it in requests if not it.is_running]),
+        ("in the queue", [it.took["queued"] for it in requests if _has_left_queue(it)]),
         ("step, in the engine", in_engine),
-        ("step, in the worker", in_worker),
+        ("step, in the worker", in_workers),
     ):
         if times:
             yield percentiles(name, times)

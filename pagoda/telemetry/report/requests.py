@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,13 +9,16 @@ from itertools import pairwise
 import msgspec
 
 from pagoda.telemetry.merge.model import Process, Row, Span, Trace
-from pagoda.telemetry.merge.steps import Step
+from pagoda.telemetry.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.telemetry.report.data import Phase, RequestReport, parts_of
 from pagoda.telemetry.report.intervals import Interval, covered, length, union
 from pagoda.telemetry.report.reasons import Evidence, reasons_of
 
+BEFORE, AFTER = "before the trace", "after the trace"
+"""Of requests that ran when tracing began, or still did when it ended in their engine."""
 PARTS = (
     "HTTP, prepare",
+    BEFORE,
     "queued",
     "waiting for KV",
     "prefill",
@@ -25,12 +27,11 @@ PARTS = (
     "recovering",
     "between steps",
     "between processes",
+    AFTER,
 )
 """Of a request's time, in the order in which they are shown."""
 _COMPUTING = ("prefill", "decode")
 _PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
-
-StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -40,6 +41,7 @@ class _Told(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    finish_reason: str = ""
     detokenize_ms: float = 0.0
     write_ms: float = 0.0
 
@@ -48,6 +50,7 @@ class _Told(msgspec.Struct, frozen=True):
 class _Seen:
     """The rows of one request: the outermost that answers it, and those of engines."""
 
+    process: Process
     outer: Row
     engines: list[tuple[Process, Row]] = field(default_factory=list)
 
@@ -55,32 +58,27 @@ class _Seen:
 def request_reports(
     trace: Trace, steps: Mapping[int, Sequence[Step]]
 ) -> Iterator[tuple[RequestReport, list[float]]]:
-    """Each request of which the whole was seen, and the times between its tokens where these were traced."""
-    by_row = _by_row(steps)
+    """Each request that somebody has told of, and the times between its tokens where these were traced."""
+    by_row = steps_by_row(steps)
     for request, seen in _seen(trace).items():
         whole = next((span for span in seen.outer.spans if span.name == "request"), None)
         if whole is not None:
-            yield _report(request, whole, seen, by_row), _token_times(seen.outer)
-
-
-def _by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
-    index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
-    for pid, found in steps.items():
-        for step in found:
-            for tid in step.told.rows:
-                index[pid, tid].append(step)
-    return index
+            yield _report(request, whole, seen, by_row), _token_times(seen)
 
 
 def _seen(trace: Trace) -> dict[str, _Seen]:
-    """Processes come in order, so that the first row of a request is a router's if there is one."""
+    """Processes come in order, so that the first row of a request is a router's if there is one.
+
+    One that was traced twice has two rows there, of which the second tells all.
+    """
     found: dict[str, _Seen] = {}
     for process in trace.processes:
         for row in process.rows:
             if row.request is None:
                 continue
             if process.origin.storey != "engine":
-                found.setdefault(row.request, _Seen(row))
+                if row.request not in found or found[row.request].process is process:
+                    found[row.request] = _Seen(process, row)
             elif row.request in found:
                 found[row.request].engines.append((process, row))
     return found
@@ -106,12 +104,13 @@ def _report(request: str, whole: Span, seen: _Seen, by_row: StepsByRow) -> Reque
         cached_tokens=told.cached_tokens,
         output_tokens=told.output_tokens,
         preemptions=sum(it.preemptions for it in in_engine),
+        finish_reason=told.finish_reason,
         parts=parts_of({name: ns / 1e9 for name, ns in parts.items()}, sum(parts.values()) / 1e9),
-        phases=tuple(_shown(phase, whole) for phase in phases),
+        phases=tuple(_shown(phase, whole) for phase in (*_before(whole, seen), *phases)),
         detokenize=told.detokenize_ms / 1e3,
         write=told.write_ms / 1e3,
     )
-    evidence = Evidence(report, _shared(own, seen))
+    evidence = Evidence(report, _shared(own, seen), _num_decoded(own, phases))
     return replace(report, reasons=reasons_of(evidence))
 
 
@@ -140,6 +139,8 @@ def _parts(
     parts = dict.fromkeys(PARTS, 0)
     prepared = [it for it in seen.outer.spans if it.name == "prepare"]
     parts["HTTP, prepare"] = length((it.start, it.end) for it in prepared)
+    parts[BEFORE] = sum(it.end - it.start for it in _before(whole, seen))
+    parts[AFTER] = _after(whole, seen)
     for phase in phases:
         took = phase.end - phase.start
         if phase.name in _COMPUTING:
@@ -149,6 +150,35 @@ def _parts(
         parts[phase.name] += took
     parts["between processes"] = max(0, whole.end - whole.start - sum(parts.values()))
     return parts
+
+
+def _before(whole: Span, seen: _Seen) -> list[Span]:
+    """The time before tracing began in the engine that had the request, if there is any."""
+    process, row = min(
+        seen.engines, key=lambda it: it[1].spans[0].start, default=(seen.process, seen.outer)
+    )
+    start = max((it.end for it in seen.outer.spans if it.name == "prepare"), default=whole.start)
+    end = min(_traced_from(process, row), whole.end)
+    return [Span(start, end, BEFORE, b"")] if end > start else []
+
+
+def _traced_from(process: Process, row: Row) -> int:
+    """When tracing began in the process, the last time before the row ended."""
+    return max((at for at in process.origin.began if at <= row.spans[0].end), default=0)
+
+
+def _after(whole: Span, seen: _Seen) -> int:
+    """Nanoseconds for which an engine went on with the request when its tracing had ended."""
+    rows = sorted((row for _, row in seen.engines), key=lambda it: it.spans[0].end)
+    own = [span for row in rows[-1:] for span in row.spans if span.name == "request"]
+    return sum(max(0, whole.end - span.end) for span in own if not _told(span).finish_reason)
+
+
+def _num_decoded(own: Sequence[Step], phases: Sequence[Span]) -> int:
+    """Tokens of the steps that were seen while it decoded."""
+    decoding = union((it.start, it.end) for it in phases if it.name == "decode")
+    ends = (step.place.span.end for step in own if step.is_whole)
+    return sum(covered(decoding, end - 1, end) for end in ends)
 
 
 def _shown(phase: Span, whole: Span) -> Phase:
@@ -172,9 +202,17 @@ def _per_token(outer: Row, output_tokens: int) -> float | None:
     return streams[0] / 1e9 / (output_tokens - 1) if streams and output_tokens > 1 else None
 
 
-def _token_times(outer: Row) -> list[float]:
-    """Seconds between tokens: those of `verbose` traces."""
-    ends = [span.end for span in outer.spans if span.name == "token"]
+def _token_times(seen: _Seen) -> list[float]:
+    """Seconds between tokens: those of `verbose` traces.
+
+    After a first token from before the trace, there were others that nobody saw.
+    """
+    spans = seen.outer.spans
+    ends = [span.end for span in spans if span.name == "token"]
+    if ends:
+        began = _traced_from(seen.process, seen.outer)
+        first = (span.end for span in spans if span.name == "first token")
+        ends[:0] = [end for end in first if end >= began]
     return [(later - earlier) / 1e9 for earlier, later in pairwise(ends)]
 
 

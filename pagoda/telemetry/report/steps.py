@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean as mean
 
 import msgspec
 
@@ -18,7 +19,7 @@ from pagoda.telemetry.report.data import (
     WorkerReport,
     parts_of,
 )
-from pagoda.telemetry.report.intervals import Interval, covered, length, union
+from pagoda.telemetry.report.intervals import Interval, covered, length, union, within, without
 
 _LOOP = ("schedule", "submit", "update", "send")
 _PHASES = ("prepare", "forward", "sample", "await stage")
@@ -30,6 +31,21 @@ class _Model(msgspec.Struct, frozen=True):
     weight_bytes: float = 0.0
     flops_per_token: float = 0.0
     kv_bytes_per_token: float = 0.0
+    expert_bytes: float = 0.0
+    """Of the weights, those of experts."""
+    experts_held: int = 0
+    """In each layer that has any."""
+    experts_per_token: int = 0
+
+    def share_of_experts(self, tokens: int) -> float:
+        """At most so much of the experts' weights is read for so many tokens."""
+        if not self.experts_held:
+            return 1.0
+        return min(1.0, tokens * self.experts_per_token / self.experts_held)
+
+    def weights_read(self, tokens: int) -> float:
+        """By a pass over so many tokens, at most."""
+        return self.weight_bytes - self.expert_bytes * (1 - self.share_of_experts(tokens))
 
 
 class _Batch(msgspec.Struct, frozen=True):
@@ -40,21 +56,44 @@ class _Batch(msgspec.Struct, frozen=True):
     context_tokens: int = 0
 
 
+def working(worker: Process) -> list[Interval]:
+    """When the worker was in a step, but for its waits for the stage of a pipeline before it."""
+    waits = union(_times(worker, "await stage"))
+    steps = step_times(worker)
+    return union(part for step in steps for part in without(step, within(waits, *step)))
+
+
+def step_times(worker: Process) -> Iterator[Interval]:
+    """Of each step in the worker, waits and all."""
+    return _times(worker, "step")
+
+
+def _times(worker: Process, name: str) -> Iterator[Interval]:
+    spans = worker.main.spans if worker.main is not None else []
+    return ((span.start, span.end) for span in spans if span.name == name)
+
+
 def engine_report(
-    engine: Process, steps: Sequence[Step], workers: Sequence[Interval]
+    engine: Process, steps: Sequence[Step], workers: Mapping[int, Sequence[Interval]]
 ) -> EngineReport:
-    """`workers`: when any worker of this engine was in a step."""
+    """`workers`: when each worker of this engine was working, by its `pid`."""
     main = engine.main.spans if engine.main is not None else []
     present = _present(engine)
     loop = {name: sum(it.end - it.start for it in main if it.name == name) / 1e9 for name in _LOOP}
+    steps = [step for step in steps if step.is_whole]
+    busy = union(it for intervals in workers.values() for it in intervals)
     whole = own = waited = 0
     for step in steps:
         span = step.place.span
         whole += span.end - span.start
-        mine = union((it.span.start, it.span.end) for it in step.workers)
+        mine = union(
+            part
+            for it in step.workers
+            for part in within(workers.get(it.pid, ()), it.span.start, it.span.end)
+        )
         in_own = covered(mine, span.start, span.end)
         own += in_own
-        waited += covered(workers, span.start, span.end) - in_own
+        waited += covered(busy, span.start, span.end) - in_own
     parts = {
         "in the worker": own / 1e9,
         "behind other steps": waited / 1e9,
@@ -126,7 +165,7 @@ class _Kind:
 
 def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]:
     """What took most comes first."""
-    operations = operations_of(worker)
+    operations, model = operations_of(worker), _model(worker)
     costs = _costs(operations)
     kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
     batch = _Batch()
@@ -136,8 +175,9 @@ def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]
         elif span.name == "forward":
             for name, kind, ns in operations_within(row, index, operations):
                 num_bytes, flops_per_token = costs.get(name, (0.0, 0.0))
+                share = model.share_of_experts(batch.tokens) if kind == "experts" else 1.0
                 kinds[kind].ns += ns
-                kinds[kind].num_bytes += num_bytes
+                kinds[kind].num_bytes += num_bytes * share
                 kinds[kind].flops += flops_per_token * batch.tokens
     total = sum(kind.ns for kind in kinds.values())
     ordered = sorted(kinds.items(), key=lambda it: -it[1].ns)
@@ -154,37 +194,41 @@ def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]
 
 
 def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
-    """Bytes of weights and operations a token, by name."""
-    described = zip(
+    """Bytes of weights and operations a token, by name: the mean where several have one.
+
+    Every pass has them all, so that their sum is right, and spans of a merged file have nothing but names.
+    """
+    by_name: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for name, num_bytes, flops in zip(
         operations.names, operations.weight_bytes, operations.flops_per_token, strict=False
-    )
-    return {name: (num_bytes, flops) for name, num_bytes, flops in described}
+    ):
+        by_name[name].append((num_bytes, flops))
+    return {
+        name: (mean(num_bytes for num_bytes, _ in costs), mean(flops for _, flops in costs))
+        for name, costs in by_name.items()
+    }
 
 
 def _forward_reports(worker: Process, row: Row) -> tuple[ForwardReport, ...]:
     """Of steps in which every request computed one token, and of others."""
-    model, weights = _model(worker), sum(operations_of(worker).weight_bytes)
+    model = _model(worker)
     if not model.weight_bytes:
         return ()
     found: defaultdict[str, list[tuple[_Batch, int]]] = defaultdict(list)
-    for batch, forward_ns, sample_ns in _passes(row):
-        # Where operations are not described, the head is among the model's weights: sampling reads it.
-        ns = forward_ns if weights else forward_ns + sample_ns
+    for batch, ns in _passes(row):
         if ns:
             found["decode" if batch.tokens <= batch.seqs else "with prompts"].append((batch, ns))
-    return tuple(
-        _forward_report(name, passes, weights or model.weight_bytes, model)
-        for name, passes in sorted(found.items())
-    )
+    return tuple(_forward_report(name, passes, model) for name, passes in sorted(found.items()))
 
 
 def _forward_report(
-    name: str, passes: Sequence[tuple[_Batch, int]], weight_bytes: float, model: _Model
+    name: str, passes: Sequence[tuple[_Batch, int]], model: _Model
 ) -> ForwardReport:
     seconds = sum(ns for _, ns in passes) / 1e9
     tokens = sum(batch.tokens for batch, _ in passes)
     context = sum(batch.context_tokens for batch, _ in passes)
-    num_bytes = weight_bytes * len(passes) + model.kv_bytes_per_token * context
+    weights = sum(model.weights_read(batch.tokens) for batch, _ in passes)
+    num_bytes = weights + model.kv_bytes_per_token * context
     return ForwardReport(
         steps=name,
         count=len(passes),
@@ -195,22 +239,17 @@ def _forward_report(
     )
 
 
-def _passes(row: Row) -> list[tuple[_Batch, int, int]]:
-    """The batch of each step, and its nanoseconds of forward pass and sampling."""
-    found: list[tuple[_Batch, int, int]] = []
+def _passes(row: Row) -> list[tuple[_Batch, int]]:
+    """The batch of each step, and its nanoseconds of forward pass."""
+    found: list[tuple[_Batch, int]] = []
     step_end = -1
     for span in row.spans:
-        took = span.end - span.start
         if span.name == "step":
-            found.append((_batch(span), 0, 0))
+            found.append((_batch(span), 0))
             step_end = span.end
-        elif found and span.end <= step_end and span.name in ("forward", "sample"):
-            batch, forward_ns, sample_ns = found[-1]
-            if span.name == "forward":
-                forward_ns += took
-            else:
-                sample_ns += took
-            found[-1] = (batch, forward_ns, sample_ns)
+        elif found and span.end <= step_end and span.name == "forward":
+            batch, ns = found[-1]
+            found[-1] = (batch, ns + span.end - span.start)
     return found
 
 

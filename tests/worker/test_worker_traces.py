@@ -142,7 +142,12 @@ def test_a_recorded_pass_tells_the_time_of_each_operation(tmp_path: Path, model:
     assert all(len(told) == len(names) for told in operations.values())
     costs = _described(events, "model")
     assert costs["flops_per_token"] == sum(operations["flops_per_token"])
-    assert costs["weight_bytes"] > 0
+    assert costs["weight_bytes"] > costs["expert_bytes"]
+    described = zip(operations["kinds"], operations["weight_bytes"], strict=True)
+    in_experts = sum(num_bytes for kind, num_bytes in described if kind == "experts")
+    assert (costs["expert_bytes"] > 0) == (in_experts > 0) == (model != "qwen3")
+    assert costs["expert_bytes"] <= in_experts  # which may be padded
+    assert (costs["experts_held"] >= costs["experts_per_token"] > 0) == (model != "qwen3")
     if model == "qwen3":  # others have maps whose panels are padded
         assert costs["weight_bytes"] == sum(operations["weight_bytes"])
 
