@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -17,6 +20,11 @@ from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_tracing import AnswerRows
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+
+T = TypeVar("T")
+
+_PREPARE_S = 10.0
+"""How long a disk may take before a trace begins."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +103,14 @@ class TraceControl:
         directory = self.directory.absolute()
         self._is_starting = True
         try:
-            await asyncio.to_thread(_prepare, directory, self.run)
+            async with asyncio.timeout(_PREPARE_S):
+                await _beside(partial(_probe, directory, self.run))
+                await _beside(partial(clear_fragments, directory, self.run))
+        except TimeoutError:
+            reason = f"it does not answer within {_PREPARE_S:g} s"
+            raise ConfigError(_unwritable(directory, reason)) from None
+        except OSError as error:
+            raise ConfigError(_unwritable(directory, error.strerror or str(error))) from None
         finally:
             self._is_starting = False
         session = TraceSession(level=level, directory=str(directory), run=self.run)
@@ -152,7 +167,7 @@ class TraceControl:
             problems = [] if self._traced is None else await self._traced.stop_trace()
             for rows in self._rows:
                 rows.close()
-            problems = [*await asyncio.to_thread(self._tracer.end(), CLOSING_S), *problems]
+            problems = [*await _beside(partial(self._tracer.end(), CLOSING_S)), *problems]
             for problem in problems:
                 _log.warning("a trace lacks something: %s", problem)
             self._ended = EndedTrace(self._order.session, problems)
@@ -162,18 +177,30 @@ class TraceControl:
             self._rows = []
 
 
-def _prepare(directory: Path, run: str) -> None:
-    """
-    Raises:
-        ConfigError: it cannot be written.
-    """
+async def _beside(work: Callable[[], T]) -> T:
+    """In a thread of its own; unlike that of `asyncio.to_thread` it does not keep the process from ending when its
+    disk never answers."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    waiting = asyncio.wrap_future(done)
+    done.set_running_or_notify_cancel()  # from now on nobody cancels it
+    threading.Thread(target=run, name="trace-disk", daemon=True).start()
+    return await waiting
+
+
+def _probe(directory: Path, run: str) -> None:
+    """Raises OSError if it cannot be written."""
+    directory.mkdir(parents=True, exist_ok=True)
     probe = directory / f"{run_prefix(run)}{secrets.token_hex(8)}.probe"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
-        clear_fragments(directory, run)
-    except OSError as error:
-        raise ConfigError(
-            f"--profile-dir {directory} cannot be written ({error.strerror or error})."
-        ) from None
+    probe.touch(exist_ok=False)
+    probe.unlink()
+
+
+def _unwritable(directory: Path, reason: str) -> str:
+    return f"--profile-dir {directory} cannot be written ({reason})."

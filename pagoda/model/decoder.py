@@ -109,7 +109,8 @@ class Decoder(Generic[LinearT, PlanT]):
         planned = tracer.kernel()
         if not planned:
             computed = self._compiled(step)
-            tracer.span("forward", began)
+            if began:
+                tracer.span("forward", began)
             return computed
         computed, times = self._compiled.traced(step, tracer)
         if times:

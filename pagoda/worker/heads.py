@@ -175,19 +175,22 @@ def _sample(
         logits = _logits(model, hidden, ways, tracer)
         began = tracer.kernel()
         sampled = joined([sampled, sampler.sample(logits, list(ways.other))])
-        tracer.span("sampler", began, {"rows": len(ways.other)})
+        if began:
+            tracer.span("sampler", began, {"rows": len(ways.other)})
     return sampled
 
 
 def _greedy(model: Logits, hidden: Tensor, ways: _Ways, tracer: Tracer) -> tuple[Tensor, Tensor]:
     began = tracer.kernel()
     likeliest = model.greedy(hidden[list(ways.greedy.values())])
-    tracer.span("greedy", began, {"rows": len(ways.greedy)})
+    if began:
+        tracer.span("greedy", began, {"rows": len(ways.greedy)})
     return likeliest
 
 
 def _logits(model: Logits, hidden: Tensor, ways: _Ways, tracer: Tracer) -> Tensor:
     began = tracer.kernel()
     logits = model.logits(hidden[list(ways.other.values())])
-    tracer.span("logits", began, {"rows": len(ways.other)})
+    if began:
+        tracer.span("logits", began, {"rows": len(ways.other)})
     return logits

@@ -115,7 +115,8 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
     before = None
     if worker.source is not None:
         before = worker.source.receive(plan)
-        tracer.span("await stage", began)
+        if began:
+            tracer.span("await stage", began)
     output = worker.runner.step(plan, before)
     if worker.transfers is not None:
         worker.transfers.half.step_done(plan.step)

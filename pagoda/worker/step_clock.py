@@ -32,18 +32,20 @@ class StepClock:
     def __init__(self, tracer: Tracer) -> None:
         """Spans of `prepare` and `sample` go to the tracer; a model knows more of its forward pass."""
         self._tracer = tracer
+        self._is_traced = False
         self._at = 0
         self._ns: dict[Phase, int] = {}
 
     def start(self) -> None:
         self._ns = {"prepare": 0, "forward": 0, "sample": 0}
+        self._is_traced = bool(self._tracer.e2e())
         self._at = self._tracer.clock_ns()
 
     def ended(self, phase: Phase) -> None:
         """All that was done since the last call was of this phase. A phase that comes again adds up."""
         now = self._tracer.clock_ns()
         self._ns[phase] += now - self._at
-        if phase != "forward":
+        if self._is_traced and phase != "forward":
             self._tracer.span(phase, self._at, ended=now)
         self._at = now
 

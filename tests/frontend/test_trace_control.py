@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pagoda.engine.messages import StartTrace
 from pagoda.errors import ConfigError
 from pagoda.frontend.request_book import Origin, RequestBook
 from pagoda.frontend.trace_control import EndedTrace, TraceControl, TraceStateError
+from pagoda.telemetry.fragments import FragmentWriter
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
@@ -190,3 +192,31 @@ async def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, is_th
     assert it.session is None
     with pytest.raises(ConfigError):  # not: it is on already
         await it.start(TraceLevel.E2E)
+
+
+async def test_a_directory_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, left = threading.Event(), threading.Event()
+    monkeypatch.setattr(Path, "touch", lambda *_, **__: released.wait() and left.set())
+    monkeypatch.setattr("pagoda.frontend.trace_control._PREPARE_S", 0.01)
+    it = control(tmp_path)
+    with pytest.raises(ConfigError, match=r"\(it does not answer within 0\.01 s\)\.$"):
+        await it.start(TraceLevel.E2E)
+    assert it.session is None
+    released.set()
+    assert left.wait(20)
+
+
+async def test_a_disk_that_hangs_at_the_end_does_not_keep_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = control(tmp_path)
+    await it.start(TraceLevel.E2E)
+    released = threading.Event()
+    monkeypatch.setattr(FragmentWriter, "close", lambda *_: released.wait())
+    stopping = asyncio.create_task(it.stop())
+    await asyncio.sleep(0)
+    assert not stopping.done()
+    released.set()
+    await stopping

@@ -249,3 +249,14 @@ def test_a_step_says_how_many_tokens_it_attended_to(tmp_path: Path) -> None:
     driver.step({0: 1})
     assert runner.context_tokens(StepPlan(1, [0], [1])) == 3
     traced.tracer.stop()
+
+
+def test_steps_that_are_not_traced_tell_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = _Traced(tmp_path, "llama", "reference", TraceLevel.E2E)
+    traced.tracer.stop()
+    told: list[str] = []
+    monkeypatch.setattr(traced.tracer, "span", lambda name, *_, **__: told.append(name))
+    _run(traced)
+    assert told == []
