@@ -178,7 +178,7 @@ async def test_requests_are_counted_also_while_there_is_no_engine(serve_api) -> 
 
 
 async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
-    api = await serve_api("hello", api_keys=ApiKeys(["alice=a", "b"]))
+    api = await serve_api("hello", api_keys=ApiKeys(["alice:=a", "b"]))
     alice, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
     assert (await api.chat()).status == 401
     await api.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}, headers=alice)
