@@ -65,14 +65,15 @@ def _parts(flag: str, place: int) -> tuple[str, str]:
         name, key = f"key{place}", flag
     elif not _NAME.fullmatch(name):
         raise ConfigError(
-            f"--api-key must have a letter and up to 31 letters, digits, _ or - before {_MARK}, as the name of the key."
+            "--api-key must have a letter and up to 31 letters, digits, _ or - "
+            f"before {_MARK}, as the name of the key."
         )
     if not key:
         raise ConfigError("--api-key must not be empty.")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ConfigError(
-            "--api-key must be of visible ASCII characters, with spaces between them at most; others may not arrive "
-            "as they were sent."
+            "--api-key must be of visible ASCII characters, with spaces between them at most; "
+            "others may not arrive as they were sent."
         )
     return name, key
 

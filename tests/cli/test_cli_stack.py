@@ -63,7 +63,7 @@ def test_the_start_up_summary_fits_one_screen_and_ends_with_a_curl_line() -> Non
 
 
 def test_the_curl_line_is_quoted_for_the_shell() -> None:
-    line = curl_line("http://127.0.0.1:1", "it's", None)
+    line = curl_line("http://127.0.0.1:1", "it's", asks_for_key=False)
     printed = subprocess.run(
         ["/bin/sh", "-c", line.replace("curl", "printf '%s\\n'", 1)],
         capture_output=True,
