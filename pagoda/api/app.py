@@ -311,7 +311,8 @@ class _Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         # A request's own task may begin much later, behind those of all that arrived with it.
-        if self._is_idle and not self._arrived_ns:
+        # An empty line before a request is none of it (RFC 9112, 2.2).
+        if self._is_idle and not self._arrived_ns and data.lstrip(b"\r\n"):
             self._arrived_ns = self._clock_ns()
         super().data_received(data)
 

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from pagoda.api.metric_series import (
     add_histogram,
     device_usage,
+    num_unplaced,
     reports_of,
     step_sequences,
     step_tokens,
@@ -93,6 +94,14 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         for reason, count in counts.items():
             finished.add_metric([model, key, reason], count)
     yield finished
+    tokens = CounterMetricFamily(
+        f"{_PREFIX}answer_tokens_total",
+        "Tokens of answers, as they come.",
+        labels=["model_name", "key"],
+    )
+    for key, count in requests.num_tokens.items():
+        tokens.add_metric([model, key], count)
+    yield tokens
     longest_wait = GaugeMetricFamily(
         f"{_PREFIX}longest_wait_seconds",
         "How long the request that waits longest for its first token has done so; 0 if none does.",
@@ -242,8 +251,7 @@ def _of_all_replicas(model: str, report: LoadReport) -> Iterator[Metric]:
         "Requests that wait for a replica that takes them.",
         labels=["model_name"],
     )
-    num_placed = sum(own.num_waiting for own in reports_of(report).values())
-    unplaced.add_metric([model], report.num_waiting - num_placed if report.replicas else 0)
+    unplaced.add_metric([model], num_unplaced(report))
     yield unplaced
 
 

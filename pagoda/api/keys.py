@@ -9,25 +9,23 @@ from collections.abc import Sequence
 
 from pagoda.errors import ConfigError
 
-_NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_-]{0,31})=(.*[^=].*)", re.DOTALL)
-"""What ends with `=` alone is a key by itself, in base64."""
+_MARK = ":="
+"""Between a name and its key. `=` alone may be a part of a key, of which nothing must become a name."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
 
 class ApiKeys:
     """Some keys; only digests of them are kept."""
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
-        """`flags` are `KEY` or `NAME=KEY`. One without a name is called by its place: `key1`, `key2` and so on.
+        """`flags` are `KEY` or `NAME:=KEY`. One without a name is called by its place: `key1`, `key2` and so on.
 
         Raises:
-            ConfigError: a key is empty, or two have the same name or are the same.
+            ConfigError: a key is empty or cannot be sent, a name is none, or two names or keys are the same.
         """
         self._digests: dict[str, bytes] = {}
         for place, flag in enumerate(flags, start=1):
-            named = _NAMED.fullmatch(flag)
-            name, key = named.groups() if named else (f"key{place}", flag)
-            if not key:
-                raise ConfigError("--api-key must not be empty.")
+            name, key = _parts(flag, place)
             if name in self._digests:
                 raise ConfigError(f"--api-key gives the name {name} to two keys.")
             digest = _digest(key)
@@ -60,8 +58,29 @@ class ApiKeys:
         return found if scheme.lower() == "bearer" else None
 
 
+def _parts(flag: str, place: int) -> tuple[str, str]:
+    """Name and key. What is refused is not quoted: it may be a key."""
+    name, mark, key = flag.partition(_MARK)
+    if not mark:
+        name, key = f"key{place}", flag
+    elif not _NAME.fullmatch(name):
+        raise ConfigError(
+            "--api-key must have a letter and up to 31 letters, digits, _ or - "
+            f"before {_MARK}, as the name of the key."
+        )
+    if not key:
+        raise ConfigError("--api-key must not be empty.")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        raise ConfigError(
+            "--api-key must be of visible ASCII characters, with spaces between them at most; "
+            "others may not arrive as they were sent."
+        )
+    return name, key
+
+
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+    """Also of what clients send that is not valid UTF-8, which no key is."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 NO_KEYS = ApiKeys()

@@ -29,6 +29,13 @@ def reports_of(report: LoadReport) -> dict[str, LoadReport]:
     }
 
 
+def num_unplaced(report: LoadReport) -> int:
+    """Requests that wait, and no replica has them."""
+    if not report.replicas:
+        return 0
+    return report.num_waiting - sum(own.num_waiting for own in reports_of(report).values())
+
+
 def device_usage(report: LoadReport) -> float:
     """The part of the KV cache that requests hold, from 0 to 1."""
     return 1 - report.num_free_blocks / report.num_blocks if report.num_blocks else 0.0

@@ -70,12 +70,13 @@ HISTOGRAMS = {
 class _KeyFigures:
     """Of the requests that came with one key."""
 
-    __slots__ = ("finished", "first_token", "histograms", "next_token")
+    __slots__ = ("finished", "first_token", "histograms", "next_token", "num_tokens")
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(kind.bounds) for name, kind in HISTOGRAMS.items()}
         self.first_token = self.histograms["time_to_first_token_seconds"]
         self.next_token = self.histograms["inter_token_latency_seconds"]
+        self.num_tokens = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
     def end(self, record: RequestRecord) -> None:
@@ -124,6 +125,8 @@ class RequestFigures(NamedTuple):
     """By name and key."""
     finished: dict[str, dict[str, int]]
     """By key and finish reason."""
+    num_tokens: dict[str, int]
+    """By key."""
     refusals: dict[Refusal, int]
 
     def total(self, name: str) -> Histogram:
@@ -145,6 +148,7 @@ class RequestMetrics:
 
     def grew(self, record: RequestRecord, growth: Growth) -> None:
         figures = self._by_key[record.origin.key]
+        figures.num_tokens += growth.num_tokens
         histogram = figures.first_token if growth.is_first else figures.next_token
         histogram.observe(growth.waited_ns / 1e9)
 
@@ -162,5 +166,6 @@ class RequestMetrics:
                 for name in HISTOGRAMS
             },
             {key: dict(own.finished) for key, own in self._by_key.items()},
+            {key: own.num_tokens for key, own in self._by_key.items()},
             dict(self._refusals),
         )

@@ -15,7 +15,13 @@ from prometheus_client.core import (
     Metric,
 )
 
-from pagoda.api.metric_series import add_histogram, device_usage, reports_of, step_tokens
+from pagoda.api.metric_series import (
+    add_histogram,
+    device_usage,
+    num_unplaced,
+    reports_of,
+    step_tokens,
+)
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.engine.messages import EngineReady, LoadReport
@@ -24,6 +30,8 @@ from pagoda.frontend.request_book import REFUSED
 _PREFIX = "vllm:"
 _Value = Callable[[LoadReport], float]
 
+_NO_ENGINE = ""
+"""The label of requests that wait for one: whoever scales by what waits adds over engines."""
 _GAUGES: dict[str, _Value] = {
     "num_requests_running": lambda report: report.num_running,
     # There, requests that wait for KV are among those that wait.
@@ -59,7 +67,7 @@ def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
     """What vLLM has as well."""
     yield from _of_requests(snapshot)
     if snapshot.report is not None:
-        yield from _of_engines(snapshot.model_name, reports_of(snapshot.report))
+        yield from _of_engines(snapshot.model_name, snapshot.report)
         if snapshot.limits is not None:
             yield _cache_config(reports_of(snapshot.report), snapshot.limits)
 
@@ -82,13 +90,16 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         yield family
 
 
-def _of_engines(model: str, reports: dict[str, LoadReport]) -> Iterator[Metric]:
+def _of_engines(model: str, whole: LoadReport) -> Iterator[Metric]:
     labels = ["model_name", "engine"]
+    reports = reports_of(whole)
     for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, value in table.items():
             metric = family(f"{_PREFIX}{name}", "As vLLM has it.", labels=labels)
             for engine, report in reports.items():
                 metric.add_metric([model, engine], value(report))
+            if name == "num_requests_waiting":
+                metric.add_metric([model, _NO_ENGINE], num_unplaced(whole))
             yield metric
     tokens = HistogramMetricFamily(
         f"{_PREFIX}iteration_tokens_total", "Tokens of a step.", labels=labels

@@ -64,7 +64,7 @@ class ServerOptions:
     served_model_name: str | None = None
     """What the API calls the model; by default as it was named here."""
     api_key: Annotated[
-        tuple[str, ...], Parameter(metavar="[NAME=]KEY", negative=(), show_default=False)
+        tuple[str, ...], Parameter(metavar="[NAME:=]KEY", negative=(), show_default=False)
     ] = ()
     """Refuse requests without this bearer token; may be repeated. Metrics and logs tell keys apart by NAME."""
     chat_template: Path | None = None
@@ -248,7 +248,7 @@ def announce(
     """Tells the operator what is served, where, and how to ask it."""
     console = output.stdout()
     name = server.served_model_name or files.served_name
-    console.print(output.facts(_facts(name, files, tiers, limits)))
+    console.print(output.facts([*_facts(name, files, tiers, limits), *_keys(server)]))
     console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
     console.print(f"\n{curl_line(url, name, asks_for_key=bool(server.api_keys))}\n", soft_wrap=True)
     sys.stdout.flush()
@@ -271,6 +271,12 @@ def _facts(
         f"{limits.max_model_len:,} tokens a request, {limits.max_num_seqs} requests at once, "
         f"{limits.max_num_waiting:,} waiting",
     )
+
+
+def _keys(server: ServerConfig) -> Iterator[tuple[str, str]]:
+    """So that a name which is none, or none which is one, is seen at once."""
+    if server.api_keys:
+        yield "API keys", ", ".join(server.api_keys.names)
 
 
 def _tiers(tiers: KVTiersConfig) -> Iterator[str]:

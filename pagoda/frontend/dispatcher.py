@@ -627,10 +627,11 @@ class Dispatcher:
         if member not in self._members:
             return  # it was removed by another who was told the same
         is_ready = member.replica.state is ReplicaState.READY
-        if member.was_ready and not is_ready:
+        is_end = self._failure is not None  # of all; none was lost
+        if member.was_ready and not is_ready and not is_end:
             self._tell(self._outliers.lose(member.index))
         member.was_ready = is_ready
-        member.num_losses += member.had_engine and not member.has_engine
+        member.num_losses += member.had_engine and not member.has_engine and not is_end
         member.had_engine = member.has_engine
         if not is_ready:
             self._cache.clear(member.prefixes)
@@ -763,7 +764,7 @@ class Dispatcher:
             return f"host {member.name}: "
         if len(self._members) == 1:
             return ""
-        return f"replica {member.index + 1} of {len(self._members)}: "
+        return f"replica {member.name}: "
 
 
 class _Member:

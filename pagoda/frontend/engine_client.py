@@ -401,7 +401,7 @@ def _name(config: EngineConfig) -> str:
     worker = config.worker
     if worker.parallel.data_parallel_size == 1:
         return "the engine"
-    return f"the engine of replica {worker.place.dp + 1} of {worker.parallel.data_parallel_size}"
+    return f"the engine of replica {worker.place.dp}"
 
 
 def _with_num_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -33,6 +35,8 @@ LOG_LEVELS: tuple[LogLevel, ...] = ("debug", "info", "warning", "error")
 
 _ORIGIN = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s %(process)d"
 _TEXT = "[%(request_id)s] %(message)s"
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""All but the tab."""
 
 
 def configure_logging(
@@ -58,14 +62,24 @@ def configure_logging(
     if form not in LOG_FORMATS:
         raise ConfigError(f"--log-format must be one of {', '.join(LOG_FORMATS)}, got {form}.")
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_JsonLines(place) if form == "json" else _text_lines(place))
+    handler.setFormatter(_JsonLines(place) if form == "json" else _TextLines(place))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("pagoda").setLevel(name.upper())
 
 
-def _text_lines(place: str | None) -> logging.Formatter:
-    line = f"{_ORIGIN} {_TEXT}" if place is None else f"{_ORIGIN} {place} {_TEXT}"
-    return logging.Formatter(line, "%Y-%m-%d %H:%M:%S", defaults={"request_id": "-"})
+class _TextLines(logging.Formatter):
+    """One line each, but for tracebacks: what others have written cannot look like a line of its own."""
+
+    def __init__(self, place: str | None) -> None:
+        line = f"{_ORIGIN} {_TEXT}" if place is None else f"{_ORIGIN} {place} {_TEXT}"
+        super().__init__(line, "%Y-%m-%d %H:%M:%S", defaults={"request_id": "-"})
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return _CONTROL.sub(_escaped, super().formatMessage(record))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 class _JsonLines(logging.Formatter):
@@ -87,6 +101,18 @@ class _JsonLines(logging.Formatter):
             "message": record.getMessage(),
             "exception": self.formatException(record.exc_info) if record.exc_info else None,
         }
-        line |= getattr(record, "fields", {})
-        said = {name: value for name, value in line.items() if value is not None}
-        return json.dumps(said, default=str, separators=(",", ":"))
+        line = getattr(record, "fields", {}) | line  # what every line has, no field replaces
+        said = {name: _valid(value) for name, value in line.items()}
+        said = {name: value for name, value in said.items() if value is not None}
+        return json.dumps(said, default=str, allow_nan=False, separators=(",", ":"))
+
+
+def _valid(value: Any) -> Any:
+    """JSON has no number for infinity, nor for what is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _valid(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_valid(item) for item in value]
+    return value

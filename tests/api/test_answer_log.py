@@ -27,7 +27,7 @@ def lines(log: pytest.LogCaptureFixture) -> list[Any]:
 
 
 async def test_an_answer_has_one_line(serve_api, log) -> None:
-    api = await serve_api("hello", api_keys=ApiKeys(["alice=a"]))
+    api = await serve_api("hello", api_keys=ApiKeys(["alice:=a"]))
     api.endpoint.num_cached_tokens = 3
     headers = {"Authorization": "Bearer a", "X-Request-Id": "req-1"}
     await api.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3}, headers=headers)

@@ -8,7 +8,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pagoda.api import app
 from pagoda.api.app import ApiServer
+from pagoda.api.call import Call
+from pagoda.api.service import Service
 
 
 class _Clock:
@@ -55,3 +58,33 @@ async def test_a_request_arrives_with_its_first_bytes_not_when_its_turn_comes(bo
     finally:
         await runner.cleanup()
     assert seen == [(1, 2), (3, 4), (5, 6)]
+
+
+async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(api.service.book, "clock_ns", clock)
+    arrived: list[int] = []
+    seen = app._call
+
+    def call(http: web.BaseRequest, service: Service) -> Call:
+        made = seen(http, service)
+        arrived.append(made.origin.arrived_ns)
+        return made
+
+    monkeypatch.setattr(app, "_call", call)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for before in (b"", b"\r\n"):
+        writer.write(request + before)
+        await writer.drain()
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        length = int(head.lower().split(b"content-length:")[1].split()[0])
+        await reader.readexactly(length)
+    writer.write(b"\r\n")
+    await writer.drain()
+    await api.get("/version")  # which comes behind the line, so that it has been read
+    clock.now = 1000
+    writer.write(request)
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    writer.close()
+    assert arrived[-1] > 1000

@@ -7,7 +7,7 @@ from pagoda.errors import ConfigError
 
 
 def test_keys_are_known_by_their_names() -> None:
-    keys = ApiKeys(["alice=s3cret", "other", "bob-2=with=inside"])
+    keys = ApiKeys(["alice:=s3cret", "other", "bob-2:=with=inside"])
     assert keys.names == ("alice", "key2", "bob-2")
     assert keys.name_of("Bearer s3cret") == "alice"
     assert keys.name_of("bearer other ") == "key2"
@@ -15,10 +15,10 @@ def test_keys_are_known_by_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "s3cret", "Basic s3cret", "Bearer", "Bearer alice", "Bearer ĸ"]
+    "given", ["", "s3cret", "Basic s3cret", "Bearer", "Bearer alice", "Bearer ĸ", "Bearer \udcff"]
 )
 def test_others_are_nobody(given: str) -> None:
-    assert ApiKeys(["alice=s3cret", "key"]).name_of(given) is None
+    assert ApiKeys(["alice:=s3cret", "key"]).name_of(given) is None
 
 
 def test_without_keys_all_are_known_and_have_no_name() -> None:
@@ -27,7 +27,7 @@ def test_without_keys_all_are_known_and_have_no_name() -> None:
     assert NO_KEYS.name_of("") == NO_KEYS.name_of("Bearer x") == ""
 
 
-@pytest.mark.parametrize("key", ["QUJDRA==", "=", "1st=key", "a b=c", "ab="])
+@pytest.mark.parametrize("key", ["QUJDRA==", "=", "1st=key", "a b=c", "ab=", "sk=live-abcdef"])
 def test_no_part_of_a_key_becomes_its_name(key: str) -> None:
     keys = ApiKeys([key])
     assert keys.names == ("key1",)
@@ -38,9 +38,15 @@ def test_no_part_of_a_key_becomes_its_name(key: str) -> None:
     ("flags", "problem"),
     [
         ([""], "must not be empty"),
-        (["a=x", "a=y"], "gives the name a to two keys"),
-        (["key2=x", "y"], "gives the name key2 to two keys"),
-        (["a=x", "b=x"], "the same key twice, the second time as b"),
+        (["a:=x", "a:=y"], "gives the name a to two keys"),
+        (["key2:=x", "y"], "gives the name key2 to two keys"),
+        (["a:=x", "b:=x"], "the same key twice, the second time as b"),
+        (["a:="], "must not be empty"),
+        (["1st:=x"], "must have a letter"),
+        ([":=x"], "must have a letter"),
+        (["schlüssel"], "must be of visible ASCII characters"),
+        (["a:=x\n"], "must be of visible ASCII characters"),
+        ([" x"], "must be of visible ASCII characters"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(flags: list[str], problem: str) -> None:

@@ -178,7 +178,7 @@ async def test_requests_are_counted_also_while_there_is_no_engine(serve_api) -> 
 
 
 async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
-    api = await serve_api("hello", api_keys=ApiKeys(["alice=a", "b"]))
+    api = await serve_api("hello", api_keys=ApiKeys(["alice:=a", "b"]))
     alice, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
     assert (await api.chat()).status == 401
     await api.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}, headers=alice)
@@ -285,6 +285,16 @@ def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
     assert book.longest_wait_ns() == 0
 
 
+def test_tokens_are_counted_as_they_come() -> None:
+    metrics, book = RequestMetrics(["alice", "bob"]), RequestBook()
+    book.observe(metrics)
+    origin = Origin(name="a", arrived_ns=0, key="alice")
+    record = book.open("a", origin, num_prompt_tokens=5, max_tokens=9)
+    book.grow(record, 2)
+    book.grow(record, 1)
+    assert metrics.figures().num_tokens == {"alice": 3, "bob": 0}
+
+
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
     metrics, book = RequestMetrics(), RequestBook()
     book.observe(metrics)
@@ -372,10 +382,18 @@ async def test_the_names_of_vllm(serve_api) -> None:
     for key in "ab":
         headers = {"Authorization": f"Bearer {key}"}
         await api.post("/v1/completions", {"prompt": "hi", "max_tokens": 3}, headers=headers)
-    await report_with(api, num_waiting=2, num_awaiting_kv=1, num_blocks=8, num_free_blocks=2)
+    fields = {"num_waiting": 2, "num_awaiting_kv": 1, "num_blocks": 8, "num_free_blocks": 2}
+    whole = await report_with(api, **fields)
+    whole = msgspec.structs.replace(whole, num_waiting=6)  # four of them at no replica
+
+    async def load() -> LoadReport:
+        return whole
+
+    api.endpoint.load = load
     text = await scrape(api, "/metrics/vllm")
     engine = {"model_name": "tiny", "engine": "0"}
     assert value(text, "vllm:num_requests_waiting", **engine) == 3
+    assert value(text, "vllm:num_requests_waiting", model_name="tiny", engine="") == 4
     assert value(text, "vllm:kv_cache_usage_perc", **engine) == 0.75
     assert value(text, "vllm:e2e_request_latency_seconds_count", model_name="tiny") == 2
     assert value(text, "vllm:time_per_output_token_seconds_count") == 4

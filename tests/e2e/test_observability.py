@@ -37,7 +37,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     log = directory / "log"
     flags = ["--dp", "2", "--threads", "1", "--max-model-len", "512", "--num-kv-blocks", "128"]
     flags += ["--kv-host-bytes", "8MiB"]
-    flags += ["--api-key", "alice=a", "--api-key", "b", "--log-format", "json"]
+    flags += ["--api-key", "alice:=a", "--api-key", "b", "--log-format", "json"]
     stderr = os.dup(2)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 2)

@@ -289,6 +289,18 @@ def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
     run(main())
 
 
+def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[1].kill(restart_s=0.1)
+        await asyncio.sleep(0.2)
+        await dispatcher.close()
+        assert [member.num_losses for member in dispatcher._members] == [0, 1]
+
+    run(main())
+    assert "was lost" not in caplog.text
+
+
 def test_time_without_a_replica_is_time_in_the_queue() -> None:
     async def main() -> None:
         dispatcher, (endpoint,) = await start(1)
@@ -588,7 +600,7 @@ def test_requests_wait_for_the_first_replica_that_is_back() -> None:
         await asyncio.sleep(1)
         assert (await dispatcher.load()).num_waiting == 2
         assert (await dispatcher.health()).reason == (
-            "replica 1 of 2: the engine is restarting; replica 2 of 2: the engine is restarting"
+            "replica 0: the engine is restarting; replica 1: the engine is restarting"
         )
         await dispatcher.abort("leaves")
         assert (await leaves).finish is FinishReason.ABORT
@@ -637,7 +649,7 @@ def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
         endpoints[0].give_up("It was broken too.")
         refusal = (await asking).refusal
         assert isinstance(refusal, EngineDeadError)
-        assert str(refusal) == "replica 1 of 2: It was broken too."
+        assert str(refusal) == "replica 0: It was broken too."
         assert_nothing_left(dispatcher)
         await dispatcher.close()
 

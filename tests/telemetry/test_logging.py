@@ -125,3 +125,41 @@ def test_the_environment_gives_the_format(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="--log-format must be one of text, json, got xml"):
         configure_logging(log_format="xml")
+
+
+def test_fields_replace_nothing_that_every_line_has() -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format="json", stream=stream)
+    fields = {"message": "no", "level": "no", "request_id": "mine", "place": "here", "n": 1}
+    logging.getLogger("pagoda").info("x", extra={"fields": fields})
+    [line] = json_lines(stream)
+    assert (line["message"], line["level"], line["n"]) == ("x", "info", 1)
+    assert not {"request_id", "place"} & line.keys()
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    stream = io.StringIO()
+    configure_logging("info", log_format="json", stream=stream)
+    fields = {"a": float("nan"), "b": [1.0, float("inf")], "c": {"d": float("-inf")}}
+    logging.getLogger("pagoda").info("x", extra={"fields": fields})
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    line = json.loads(stream.getvalue(), parse_constant=refuse)
+    assert "a" not in line
+    assert (line["b"], line["c"]) == ([1.0, None], {"d": None})
+
+
+def test_a_message_is_one_line_of_what_can_be_seen() -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream)
+    log = logging.getLogger("pagoda")
+    log.info("a\n2031-05-04 forged\r\x1b[31m\u2028 ä\tb", extra={"request_id": "r\n7"})
+    [line] = stream.getvalue().splitlines()
+    assert line.endswith(r"[r\n7] a\n2031-05-04 forged\r\x1b[31m\u2028 ä" + "\tb")
+    try:
+        raise ValueError
+    except ValueError:
+        log.exception("failed")
+    assert "failed\nTraceback" in stream.getvalue()
