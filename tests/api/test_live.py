@@ -89,6 +89,24 @@ async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
     assert (second["state"], second["num_running"]) == ("starting", None)
 
 
+async def test_replicas_that_are_not_told_one_by_one_are_counted(api, monkeypatch) -> None:
+    monkeypatch.setattr(sampler, "MAX_REPLICAS", 1)
+    one, other = (
+        ReplicaLoad(name=name, state="starting", num_requests=0, weighed_tokens=0)
+        for name in ("0", "1")
+    )
+    report = msgspec.structs.replace(await api.endpoint.load(), replicas=(one, other))
+
+    async def load() -> LoadReport:
+        return report
+
+    monkeypatch.setattr(api.endpoint, "load", load)
+    async with watching(api) as snapshots:
+        told = await anext(snapshots)
+    assert [replica["name"] for replica in told["replicas"]] == ["0"]
+    assert told["num_replicas"] == 2
+
+
 async def test_rates_are_of_what_came_in_between(api, monkeypatch) -> None:
     report = await api.endpoint.load()
     prompt_tokens = iter([1000, 1100, 1300, 40, 40])
