@@ -75,10 +75,11 @@ class RequestSpans:
     # ---- RequestObserver
 
     def began(self, record: RequestRecord) -> None:
-        """`record.traceparent` is the new span's from now on."""
+        """`record.traceparent` and `tracestate` are the new span's from now on."""
         origin = record.origin
         wall_ns = time.time_ns() - time.perf_counter_ns()
-        carrier = {} if origin.traceparent is None else {"traceparent": origin.traceparent}
+        given = {"traceparent": origin.traceparent, "tracestate": origin.tracestate}
+        carrier = {name: value for name, value in given.items() if value is not None}
         operation = _OPERATIONS.get(origin.route, "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
@@ -95,8 +96,10 @@ class RequestSpans:
                 "gen_ai.usage.input_tokens": record.num_prompt_tokens,
             },
         )
+        carrier = {}
         self._propagator.inject(carrier, context=self._trace.set_span_in_context(span, _nothing()))
         record.traceparent = carrier.get("traceparent")
+        record.tracestate = carrier.get("tracestate")
         self._open[record.request_id] = _Open(span, wall_ns)
 
     def grew(self, record: RequestRecord, growth: Growth) -> None:

@@ -136,6 +136,19 @@ async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> 
     assert span.status.code == Status.STATUS_CODE_UNSET
 
 
+async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collector) -> None:
+    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
+    texts = generator(spans, endpoint)
+    origin = Origin(name="r", arrived_ns=0, traceparent=PARENT, tracestate="a=1,b=2")
+    [request] = await texts.prepare("hi", SamplingParams(max_tokens=3), origin=origin)
+    async for _ in texts.stream(request):
+        pass
+    await ask(texts)
+    await asyncio.to_thread(spans.close)
+    assert [request.tracestate for request in endpoint.requests] == ["a=1,b=2", None]
+    assert [span.trace_state for span in collector.requests()] == ["a=1,b=2", ""]
+
+
 async def test_phases_lie_in_their_request(collector: Collector) -> None:
     spans = RequestSpans(f"{collector.url}/v1/traces", "tiny")
     book = RequestBook()
