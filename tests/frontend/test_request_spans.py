@@ -8,6 +8,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -279,9 +280,43 @@ async def test_a_collector_that_is_not_there_harms_nothing(
         await asyncio.to_thread(spans._provider.force_flush)
     await asyncio.to_thread(spans.close)
     assert len(endpoint.requests) == 3
-    [line] = caplog.records
-    assert line.levelname == "WARNING"
-    assert f"spans cannot be sent to http://127.0.0.1:{port}/v1/traces" in line.getMessage()
+    first, last = caplog.records
+    assert first.levelname == last.levelname == "WARNING"
+    url = f"http://127.0.0.1:{port}/v1/traces"
+    assert first.getMessage() == (
+        f"spans cannot be sent to {url}; those are lost, all else goes on"
+    )
+    assert last.getMessage() == f"6 spans were lost that {url} did not take"
+
+
+async def test_spans_that_come_too_fast_are_counted(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(request_spans, "_MAX_WAITING", 2)
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    spans = RequestSpans(collector.url, "tiny")
+    go_on, sending = threading.Event(), spans._losses.leave
+
+    def leave(count: int) -> None:
+        go_on.wait(10)
+        sending(count)
+
+    monkeypatch.setattr(spans._losses, "leave", leave)
+    book = RequestBook()
+    book.observe(spans)
+    for index in range(5):  # a request and its queue each
+        origin = Origin(name=str(index), arrived_ns=1)
+        book.close(book.open(str(index), origin, num_prompt_tokens=1, max_tokens=1), "abort")
+    go_on.set()
+    await asyncio.to_thread(spans.close)
+    assert len(collector.spans) == 2
+    texts = [line.getMessage() for line in caplog.records if line.name.startswith("pagoda")]
+    url = f"{collector.url}/v1/traces"
+    assert texts == [
+        f"spans come faster than {url} takes them; some are lost, all else goes on",
+        f"spans can be sent to {url} again; 8 were lost",
+    ]
 
 
 @pytest.mark.parametrize(
