@@ -8,6 +8,7 @@ No text of prompts or answers is among them.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _EXPORT_TIMEOUT_S = 5.0
 _MAX_WAITING = 2048
-"""Spans that wait to be sent; further ones are lost."""
+"""Spans that wait to be sent, unless the SDK's variable says otherwise; further ones are lost."""
 _CLOSING_S = 2.0
 """How long the last spans may take on their way at the end."""
 _OPERATIONS = {"/v1/chat/completions": "chat"}
@@ -66,9 +67,9 @@ class RequestSpans:
         resource = Resource.create({"service.name": "pagoda", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
-        self._losses = _Losses(url)
+        self._losses = _Losses(url, max_waiting := _max_waiting())
         counting = cast("SpanExporter", _Exporter(exporter, self._losses))
-        queue = BatchSpanProcessor(counting, max_queue_size=_MAX_WAITING)
+        queue = BatchSpanProcessor(counting, max_queue_size=max_waiting)
         self._provider.add_span_processor(cast("SpanProcessor", _Door(queue, self._losses)))
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -136,8 +137,9 @@ class RequestSpans:
 class _Losses:
     """Counts spans on their way, and says once that some are lost, and how many when it is over."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, max_waiting: int) -> None:
         self._url = url
+        self._max_waiting = max_waiting
         self._lock = threading.Lock()
         """Spans end in the event loop, and are sent by a thread of the SDK."""
         self._num_waiting = 0
@@ -148,7 +150,7 @@ class _Losses:
     def enter(self) -> bool:
         """One more would wait; False if there are too many already, so that it is lost."""
         with self._lock:
-            if self._num_waiting < _MAX_WAITING:
+            if self._num_waiting < self._max_waiting:
                 self._num_waiting += 1
                 return True
         self._lose(1, f"come faster than {self._url} takes them; some are lost")
@@ -165,7 +167,7 @@ class _Losses:
     def succeed(self) -> None:
         """Some were sent."""
         with self._lock:
-            is_over = self._is_known and self._num_waiting < _MAX_WAITING
+            is_over = self._is_known and self._num_waiting < self._max_waiting
             num_lost, self._num_lost = (self._num_lost, 0) if is_over else (0, self._num_lost)
             self._is_known &= not is_over
         if is_over:
@@ -232,6 +234,11 @@ class _Exporter:
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self._inner.force_flush(timeout_millis)
+
+
+def _max_waiting() -> int:
+    given = os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else _MAX_WAITING
 
 
 def _nothing() -> Any:

@@ -293,7 +293,7 @@ async def test_spans_that_come_too_fast_are_counted(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(request_spans, "_MAX_WAITING", 2)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     spans = RequestSpans(collector.url, "tiny")
     go_on, sending = threading.Event(), spans._losses.leave
