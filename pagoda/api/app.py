@@ -182,6 +182,7 @@ def _call(http: web.BaseRequest, service: Service) -> Call:
         arrived_ns=http[_ARRIVED],
         key=key_name or "",
         traceparent=headers.get("traceparent"),
+        tracestate=",".join(headers.getall("tracestate", ())) or None,
         route=_find(http.path)[0],
     )
     return Call(http, service, key_name, origin)

@@ -231,6 +231,8 @@ class GenerateRequest(
     """Where KV of the prompt, and the first token, may be fetched from. What does not come is computed."""
     traceparent: str | None = None
     """The span that it is part of, for whoever exports spans (https://www.w3.org/TR/trace-context/)."""
+    tracestate: str | None = None
+    """What systems of tracing on the way have added to it."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

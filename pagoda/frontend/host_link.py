@@ -367,6 +367,7 @@ class HostDoor:
                 name=request.request_id,
                 arrived_ns=self._book.clock_ns(),
                 traceparent=request.traceparent,
+                tracestate=request.tracestate,
             ),
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens or 0,

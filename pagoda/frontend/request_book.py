@@ -29,6 +29,8 @@ class Origin(msgspec.Struct, kw_only=True):
     """Which API key it came with, as operators know it; never the key itself."""
     traceparent: str | None = None
     """The client's span (https://www.w3.org/TR/trace-context/), if it has one."""
+    tracestate: str | None = None
+    """What comes along with it."""
     route: str = ""
     """Of the API that it asked for; empty for what comes from a router."""
     num_answers: int = 0
@@ -55,6 +57,7 @@ class RequestRecord:
         "request_id",
         "started_ns",
         "traceparent",
+        "tracestate",
     )
 
     def __init__(
@@ -70,6 +73,7 @@ class RequestRecord:
         self.origin = origin
         self.traceparent = origin.traceparent
         """The span that what is done for it is part of: the client's, or that of an observer which makes one."""
+        self.tracestate = origin.tracestate
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.started_ns = started_ns
@@ -89,9 +93,11 @@ class RequestRecord:
 
     def carried_by(self, request: GenerateRequest) -> GenerateRequest:
         """The request with the span that it is part of now."""
-        if request.traceparent == self.traceparent:
+        if (request.traceparent, request.tracestate) == (self.traceparent, self.tracestate):
             return request
-        return msgspec.structs.replace(request, traceparent=self.traceparent)
+        return msgspec.structs.replace(
+            request, traceparent=self.traceparent, tracestate=self.tracestate
+        )
 
 
 class Growth(NamedTuple):

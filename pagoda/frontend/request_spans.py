@@ -8,6 +8,7 @@ No text of prompts or answers is among them.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,13 @@ from pagoda.frontend.request_book import Growth, RequestRecord
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span
 
 _EXPORT_TIMEOUT_S = 5.0
+_MAX_WAITING = 2048
+"""Spans that wait to be sent, unless the SDK's variable says otherwise; further ones are lost."""
 _CLOSING_S = 2.0
 """How long the last spans may take on their way at the end."""
 _OPERATIONS = {"/v1/chat/completions": "chat"}
@@ -64,8 +67,10 @@ class RequestSpans:
         resource = Resource.create({"service.name": "pagoda", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
-        quiet = cast("SpanExporter", _Exporter(exporter, url))
-        self._provider.add_span_processor(BatchSpanProcessor(quiet))
+        self._losses = _Losses(url, max_waiting := _max_waiting())
+        counting = cast("SpanExporter", _Exporter(exporter, self._losses))
+        queue = BatchSpanProcessor(counting, max_queue_size=max_waiting)
+        self._provider.add_span_processor(cast("SpanProcessor", _Door(queue, self._losses)))
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
@@ -75,10 +80,11 @@ class RequestSpans:
     # ---- RequestObserver
 
     def began(self, record: RequestRecord) -> None:
-        """`record.traceparent` is the new span's from now on."""
+        """`record.traceparent` and `tracestate` are the new span's from now on."""
         origin = record.origin
         wall_ns = time.time_ns() - time.perf_counter_ns()
-        carrier = {} if origin.traceparent is None else {"traceparent": origin.traceparent}
+        given = {"traceparent": origin.traceparent, "tracestate": origin.tracestate}
+        carrier = {name: value for name, value in given.items() if value is not None}
         operation = _OPERATIONS.get(origin.route, "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
@@ -95,8 +101,10 @@ class RequestSpans:
                 "gen_ai.usage.input_tokens": record.num_prompt_tokens,
             },
         )
+        carrier = {}
         self._propagator.inject(carrier, context=self._trace.set_span_in_context(span, _nothing()))
         record.traceparent = carrier.get("traceparent")
+        record.tracestate = carrier.get("tracestate")
         self._open[record.request_id] = _Open(span, wall_ns)
 
     def grew(self, record: RequestRecord, growth: Growth) -> None:
@@ -123,24 +131,102 @@ class RequestSpans:
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
         sending.join(_CLOSING_S)
+        self._losses.sum_up()
+
+
+class _Losses:
+    """Counts spans on their way, and says once that some are lost, and how many when it is over."""
+
+    def __init__(self, url: str, max_waiting: int) -> None:
+        self._url = url
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        """Spans end in the event loop, and are sent by a thread of the SDK."""
+        self._num_waiting = 0
+        self._num_lost = 0
+        self._is_known = False
+        """Whether it was said."""
+
+    def enter(self) -> bool:
+        """One more would wait; False if there are too many already, so that it is lost."""
+        with self._lock:
+            if self._num_waiting < self._max_waiting:
+                self._num_waiting += 1
+                return True
+        self._lose(1, f"come faster than {self._url} takes them; some are lost")
+        return False
+
+    def leave(self, count: int) -> None:
+        with self._lock:
+            self._num_waiting -= count
+
+    def fail(self, count: int) -> None:
+        """So many could not be sent."""
+        self._lose(count, f"cannot be sent to {self._url}; those are lost")
+
+    def succeed(self) -> None:
+        """Some were sent."""
+        with self._lock:
+            is_over = self._is_known and self._num_waiting < self._max_waiting
+            num_lost, self._num_lost = (self._num_lost, 0) if is_over else (0, self._num_lost)
+            self._is_known &= not is_over
+        if is_over:
+            _log.info("spans can be sent to %s again; %d were lost", self._url, num_lost)
+
+    def sum_up(self) -> None:
+        """No more will come."""
+        with self._lock:
+            num_lost, self._num_lost = self._num_lost + self._num_waiting, 0
+        if num_lost:
+            _log.warning("%d spans were lost that %s did not take", num_lost, self._url)
+
+    def _lose(self, count: int, why: str) -> None:
+        with self._lock:
+            is_news, self._is_known = not self._is_known, True
+            self._num_lost += count
+        if is_news:
+            _log.warning("spans %s, all else goes on", why)
+
+
+class _Door:
+    """A span processor before the queue of those that wait to be sent: what has no room there is counted."""
+
+    def __init__(self, inner: SpanProcessor, losses: _Losses) -> None:
+        self._inner = inner
+        self._losses = losses
+
+    def on_start(self, span: Span, parent_context: Any = None) -> None:
+        """It is sent when it ends."""
+
+    def _on_ending(self, span: Span) -> None:
+        """The SDK calls it."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        is_wanted = span.context is not None and span.context.trace_flags.sampled
+        if is_wanted and self._losses.enter():
+            self._inner.on_end(span)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._inner.force_flush(timeout_millis)
 
 
 class _Exporter:
-    """Says once that spans cannot be sent, and once that they can again."""
+    """Counts what it sends."""
 
-    def __init__(self, inner: SpanExporter, url: str) -> None:
+    def __init__(self, inner: SpanExporter, losses: _Losses) -> None:
         self._inner = inner
-        self._url = url
-        self._fails = False
+        self._losses = losses
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._losses.leave(len(spans))
         result = self._inner.export(spans)
-        fails = result.name != "SUCCESS"
-        if fails and not self._fails:
-            _log.warning("spans cannot be sent to %s; those are lost, all else goes on", self._url)
-        elif self._fails and not fails:
-            _log.info("spans can be sent to %s again", self._url)
-        self._fails = fails
+        if result.name == "SUCCESS":
+            self._losses.succeed()
+        else:
+            self._losses.fail(len(spans))
         return result
 
     def shutdown(self) -> None:
@@ -148,6 +234,11 @@ class _Exporter:
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return self._inner.force_flush(timeout_millis)
+
+
+def _max_waiting() -> int:
+    given = os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else _MAX_WAITING
 
 
 def _nothing() -> Any:

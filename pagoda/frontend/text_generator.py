@@ -189,6 +189,7 @@ class TextGenerator:
                     holds_kv=holds_kv,
                     kv_source=kv_source,
                     traceparent=origin.traceparent,
+                    tracestate=origin.tracestate,
                 ),
                 sampling=sampling,
                 prompt=text,

@@ -171,8 +171,8 @@ async def test_every_route_but_health_and_the_page_asks_for_the_key(
 
 
 async def test_the_right_key(serve_api) -> None:
-    api = await serve_api(api_keys=ApiKeys(["sécret"]))
-    headers = {"Authorization": "Bearer sécret"}
+    api = await serve_api(api_keys=ApiKeys(["s3cret"]))
+    headers = {"Authorization": "Bearer s3cret"}
     assert (await api.get("/v1/models", headers=headers)).status == 200
 
 

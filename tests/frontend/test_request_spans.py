@@ -8,6 +8,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -134,6 +135,19 @@ async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> 
     assert 0 < first_token_s <= e2e_s - decode_s
     assert span.end_time_unix_nano - span.start_time_unix_nano == pytest.approx(e2e_s * SECOND)
     assert span.status.code == Status.STATUS_CODE_UNSET
+
+
+async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collector) -> None:
+    spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
+    texts = generator(spans, endpoint)
+    origin = Origin(name="r", arrived_ns=0, traceparent=PARENT, tracestate="a=1,b=2")
+    [request] = await texts.prepare("hi", SamplingParams(max_tokens=3), origin=origin)
+    async for _ in texts.stream(request):
+        pass
+    await ask(texts)
+    await asyncio.to_thread(spans.close)
+    assert [request.tracestate for request in endpoint.requests] == ["a=1,b=2", None]
+    assert [span.trace_state for span in collector.requests()] == ["a=1,b=2", ""]
 
 
 async def test_phases_lie_in_their_request(collector: Collector) -> None:
@@ -266,9 +280,43 @@ async def test_a_collector_that_is_not_there_harms_nothing(
         await asyncio.to_thread(spans._provider.force_flush)
     await asyncio.to_thread(spans.close)
     assert len(endpoint.requests) == 3
-    [line] = caplog.records
-    assert line.levelname == "WARNING"
-    assert f"spans cannot be sent to http://127.0.0.1:{port}/v1/traces" in line.getMessage()
+    first, last = caplog.records
+    assert first.levelname == last.levelname == "WARNING"
+    url = f"http://127.0.0.1:{port}/v1/traces"
+    assert first.getMessage() == (
+        f"spans cannot be sent to {url}; those are lost, all else goes on"
+    )
+    assert last.getMessage() == f"6 spans were lost that {url} did not take"
+
+
+async def test_spans_that_come_too_fast_are_counted(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    spans = RequestSpans(collector.url, "tiny")
+    go_on, sending = threading.Event(), spans._losses.leave
+
+    def leave(count: int) -> None:
+        go_on.wait(10)
+        sending(count)
+
+    monkeypatch.setattr(spans._losses, "leave", leave)
+    book = RequestBook()
+    book.observe(spans)
+    for index in range(5):  # a request and its queue each
+        origin = Origin(name=str(index), arrived_ns=1)
+        book.close(book.open(str(index), origin, num_prompt_tokens=1, max_tokens=1), "abort")
+    go_on.set()
+    await asyncio.to_thread(spans.close)
+    assert len(collector.spans) == 2
+    texts = [line.getMessage() for line in caplog.records if line.name.startswith("pagoda")]
+    url = f"{collector.url}/v1/traces"
+    assert texts == [
+        f"spans come faster than {url} takes them; some are lost, all else goes on",
+        f"spans can be sent to {url} again; 8 were lost",
+    ]
 
 
 @pytest.mark.parametrize(
