@@ -294,7 +294,7 @@ async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> Non
 
 
 async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
-    api = await serve_api("abcdef", api_keys=ApiKeys(["alice=a", "bob=b"]))
+    api = await serve_api("abcdef", api_keys=ApiKeys(["alice:=a", "bob:=b"]))
     api.endpoint.pause_after = 1
     aborted: list[str] = []
 
