@@ -101,9 +101,8 @@ async def serve(
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
-        url = await _listen(
-            runner, server
-        )  # first: a server that has the port already may be traced
+        # Before a trace begins: whoever has the port already may be tracing under the same name.
+        url = await _listen(runner, server)
         if profile.level is not None:
             await tracing.start(profile.level)
         fleet = make_fleet()

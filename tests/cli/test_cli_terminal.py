@@ -82,6 +82,9 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(dummy_model: Path) -> None:
         terminal.type("/help\r")
         terminal.wait_for("Ctrl-C stops an answer.")
         terminal.wait_for("> ")
+        # What was answered until then may be most of what the context holds.
+        terminal.type("/reset\r")
+        terminal.wait_for("> ")
         terminal.type("again\r")
         terminal.wait_for("tokens/s]")
         terminal.wait_for("> ")
