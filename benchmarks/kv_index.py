@@ -23,15 +23,15 @@ from cyclopts import App, Parameter
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.engine.messages import KVDirectory
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import Demand
+from pagoda.kv.disk_scan import DiskScannerThread
 from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.housekeeping import HousekeepingThread
 from pagoda.kv.object_listing import FAN_OUTS
 from pagoda.kv.objects import Manifest, object_name, open_directory
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.transfers import KVDirectory
 
 _OBJECTS = 1_000_000
 _PREFIX_BLOCKS = 250
@@ -162,7 +162,7 @@ def measure(directory: Path, objects: int) -> None:
         [KVDirectory(str(directory), _MANIFEST.object_bytes)],
         TransferLedger(BlockPool(1)),
         clock,
-        lambda directories: HousekeepingThread(directories, clock),
+        lambda directories: DiskScannerThread(directories, clock),
         quota_bytes=2 * objects * _MANIFEST.object_bytes,
         min_touches=2,
         epoch_s=time.time() - clock.now(),

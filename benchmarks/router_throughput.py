@@ -1,7 +1,7 @@
 """Tokens through one router process (`python -m benchmarks.router_throughput`).
 
 The router is a process of its own, kept on one core. On another one are hosts, which cost next to nothing (a timer
-says when each of their streams has its next token; a real `HostDoor` sends it), and clients, which count tokens
+says when each of their streams has its next token; a real `HostServer` sends it), and clients, which count tokens
 and read no further. What the router itself can do is said by the processor time that it needs for a token: when
 hosts and clients cannot follow, tokens a second say less.
 """
@@ -29,27 +29,27 @@ import psutil
 import zmq.asyncio
 
 from benchmarks.figure import Figure
+from pagoda.checkpoints.fingerprint import model_digest
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import event_loop, output
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.engine.messages import (
-    CacheNews,
-    EngineReady,
-    FinishReason,
-    GenerateRequest,
-    HostRecord,
-    LoadReport,
-    TokenChunk,
-)
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.discovery.joins import Membership
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.fleet import read_cluster_key
-from pagoda.frontend.host_link import HostDoor, Identity
-from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.host_link import HostServer, Identity
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.token_stream import TokenStream
 from pagoda.ipc.curve import keep_door
-from pagoda.models.fingerprint import model_digest
-from pagoda.models.resolve import resolve_model
+from pagoda.messages.frontend import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    PrefixCacheUpdate,
+    TokenChunk,
+)
+from pagoda.messages.hosts import HostRecord
+from pagoda.messages.load import LoadReport
 
 _WORD = " the"
 """Of one token, and found nowhere else in an event: so many tokens have come as this has."""
@@ -117,12 +117,12 @@ class Host:
         zeros = {field.name: 0 for field in msgspec.structs.fields(LoadReport) if field.required}
         return msgspec.convert(zeros, LoadReport)
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
         """It has no cache."""
-        listener(CacheNews(b"", b"", starts_anew=True))
+        listener(PrefixCacheUpdate(b"", b"", starts_anew=True))
         return lambda: None
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """It has no steps."""
         del listener
         return lambda: None
@@ -220,7 +220,7 @@ async def _hosts(count: int, join: str, key_file: Path) -> AsyncIterator[tuple[l
         for index, host in enumerate(hosts):
             stack.push_async_callback(host.close)
             identity = Identity(f"host-{index}", files.served_name, model_digest(files), False)
-            door = HostDoor(host, context, "tcp://127.0.0.1:*", keys, identity)
+            door = HostServer(host, context, "tcp://127.0.0.1:*", keys, identity)
             stack.push_async_callback(door.close)
             record = HostRecord(host_id=identity.id, address=f"tcp://127.0.0.1:{door.port}")
             stack.push_async_callback(Membership(context, join, keys, record).close)

@@ -22,8 +22,9 @@ import msgspec
 from benchmarks.routing import Outcome, Timed, replica, serve
 from pagoda.cli import output
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import GenerateRequest, SamplingParams
 from pagoda.frontend.policies import PolicyName
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
 
 BLOCK_SIZE = 512
 _POLICIES: tuple[PolicyName, ...] = ("round-robin", "least-pending-tokens", "prefix-affinity")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
-    from pagoda.engine.messages import SamplingParams
     from pagoda.frontend.async_llm import AsyncLLM
     from pagoda.frontend.llm import LLM
     from pagoda.frontend.outputs import CompletionOutput, RequestOutput
+    from pagoda.messages.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -35,7 +35,7 @@ _HOMES = {
     "CompletionOutput": "pagoda.frontend.outputs",
     "LLM": "pagoda.frontend.llm",
     "RequestOutput": "pagoda.frontend.outputs",
-    "SamplingParams": "pagoda.engine.messages",
+    "SamplingParams": "pagoda.messages.sampling_params",
 }
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from pagoda.models.presets import PRESETS
+from pagoda.checkpoints.presets import PRESETS
 
 WEIGHTS_FILE = "model.safetensors"
 END_TOKEN = "<|im_end|>"

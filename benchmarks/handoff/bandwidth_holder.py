@@ -15,7 +15,7 @@ import threading
 
 from pagoda.pd.transport.base import (
     Access,
-    MemoryDoor,
+    ExportedMemory,
     MemoryFile,
     OwnMemory,
     Region,
@@ -37,7 +37,7 @@ def main() -> None:
         memory[start : start + len(pattern)] = pattern[: num_bytes - start]
     region = Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes)
     own = OwnMemory((region,), MemoryFile(descriptor, num_bytes, (0,)))
-    doors: dict[str, MemoryDoor] = {}
+    doors: dict[str, ExportedMemory] = {}
     problems: dict[str, str] = {}
     for name in sys.argv[2:]:
         kind, _, encrypted = name.partition(", ")

@@ -20,8 +20,8 @@ import aiohttp
 
 from benchmarks.cpu.random_model import write_text_side
 from benchmarks.kv_tiers.client import open_session
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli.server_process import server_process
-from pagoda.models.presets import PRESETS
 
 BLOCK_SIZE = 16
 _VOCABULARY = range(3, 256)

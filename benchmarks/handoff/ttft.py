@@ -23,10 +23,12 @@ import msgspec
 
 from benchmarks.handoff.pod import BLOCK_SIZE, on_cores, random_prompt, two_cores, write_key
 from pagoda.cli import output
-from pagoda.engine.messages import GenerateRequest, KVSource, Role, SamplingParams
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.handoff_options import HandoffOptions
+from pagoda.messages.frontend import GenerateRequest, KVSource
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import Role
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from pagoda.backend.base import KVCache
-from pagoda.engine.messages import DeviceBlocks, DiskObjects, Transfer, TransferPlace
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import Manifest, open_directory
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
 from pagoda.model.config import parse_model_config
-from pagoda.models.presets import PRESETS
 from pagoda.worker.kv_memory import KVMemory
 from pagoda.worker.transfers import Transfers
 

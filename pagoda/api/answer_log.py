@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pagoda.frontend.request_book import Growth, RequestRecord
+from pagoda.frontend.request_tracker import Growth, RequestStatistics
 
 _log = logging.getLogger(__name__)
 
@@ -14,20 +14,20 @@ _log = logging.getLogger(__name__)
 class AnswerLog:
     """A `RequestObserver` that says what became of each answer."""
 
-    def began(self, record: RequestRecord) -> None:
+    def began(self, record: RequestStatistics) -> None:
         pass
 
-    def grew(self, record: RequestRecord, growth: Growth) -> None:
+    def grew(self, record: RequestStatistics, growth: Growth) -> None:
         pass
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestStatistics) -> None:
         if _log.isEnabledFor(logging.INFO):
             fields = _fields(record)
             extra = {"request_id": record.request_id, "fields": fields}
             _log.info("%s: %s", record.finish_reason, ", ".join(_words(fields)), extra=extra)
 
 
-def _fields(record: RequestRecord) -> dict[str, Any]:
+def _fields(record: RequestStatistics) -> dict[str, Any]:
     """Times in milliseconds; None of what there was not."""
     arrived, first, last = record.origin.arrived_ns, record.first_token_ns, record.last_token_ns
     num_gaps = record.num_output_tokens - 1

@@ -23,15 +23,15 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from pagoda.api import hosts, info, live, page
-from pagoda.api.call import INTERNAL_ERROR, Call
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import CLIENTS_NAME, ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
+from pagoda.api.request_context import INTERNAL_ERROR, Call
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
-from pagoda.frontend.request_book import Origin
+from pagoda.frontend.request_tracker import Origin
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 

@@ -12,11 +12,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.answer import AnswerDelta, AnswerParser, ToolCallDelta
-from pagoda.api.call import Call
-from pagoda.api.choices import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
 from pagoda.api.kv_transfer import Handoff, handoff_of, transfer_fields, with_one_token
 from pagoda.api.logprobs import chat_logprobs
+from pagoda.api.output_parser import AnswerDelta, OutputParser, ToolCallDelta
 from pagoda.api.protocol import (
     ChatRequest,
     chat_logprobs_count,
@@ -24,17 +22,19 @@ from pagoda.api.protocol import (
     sampling_params,
     session_of,
 )
+from pagoda.api.request_context import Call
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
-from pagoda.engine.messages import FinishReason
+from pagoda.api.usage import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
 from pagoda.errors import InvalidRequestError
+from pagoda.frontend.async_utils import merge
 from pagoda.frontend.conversation import render_conversation
-from pagoda.frontend.merge import merge
-from pagoda.frontend.request_book import Origin
+from pagoda.frontend.request_tracker import Origin
 from pagoda.frontend.text_generator import (
     TextDelta,
     TextGenerator,
     TextRequest,
 )
+from pagoda.messages.frontend import FinishReason
 
 
 async def chat_completions(call: Call) -> web.StreamResponse:
@@ -156,7 +156,7 @@ class _Job:
 
     async def _answers(self, request: TextRequest) -> AsyncGenerator[_ChatDelta, None]:
         """The deltas of one answer, taken apart. Ends early behind the only call that is allowed."""
-        parser = AnswerParser(
+        parser = OutputParser(
             thinks=self.thinks, in_reasoning=self.in_reasoning, calls_tools=self.calls_tools
         )
         single_call = self.body.parallel_tool_calls is False

@@ -12,8 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.call import Call
-from pagoda.api.choices import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
 from pagoda.api.kv_transfer import Handoff, handoff_of, transfer_fields, with_one_token
 from pagoda.api.logprobs import CompletionLogprobs
 from pagoda.api.protocol import (
@@ -23,12 +21,14 @@ from pagoda.api.protocol import (
     sampling_params,
     session_of,
 )
+from pagoda.api.request_context import Call
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
-from pagoda.engine.messages import TokenLogprobs
+from pagoda.api.usage import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.merge import merge
-from pagoda.frontend.request_book import Origin
+from pagoda.frontend.async_utils import merge
+from pagoda.frontend.request_tracker import Origin
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
+from pagoda.messages.frontend import TokenLogprobs
 
 
 async def completions(call: Call) -> web.StreamResponse:

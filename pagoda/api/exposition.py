@@ -25,7 +25,7 @@ from pagoda.api.metric_series import (
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.api.vllm_names import aliases_of
-from pagoda.engine.messages import LoadReport
+from pagoda.messages.load import LoadReport
 from pagoda.version import __version__
 
 _PREFIX = "pagoda_"

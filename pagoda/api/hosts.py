@@ -6,9 +6,9 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.call import Call
 from pagoda.api.errors import ApiError
 from pagoda.api.info import figures
+from pagoda.api.request_context import Call
 from pagoda.frontend.registry import HostReport
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pagoda.api.call import Call
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
-from pagoda.engine.messages import LoadReport, ReplicaLoad
+from pagoda.api.request_context import Call
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import render_conversation
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.version import __version__
 
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from pagoda.api.protocol import MAX_TOKEN_IDS, GenerationFields
-from pagoda.engine.messages import KVSource, Role
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.text_generator import TextDelta
+from pagoda.messages.frontend import KVSource
+from pagoda.messages.worker_config import Role
 
 MAX_ID_CHARS = 256
 _MAX_RANKS = 2**16

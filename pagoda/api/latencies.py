@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import msgspec
 
-from pagoda.frontend.request_book import Growth, RequestRecord
+from pagoda.frontend.request_tracker import Growth, RequestStatistics
 
 _PER_DOUBLING = 16
 """Counts for each doubling of a time; it is known to 4 %."""
@@ -62,15 +62,15 @@ class Latencies:
         self._ttft = deque([TimeCounts()], maxlen=num_windows)
         self._itl = deque([TimeCounts()], maxlen=num_windows)
 
-    def began(self, record: RequestRecord) -> None:
+    def began(self, record: RequestStatistics) -> None:
         """Nothing is known yet."""
 
-    def grew(self, record: RequestRecord, growth: Growth) -> None:  # noqa: ARG002
+    def grew(self, record: RequestStatistics, growth: Growth) -> None:  # noqa: ARG002
         self.num_tokens += growth.num_tokens
         windows = self._ttft if growth.is_first else self._itl
         windows[-1].add(growth.waited_ns)
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestStatistics) -> None:
         """All has been said."""
 
     def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:

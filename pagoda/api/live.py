@@ -10,9 +10,9 @@ from typing import cast
 import msgspec
 from aiohttp import web
 
-from pagoda.api.call import Call
 from pagoda.api.errors import ApiError, unavailable
-from pagoda.api.sampler import LiveSnapshot, live_answers
+from pagoda.api.live_stats import LiveSnapshot, live_answers
+from pagoda.api.request_context import Call
 from pagoda.api.sse import EventStream, event
 
 

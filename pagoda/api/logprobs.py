@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagoda.engine.messages import TokenLogprobs
 from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.messages.frontend import TokenLogprobs
 
 _FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client.core import HistogramMetricFamily
 
-from pagoda.engine.messages import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, LoadReport
+from pagoda.messages.load import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, LoadReport
 from pagoda.telemetry.histogram import Histogram
 
 

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from pagoda.api.call import Call
+from pagoda.api.request_context import Call
 from pagoda.api.request_metrics import RequestFigures
 from pagoda.api.service import Service
-from pagoda.engine.messages import EngineReady, LoadReport, ProcessMemory
 from pagoda.errors import EngineDeadError
 from pagoda.ipc.machine import process_memory_bytes
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.load import LoadReport, ProcessMemory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from pagoda.api.call import Call
 from pagoda.api.errors import ApiError
+from pagoda.api.request_context import Call
 
 _DIRECTORY = Path(__file__).parent / "ui"
 _TYPES = {

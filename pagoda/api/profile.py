@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from aiohttp import web
 
-from pagoda.api.call import Call
 from pagoda.api.errors import ApiError
+from pagoda.api.request_context import Call
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.trace_control import TraceControl, TraceStateError
 from pagoda.telemetry.tracer import LEVELS, TraceLevel

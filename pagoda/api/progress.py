@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagoda.engine.messages import LoadReport
+from pagoda.messages.load import LoadReport
 
 _COUNTERS = (
     "num_prompt_tokens",

@@ -14,7 +14,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pagoda.engine.messages import (
+from pagoda.errors import InvalidRequestError
+from pagoda.frontend.conversation import MAX_TOOLS, Messages
+from pagoda.messages.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
@@ -22,8 +24,6 @@ from pagoda.engine.messages import (
     SamplingParams,
     TokenId,
 )
-from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import MAX_TOOLS, Messages
 
 MAX_SEQUENCES_PER_BODY = 1024
 """Prompts times `n` in one body."""

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.engine.messages import FinishReason
-from pagoda.frontend.request_book import REFUSED, Growth, RequestRecord
+from pagoda.frontend.request_tracker import REFUSED, Growth, RequestStatistics
+from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.histogram import Histogram, total
 
 # The bounds are those of vLLM, so that figures of both can be laid side by side.
@@ -79,7 +79,7 @@ class _KeyFigures:
         self.num_tokens = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
-    def end(self, record: RequestRecord) -> None:
+    def end(self, record: RequestStatistics) -> None:
         self.finished[record.finish_reason] += 1
         if record.finish_reason == REFUSED:
             return
@@ -142,17 +142,17 @@ class RequestMetrics:
         self._by_key = {key: _KeyFigures() for key in keys}
         self._refusals: Counter[Refusal] = Counter()
 
-    def began(self, record: RequestRecord) -> None:
+    def began(self, record: RequestStatistics) -> None:
         if record.origin.key not in self._by_key:
             self._by_key[record.origin.key] = _KeyFigures()
 
-    def grew(self, record: RequestRecord, growth: Growth) -> None:
+    def grew(self, record: RequestStatistics, growth: Growth) -> None:
         figures = self._by_key[record.origin.key]
         figures.num_tokens += growth.num_tokens
         histogram = figures.first_token if growth.is_first else figures.next_token
         histogram.observe(growth.waited_ns / 1e9)
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestStatistics) -> None:
         self._by_key[record.origin.key].end(record)
 
     def refused(self, refusal: Refusal) -> None:

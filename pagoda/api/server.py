@@ -15,14 +15,14 @@ from aiohttp import web
 from pagoda.api.app import hosts_for, make_server
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.service import ApiConfig, Service
-from pagoda.engine.messages import EngineReady
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_spans import RequestSpans
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import start_generator
 from pagoda.frontend.trace_control import TraceControl
+from pagoda.messages.frontend import EngineReady
 from pagoda.telemetry.trace_ending import EXIT_S
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
@@ -71,7 +71,7 @@ async def serve(
     profile: ProfileConfig,
     tracer: Tracer,
     spans: RequestSpans | None = None,
-    further_books: Sequence[RequestBook] = (),
+    further_books: Sequence[RequestTracker] = (),
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
     and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
@@ -90,7 +90,7 @@ async def serve(
             api_keys=server.api_keys,
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         ),
-        book=RequestBook(tracer.clock_ns),
+        book=RequestTracker(tracer.clock_ns),
     )
     tracing = service.tracing = TraceControl(
         tracer, [service.book, *further_books], profile.directory, _run_name(tracer, server)

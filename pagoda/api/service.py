@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pagoda.api.answer_log import AnswerLog
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
+from pagoda.api.live_stats import Sampler
 from pagoda.api.request_metrics import RequestMetrics
-from pagoda.api.sampler import Sampler
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
-from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.frontend.trace_control import TraceControl
 
@@ -45,7 +45,7 @@ class Service:
     draining: bool = False
     fleet: Fleet | None = None
     """What is behind the API, as soon as it is being started."""
-    book: RequestBook = field(default_factory=RequestBook)
+    book: RequestTracker = field(default_factory=RequestTracker)
     """The answers that are being given."""
     tracing: TraceControl | None = None
     """None in a server that cannot be traced."""

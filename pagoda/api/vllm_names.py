@@ -24,8 +24,9 @@ from pagoda.api.metric_series import (
 )
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
-from pagoda.engine.messages import EngineReady, LoadReport
-from pagoda.frontend.request_book import REFUSED
+from pagoda.frontend.request_tracker import REFUSED
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.load import LoadReport
 
 _PREFIX = "vllm:"
 _Value = Callable[[LoadReport], float]

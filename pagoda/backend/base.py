@@ -15,7 +15,7 @@ from torch import Tensor, device, dtype, empty
 
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
-from pagoda.engine.messages import Capabilities
+from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Collectives
 from pagoda.telemetry.tracer import Tracer
 

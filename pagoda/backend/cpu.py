@@ -52,8 +52,8 @@ from pagoda.backend.weights import (
     total_outputs,
     weight_shape,
 )
-from pagoda.engine.messages import Capabilities
 from pagoda.errors import ConfigError
+from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives
 
 if TYPE_CHECKING:

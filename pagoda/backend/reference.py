@@ -33,7 +33,7 @@ from pagoda.backend.operation import WeightNames
 from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
 from pagoda.backend.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.engine.messages import Capabilities
+from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives
 
 ROWS = 16

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts, output
 from pagoda.cli.bandwidth import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
@@ -20,9 +23,6 @@ from pagoda.cli.weight_traffic import (
     stored_traffic,
     weight_traffic,
 )
-from pagoda.models.gguf import read_gguf
-from pagoda.models.presets import PRESETS
-from pagoda.models.resolve import resolve_model
 from pagoda.version import __version__
 
 _GENERAL = GeneralOptions()

@@ -18,6 +18,7 @@ from aiohttp import web
 from pagoda.api.app import hosts_for, make_server
 from pagoda.api.keys import ApiKeys
 from pagoda.api.service import ApiConfig, Service
+from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions
@@ -25,9 +26,8 @@ from pagoda.engine.config import EngineConfig
 from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.policies import PolicyName
-from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import start_generator
-from pagoda.models.resolve import ModelFiles
 
 _HOST = "127.0.0.1"
 
@@ -107,7 +107,7 @@ async def _load(
             api_keys=ApiKeys([api_key]),
             allowed_hosts=hosts_for(_HOST),
         ),
-        await start_generator(fleet, text, RequestBook()),
+        await start_generator(fleet, text, RequestTracker()),
     )
 
 

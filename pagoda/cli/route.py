@@ -11,10 +11,11 @@ import msgspec
 from cyclopts import Group, Parameter
 
 from pagoda.api.server import serve as serve_api
+from pagoda.checkpoints.fingerprint import model_digest
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import event_loop
 from pagoda.cli.options import Count, GeneralOptions
 from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, announce
-from pagoda.engine.messages import CurveKeys, EngineReady, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
@@ -23,8 +24,8 @@ from pagoda.frontend.model_text import load_text
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.models.fingerprint import model_digest
-from pagoda.models.resolve import resolve_model
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import Tracer
 
 

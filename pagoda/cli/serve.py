@@ -19,6 +19,8 @@ from pagoda.api.answer_log import AnswerLog
 from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
+from pagoda.checkpoints.fingerprint import model_digest
+from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli import event_loop, output
 from pagoda.cli.options import (
     EngineOptions,
@@ -30,7 +32,6 @@ from pagoda.cli.options import (
 from pagoda.cli.server_process import READY_PREFIX
 from pagoda.cli.sizes import format_bytes
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import CurveKeys, EngineReady, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
@@ -43,11 +44,11 @@ from pagoda.frontend.fleet import (
 )
 from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_text
-from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_spans import RequestSpans
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.models.fingerprint import model_digest
-from pagoda.models.resolve import ModelFiles
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import LEVELS, Tracer
 from pagoda.version import __version__
 
@@ -119,7 +120,7 @@ class JoinOptions:
         advertised = Advertised.parse(self.advertise)
         if self.join is None and advertised.port is None:
             return None
-        book = RequestBook()
+        book = RequestTracker()
         book.observe(AnswerLog())
         if spans is not None:
             book.observe(spans)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.checkpoints.gguf import GgufFile
+from pagoda.checkpoints.gguf_config import DTYPE, EMBEDDING, HEAD, HELD_AS, config_values
 from pagoda.errors import ConfigError
-from pagoda.models.gguf import GgufFile
-from pagoda.models.gguf_config import DTYPE, EMBEDDING, HEAD, HELD_AS, config_values
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUANTIZED_BYTES = {"int8": 1, "int4": 4.5 / 8}

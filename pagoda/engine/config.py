@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import CurveKeys, Role, SimConfig, StartTrace, WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.messages.tracing import StartTrace
+from pagoda.messages.worker_config import CurveKeys, Role, SimConfig, WorkerConfig
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True):

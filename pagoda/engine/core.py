@@ -5,26 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from pagoda.engine.cache_news import CacheReporter
 from pagoda.engine.config import EngineConfig, KVTiersConfig
-from pagoda.engine.messages import (
-    CacheNews,
-    EngineReady,
-    GenerateRequest,
-    LoadReport,
-    RequestRefused,
-    Role,
-    StartTrace,
-    StepNews,
-    StepResult,
-    TokenChunk,
-    TraceStopped,
-    TransferEnd,
-    WorkerReady,
-)
+from pagoda.engine.prefix_cache_updates import CacheReporter
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.engine.step_meter import StepMeter
-from pagoda.engine.step_news import StepReporter
+from pagoda.engine.step_statistics import StepReporter
 from pagoda.engine.tracing import EngineTracing
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import Executor, WorkerLost
@@ -33,15 +18,28 @@ from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
 from pagoda.kv.events import KVEvent, KVEventRecorder
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import ConnectorStack
+from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import RemoteOpener, build_tiers
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.frontend import (
+    EngineReady,
+    GenerateRequest,
+    PrefixCacheUpdate,
+    RequestRefused,
+    StepStatistics,
+    TokenChunk,
+)
+from pagoda.messages.load import LoadReport
+from pagoda.messages.tracing import StartTrace, TraceStopped
+from pagoda.messages.transfers import TransferEnd
+from pagoda.messages.worker import StepResult, WorkerReady
+from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import expert_share
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
-from pagoda.pd.holder import KVHolder
+from pagoda.pd.exporter import KVExporter
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
-from pagoda.pd.sources import SourceSeal
+from pagoda.pd.transfer_tokens import TransferToken
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
@@ -65,7 +63,7 @@ class TiersBuilder(Protocol):
         remote: RemoteOpener | None,
         *,
         fail_on_load_failure: bool,
-    ) -> ConnectorStack | None: ...
+    ) -> TieredKVConnector | None: ...
 
 
 _log = logging.getLogger(__name__)
@@ -89,10 +87,10 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._handoff = handoff
-        self._holder: KVHolder | None = None
+        self._holder: KVExporter | None = None
         self._remote: RemoteKV | None = None
         self._scheduler: Scheduler | None = None
-        self._tiers: ConnectorStack | None = None
+        self._tiers: TieredKVConnector | None = None
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
         self._step_news = StepReporter(clock)
@@ -319,21 +317,21 @@ class EngineCore:
             links.peers,
             ledger,
             self._clock,
-            seal=SourceSeal(config.keys),
+            seal=TransferToken(config.keys),
             engine_id=links.engine_id,
             also_holds=config.role.holds_kv,
             fails=self._config.fail_on_load_failure,
         )
         return self._remote
 
-    def _make_holder(self, pool: BlockPool) -> KVHolder | None:
+    def _make_holder(self, pool: BlockPool) -> KVExporter | None:
         links, config = self._handoff, self._config.handoff
         if links is None or links.door is None or config is None:
             return None
         leases = LeaseBook(pool, self._clock, config.lease_s)
         tp_size = self._config.worker.parallel.tensor_parallel_size
-        seal = SourceSeal(config.keys)
-        return KVHolder(links.door, leases, seal, links.engine_id, config.lease_s, tp_size)
+        seal = TransferToken(config.keys)
+        return KVExporter(links.door, leases, seal, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -393,7 +391,7 @@ class EngineCore:
         """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
         return [] if self._kv_events is None else self._kv_events.take()
 
-    def follow_cache(self, frontend: bytes) -> None:
+    def subscribe_cache(self, frontend: bytes) -> None:
         """From now on `frontend` is among those that `take_news` names.
 
         Raises RuntimeError before the engine is ready.
@@ -402,14 +400,14 @@ class EngineCore:
             raise RuntimeError("The engine is not ready.")
         self._cache_news.follow(frontend)
 
-    def follow_steps(self, frontend: bytes) -> None:
+    def subscribe_steps(self, frontend: bytes) -> None:
         """From now on `frontend` is told of steps, until `unfollow_steps`."""
         self._step_news.follow(frontend)
 
     def unfollow_steps(self, frontend: bytes) -> None:
         self._step_news.unfollow(frontend)
 
-    def take_news(self) -> list[tuple[bytes, CacheNews | StepNews]]:
+    def take_news(self) -> list[tuple[bytes, PrefixCacheUpdate | StepStatistics]]:
         """What frontends that follow something are to be told now."""
         cache_news = [] if self._cache_news is None else self._cache_news.take()
         return [*cache_news, *self._step_news.take()]

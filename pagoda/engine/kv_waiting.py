@@ -20,7 +20,7 @@ from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import ConnectorStack, Found, Unknown
+from pagoda.kv.tiered_connector import Found, TieredKVConnector, Unknown
 
 _NUM_PREFETCHED = 4
 """So many of those in line, the first, are looked at again when there is news: a long prompt takes time."""
@@ -46,9 +46,9 @@ class Arrival(NamedTuple):
 
 
 class KVWaiting:
-    """The scheduler's way to a `ConnectorStack`, and the requests that wait for it."""
+    """The scheduler's way to a `TieredKVConnector`, and the requests that wait for it."""
 
-    def __init__(self, kv: KVManager, tiers: ConnectorStack, max_unanswered: int) -> None:
+    def __init__(self, kv: KVManager, tiers: TieredKVConnector, max_unanswered: int) -> None:
         self._kv = kv
         self._tiers = tiers
         self._max_unanswered = max_unanswered

@@ -20,28 +20,6 @@ import zmq
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_events import KVEventPublisher
-from pagoda.engine.messages import (
-    PROTOCOL_VERSION,
-    AbortRequests,
-    ClockPing,
-    ClockPong,
-    EngineFailed,
-    EngineMessage,
-    FollowCache,
-    FollowSteps,
-    FrontendMessage,
-    GenerateRequest,
-    Hello,
-    LoadQuery,
-    ProcessMemory,
-    RequestRefused,
-    Shutdown,
-    StartTrace,
-    StopTrace,
-    TokenChunk,
-    TokenChunks,
-    UnfollowSteps,
-)
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
@@ -53,6 +31,25 @@ from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.ipc.machine import process_memory_bytes
 from pagoda.ipc.rundir import ENGINE_SOCKET, WORKER_SOCKET, socket_address
+from pagoda.messages.frontend import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    EngineFailed,
+    EngineMessage,
+    FrontendMessage,
+    GenerateRequest,
+    Hello,
+    LoadQuery,
+    RequestRefused,
+    Shutdown,
+    SubscribeCache,
+    SubscribeSteps,
+    TokenChunk,
+    TokenChunks,
+    UnsubscribeSteps,
+)
+from pagoda.messages.load import ProcessMemory
+from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.logging import configure_logging
@@ -169,11 +166,11 @@ class EngineProcess:
                     self._core.load(), query_id=message.query_id, processes=self._processes()
                 )
                 self._send(frontend, report)
-            case FollowCache():
-                self._core.follow_cache(frontend)
-            case FollowSteps():
-                self._core.follow_steps(frontend)
-            case UnfollowSteps():
+            case SubscribeCache():
+                self._core.subscribe_cache(frontend)
+            case SubscribeSteps():
+                self._core.subscribe_steps(frontend)
+            case UnsubscribeSteps():
                 self._core.unfollow_steps(frontend)
             case Hello():
                 self._welcome(frontend, message)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pagoda.engine.messages import FinishReason
 from pagoda.engine.request import Request
+from pagoda.messages.frontend import FinishReason
 
 
 class SchedulerObserver(Protocol):

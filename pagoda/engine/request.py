@@ -11,9 +11,9 @@ first does not know what the last has sampled: there, a request waits for its sa
 
 from __future__ import annotations
 
-from pagoda.engine.messages import GenerateRequest
 from pagoda.kv.connector import Demand
 from pagoda.kv.manager import BlockTable
+from pagoda.messages.frontend import GenerateRequest
 
 
 class Request:

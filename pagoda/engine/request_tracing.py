@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.engine.messages import FinishReason
 from pagoda.engine.request import Request
+from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.tracer import Tracer
 
 QUEUED, AWAITS_KV, PREFILL, DECODE = "queued", "waiting for KV", "prefill", "decode"

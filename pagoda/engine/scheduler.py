@@ -30,24 +30,21 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda.engine.kv_waiting import Begin, KVWaiting
-from pagoda.engine.messages import (
-    Capabilities,
-    FinishReason,
-    GenerateRequest,
-    KVSource,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TokenChunk,
-    TokenLogprobs,
-)
 from pagoda.engine.observer import SchedulerObserver
 from pagoda.engine.request import Request
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import ConnectorStack
-from pagoda.pd.holder import FirstToken, KVHolder
+from pagoda.kv.tiered_connector import TieredKVConnector
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    KVSource,
+    TokenChunk,
+    TokenLogprobs,
+)
+from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult
+from pagoda.pd.exporter import FirstToken, KVExporter
 
 SOLO_STRIKES = 2
 """From this many strikes on, a request is tried alone, so that it can neither give strikes to others nor get
@@ -138,8 +135,8 @@ class Scheduler:
         limits: SchedulerLimits,
         kv: KVManager,
         clock: Clock,
-        tiers: ConnectorStack | None = None,
-        holder: KVHolder | None = None,
+        tiers: TieredKVConnector | None = None,
+        holder: KVExporter | None = None,
     ) -> None:
         """`clock` says how long requests wait."""
         if kv.pool.num_blocks * kv.block_size < limits.max_model_len:

@@ -6,14 +6,9 @@ from bisect import bisect_left
 from collections import deque
 from typing import NamedTuple
 
-from pagoda.engine.messages import (
-    STEP_SEQUENCE_BOUNDS,
-    STEP_TOKEN_BOUNDS,
-    StepPlan,
-    StepResult,
-    StepTotals,
-)
 from pagoda.ipc.clock import Clock
+from pagoda.messages.load import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, StepTotals
+from pagoda.messages.worker import StepPlan, StepResult
 
 
 class _Flight(NamedTuple):

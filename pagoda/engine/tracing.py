@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagoda.engine.messages import StartTrace, StepPlan, StepResult
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.scheduler import Scheduler
+from pagoda.messages.tracing import StartTrace
+from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.telemetry.trace_ending import TraceEnding
 from pagoda.telemetry.tracer import Tracer
 

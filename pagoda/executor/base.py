@@ -7,15 +7,9 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import (
-    KVPeer,
-    StepPlan,
-    StepResult,
-    TraceStopped,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
+from pagoda.messages.tracing import TraceStopped
+from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd
+from pagoda.messages.worker import StepPlan, StepResult, WorkerReady
 from pagoda.telemetry.tracer import TraceSession
 
 

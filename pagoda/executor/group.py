@@ -10,22 +10,24 @@ from itertools import chain
 import msgspec
 import zmq
 
-from pagoda.engine.messages import (
-    ClockPing,
-    ClockPong,
-    CurveKeys,
+from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
+from pagoda.executor.group_transfers import GroupTransfers
+from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
+from pagoda.ipc.clock import Clock
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
+from pagoda.messages.transfers import (
     KVPeer,
-    StartTrace,
-    StepPlan,
-    StepResult,
-    StopTrace,
-    TraceStopped,
     Transfer,
     TransferEnd,
     TransferLink,
     TransferMessage,
     Transfers,
-    WorkerConfig,
+)
+from pagoda.messages.worker import (
+    StepPlan,
+    StepResult,
     WorkerFailed,
     WorkerHello,
     WorkerMessage,
@@ -33,12 +35,7 @@ from pagoda.engine.messages import (
     WorkerPeers,
     WorkerReady,
 )
-from pagoda.executor.base import ExecutorEvent, WorkerLost, max_in_flight
-from pagoda.executor.group_transfers import GroupTransfers
-from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
-from pagoda.ipc.clock import Clock
-from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer, TraceSession
 

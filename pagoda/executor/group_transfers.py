@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from pagoda.engine.messages import DiskObjects, KVRank, RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.transfers import DiskObjects, KVRank, RemoteBlocks, Transfer, TransferEnd
 from pagoda.pd.transport.base import longest_transfer_s
 
 

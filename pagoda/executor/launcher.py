@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pagoda.engine.messages import WorkerConfig
 from pagoda.executor.base import WorkerLost
+from pagoda.messages.worker_config import WorkerConfig
 
 
 class WorkerSet(Protocol):

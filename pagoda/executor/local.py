@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pagoda.engine.messages import WorkerConfig
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.launcher import worker_name
 from pagoda.ipc.lifeline import ChildProcess, kill_all
+from pagoda.messages.worker_config import WorkerConfig
 
 WORKER_MODULE = "pagoda.worker.main"
 

@@ -24,12 +24,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pagoda.engine.messages import PROTOCOL_VERSION, WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.launcher import worker_name
 from pagoda.executor.placement import Placement, neighbours_first, plan_placement, workers_on_host
 from pagoda.executor.ray_rank import HostFacts, RankActor
+from pagoda.messages.frontend import PROTOCOL_VERSION
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.logging import LOG_LEVEL_ENV
 from pagoda.version import __version__

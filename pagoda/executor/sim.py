@@ -23,27 +23,23 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
-from pagoda.engine.messages import (
-    Capabilities,
+from pagoda.executor.base import ExecutorEvent, max_in_flight
+from pagoda.ipc.clock import Clock
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.tracing import TraceStopped
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
     KVPeer,
     KVRank,
     RemoteBlocks,
-    SimConfig,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    TraceStopped,
     Transfer,
     TransferEnd,
     TransferPlace,
-    WorkerReady,
 )
-from pagoda.executor.base import ExecutorEvent, max_in_flight
-from pagoda.ipc.clock import Clock
+from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker_config import SimConfig
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1

@@ -12,20 +12,20 @@ from typing import Any, Self
 
 import msgspec
 
+from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
+from pagoda.frontend.async_utils import merge
 from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.llm_arguments import configure
-from pagoda.frontend.merge import merge
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
-from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.models.resolve import ModelFiles
+from pagoda.messages.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
@@ -95,7 +95,7 @@ class AsyncLLM:
         """
         fleet = self._fleet = EngineFleet(self._engine, self._policy)
         try:
-            self._generator = await start_generator(fleet, self._load_text, RequestBook())
+            self._generator = await start_generator(fleet, self._load_text, RequestTracker())
         except BaseException:
             await self.close()
             raise

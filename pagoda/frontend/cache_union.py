@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from pagoda.engine.messages import CacheNews
 from pagoda.frontend.endpoint import CacheListener
 from pagoda.frontend.prefix_index import Changes, PrefixIndex, packed
+from pagoda.messages.frontend import PrefixCacheUpdate
 
 _MAX_KEYS = 2**16
 """In one message: 512 KiB."""
@@ -29,7 +29,7 @@ class CacheUnion:
         keys = list(set().union(*(index.told for index in self._indexes)))
         for start in range(0, max(1, len(keys)), _MAX_KEYS):
             some = packed(keys[start : start + _MAX_KEYS])
-            listener(CacheNews(some, b"", starts_anew=start == 0))
+            listener(PrefixCacheUpdate(some, b"", starts_anew=start == 0))
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
@@ -46,7 +46,7 @@ class CacheUnion:
         """A replica's cache is lost."""
         self._pass_on(index, index.clear())
 
-    def take(self, index: PrefixIndex, news: CacheNews) -> None:
+    def take(self, index: PrefixIndex, news: PrefixCacheUpdate) -> None:
         """What a replica says."""
         self._pass_on(index, index.take(news))
 
@@ -60,6 +60,6 @@ class CacheUnion:
         )
         if not (stored or removed):
             return
-        news = CacheNews(packed(stored), packed(removed))
+        news = PrefixCacheUpdate(packed(stored), packed(removed))
         for listener in list(self._listeners):
             listener(news)

@@ -16,16 +16,6 @@ from typing import cast
 
 import msgspec
 
-from pagoda.engine.messages import (
-    EngineReady,
-    FinishReason,
-    GenerateRequest,
-    LoadReport,
-    ReplicaLoad,
-    Role,
-    StepNews,
-    TokenChunk,
-)
 from pagoda.errors import (
     ConfigError,
     EngineDeadError,
@@ -33,10 +23,10 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
-from pagoda.frontend.ledger import Account, Ledger
-from pagoda.frontend.merge import cancel_all
+from pagoda.frontend.load_tracker import Account, LoadTracker
 from pagoda.frontend.outliers import (
     REMOTE_KV_S,
     TIER_KV_S,
@@ -45,11 +35,20 @@ from pagoda.frontend.outliers import (
     Waiting,
 )
 from pagoda.frontend.policies import Arrival, Candidate, Policy
+from pagoda.frontend.prefill_offload import Place, PrefillOffload
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.preparation import Place, Preparation
 from pagoda.frontend.totals import Counted, sum_of_limits, sum_of_loads
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.messages.frontend import (
+    EngineReady,
+    FinishReason,
+    GenerateRequest,
+    StepStatistics,
+    TokenChunk,
+)
+from pagoda.messages.load import LoadReport, ReplicaLoad
+from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
 SOLO_DEATHS = 2
@@ -82,7 +81,7 @@ class Dispatcher:
         self,
         replicas: Sequence[Replica],
         policy: Policy,
-        preparation: Preparation | None = None,
+        preparation: PrefillOffload | None = None,
         *,
         keeps_half: bool = True,
         tracer: Tracer | None = None,
@@ -92,7 +91,7 @@ class Dispatcher:
         self._members: list[_Member] = []
         self._policy = policy
         self._preparation = preparation
-        self._ledger = Ledger(0)
+        self._ledger = LoadTracker(0)
         self._cache = CacheUnion()
         self._clock = LoopClock()
         self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
@@ -128,7 +127,7 @@ class Dispatcher:
         return [member.replica for member in self._members]
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> LoadTracker:
         """The work that each replica has."""
         return self._ledger
 
@@ -352,7 +351,7 @@ class Dispatcher:
         is_ejected = state is ReplicaState.READY and self._outliers.share(member.index) == 0
         return "ejected" if is_ejected else state
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
         unfollow = self._cache.follow(listener)
         self._follow_caches()
 
@@ -362,10 +361,10 @@ class Dispatcher:
 
         return end
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """Replicas that come later are hosts, of which no steps are told."""
         ends = [
-            member.replica.follow_steps(partial(_pass_on, member.name, listener))
+            member.replica.subscribe_steps(partial(_pass_on, member.name, listener))
             for member in self._members
         ]
 
@@ -656,7 +655,7 @@ class Dispatcher:
         for member in self._members:
             if matters and member.unfollow is None:
                 self._cache.add(member.prefixes)
-                member.unfollow = member.replica.follow_cache(
+                member.unfollow = member.replica.subscribe_cache(
                     partial(self._cache.take, member.prefixes)
                 )
             elif not matters:
@@ -946,7 +945,7 @@ def _chunks_of(replica: Replica, request: GenerateRequest) -> AsyncGenerator[Tok
     return cast(AsyncGenerator[TokenChunk, None], replica.generate(request))
 
 
-def _pass_on(replica: str, listener: StepListener, news: StepNews) -> None:
+def _pass_on(replica: str, listener: StepListener, news: StepStatistics) -> None:
     listener(msgspec.structs.replace(news, replica=replica))
 
 

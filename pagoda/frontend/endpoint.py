@@ -8,15 +8,15 @@ from typing import Protocol
 
 import msgspec
 
-from pagoda.engine.messages import (
-    CacheNews,
+from pagoda.errors import EngineDeadError
+from pagoda.messages.frontend import (
     EngineReady,
     GenerateRequest,
-    LoadReport,
-    StepNews,
+    PrefixCacheUpdate,
+    StepStatistics,
     TokenChunk,
 )
-from pagoda.errors import EngineDeadError
+from pagoda.messages.load import LoadReport
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -39,8 +39,8 @@ class ReplicaState(enum.StrEnum):
     """Given up, or closed."""
 
 
-CacheListener = Callable[[CacheNews], None]
-StepListener = Callable[[StepNews], None]
+CacheListener = Callable[[PrefixCacheUpdate], None]
+StepListener = Callable[[StepStatistics], None]
 
 
 class Endpoint(Protocol):
@@ -83,14 +83,14 @@ class Endpoint(Protocol):
 
     async def load(self) -> LoadReport: ...
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
         """Tells `listener` which blocks can be found behind this endpoint, until the function returned is called.
 
         First of all what is cached already, soon; then what changes, a few times a second at most.
         """
         ...
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """Tells `listener` about twice a second of the steps of engines on this host, until the function returned
         is called. Those of other hosts are told there alone."""
         ...

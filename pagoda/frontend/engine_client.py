@@ -17,32 +17,28 @@ import zmq
 import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import (
-    CacheNews,
-    ClockPing,
-    ClockPong,
-    EngineFailed,
-    EngineMessage,
-    EngineReady,
-    FrontendMessage,
-    GenerateRequest,
-    Hello,
-    LoadReport,
-    RequestRefused,
-    Shutdown,
-    StartTrace,
-    StepNews,
-    StopTrace,
-    TokenChunk,
-    TokenChunks,
-    TraceStopped,
-)
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.rundir import ENGINE_SOCKET, RuntimeDirectory, socket_address
+from pagoda.messages.frontend import (
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    FrontendMessage,
+    GenerateRequest,
+    Hello,
+    PrefixCacheUpdate,
+    RequestRefused,
+    Shutdown,
+    StepStatistics,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.messages.load import LoadReport
+from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
@@ -152,11 +148,11 @@ class EngineClient:
             raise EngineLostError("The engine is not running.")
         return await self._session.load()
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
-        return self._session.follow_cache(listener)
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.subscribe_cache(listener)
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
-        return self._session.follow_steps(listener)
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
+        return self._session.subscribe_steps(listener)
 
     async def health(self) -> Health:
         if self._failure is not None:
@@ -332,7 +328,7 @@ class EngineClient:
             case LoadReport(query_id=None):
                 ready = message.is_worker_ready
                 self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
-            case LoadReport() | RequestRefused() | CacheNews() | StepNews():
+            case LoadReport() | RequestRefused() | PrefixCacheUpdate() | StepStatistics():
                 self._session.take(message)
             case ClockPing(number):
                 tracer = self._tracer

@@ -9,25 +9,25 @@ from functools import partial
 
 import msgspec
 
-from pagoda.engine.messages import (
-    AbortRequests,
-    CacheNews,
-    FinishReason,
-    FollowCache,
-    FollowSteps,
-    FrontendMessage,
-    GenerateRequest,
-    LoadQuery,
-    LoadReport,
-    RequestRefused,
-    StepNews,
-    TokenChunk,
-    TokenChunks,
-    UnfollowSteps,
-)
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import CacheListener, StepListener
 from pagoda.frontend.token_stream import TokenStream
+from pagoda.messages.frontend import (
+    AbortRequests,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    LoadQuery,
+    PrefixCacheUpdate,
+    RequestRefused,
+    StepStatistics,
+    SubscribeCache,
+    SubscribeSteps,
+    TokenChunk,
+    TokenChunks,
+    UnsubscribeSteps,
+)
+from pagoda.messages.load import LoadReport
 
 
 class EngineSession:
@@ -93,32 +93,32 @@ class EngineSession:
         finally:
             self._queries.pop(query, None)
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
-        """As `Endpoint.follow_cache`. Those who listen already are told all again too."""
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
+        """As `Endpoint.subscribe_cache`. Those who listen already are told all again too."""
         self._cache_listeners.append(listener)
-        self._ask(FollowCache())
+        self._ask(SubscribeCache())
         return partial(self._cache_listeners.remove, listener)
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
-        """As `Endpoint.follow_steps`."""
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
+        """As `Endpoint.subscribe_steps`."""
         self._step_listeners.append(listener)
-        self._ask(FollowSteps())
+        self._ask(SubscribeSteps())
 
         def end() -> None:
             self._step_listeners.remove(listener)
             if not self._step_listeners:
-                self._ask(UnfollowSteps())
+                self._ask(UnsubscribeSteps())
 
         return end
 
     def begin(self) -> None:
         """There is an engine, which knows nothing of what the one before it was asked for."""
         if self._cache_listeners:
-            self._ask(FollowCache())
+            self._ask(SubscribeCache())
         if self._step_listeners:
-            self._ask(FollowSteps())
+            self._ask(SubscribeSteps())
 
-    def _ask(self, message: FollowCache | FollowSteps | UnfollowSteps) -> None:
+    def _ask(self, message: SubscribeCache | SubscribeSteps | UnsubscribeSteps) -> None:
         question = asyncio.ensure_future(self._send(message))
         self._questions.add(question)
         question.add_done_callback(self._questions.discard)
@@ -132,7 +132,8 @@ class EngineSession:
             await self.abort(request_id)
 
     def take(
-        self, message: TokenChunks | LoadReport | RequestRefused | CacheNews | StepNews
+        self,
+        message: TokenChunks | LoadReport | RequestRefused | PrefixCacheUpdate | StepStatistics,
     ) -> None:
         """What came back. A `LoadReport` is one that was asked for."""
         match message:
@@ -155,10 +156,10 @@ class EngineSession:
                         "The waiting queue is full.", retry_after_s=message.retry_after_s
                     )
                     stream.fail(refusal)
-            case CacheNews():
+            case PrefixCacheUpdate():
                 for listener in list(self._cache_listeners):
                     listener(message)
-            case StepNews():
+            case StepStatistics():
                 for hear in list(self._step_listeners):
                     hear(message)
 

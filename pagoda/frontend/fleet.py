@@ -14,18 +14,20 @@ import zmq
 import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import CurveKeys, HostRecord, StartTrace
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Discover, Register, Registration
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.host_link import HostDoor, Identity
+from pagoda.frontend.host_link import HostServer, Identity
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry
-from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.messages.hosts import HostRecord
+from pagoda.messages.tracing import StartTrace
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.parallel.config import RankPlace
 from pagoda.telemetry.tracer import Tracer
 
@@ -128,7 +130,7 @@ class JoinConfig:
     advertised: Advertised
     model: str
     model_digest: str
-    book: RequestBook = field(default_factory=RequestBook)
+    book: RequestTracker = field(default_factory=RequestTracker)
     """Is told of each answer to a router."""
 
 
@@ -142,7 +144,7 @@ class JoinedFleet:
         self._join = join
         self._context = zmq.asyncio.Context()
         self.host_id = inner.router_id or new_id()
-        self._door: HostDoor | None = None
+        self._door: HostServer | None = None
         self._registrations: list[Registration] = []
 
     @property
@@ -169,7 +171,7 @@ class JoinedFleet:
         )
         host, port = join.advertised.host, join.advertised.port
         address = f"tcp://{host}:{'*' if port is None else port}"
-        self._door = HostDoor(
+        self._door = HostServer(
             self.dispatcher,
             self._context,
             address,

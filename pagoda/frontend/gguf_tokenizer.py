@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from pagoda.checkpoints.gguf import Metadata
 from pagoda.errors import ConfigError
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.models.gguf import Metadata
 
 T = TypeVar("T")
 

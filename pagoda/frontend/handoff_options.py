@@ -10,10 +10,10 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from pagoda.engine.config import HandoffConfig
-from pagoda.engine.messages import KVHandoffConfig, Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import read_cluster_secret
 from pagoda.ipc.curve import keys_of
+from pagoda.messages.worker_config import KVHandoffConfig, Role
 from pagoda.pd.transport.choose import TRANSPORTS
 
 

@@ -22,29 +22,6 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from pagoda.engine.messages import (
-    PROTOCOL_VERSION,
-    AbortRequests,
-    CacheNews,
-    ClockPing,
-    ClockPong,
-    CurveKeys,
-    EngineFailed,
-    EngineReady,
-    FinishReason,
-    FollowCache,
-    FrontendMessage,
-    GenerateRequest,
-    Hello,
-    HostLeave,
-    HostMessage,
-    LoadQuery,
-    LoadReport,
-    ProcessMemory,
-    RequestRefused,
-    TokenChunk,
-    TokenChunks,
-)
 from pagoda.errors import (
     ConfigError,
     EngineDeadError,
@@ -52,14 +29,34 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from pagoda.frontend.async_utils import cancel_all, keep_going
 from pagoda.frontend.endpoint import CacheListener, Endpoint, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
-from pagoda.frontend.merge import cancel_all, keep_going
-from pagoda.frontend.request_book import Origin, RequestBook, RequestRecord
+from pagoda.frontend.request_tracker import Origin, RequestStatistics, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.heartbeat import notice_silence
 from pagoda.ipc.machine import process_memory_bytes
+from pagoda.messages.frontend import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    EngineFailed,
+    EngineReady,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    Hello,
+    LoadQuery,
+    PrefixCacheUpdate,
+    RequestRefused,
+    SubscribeCache,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.messages.hosts import HostLeave, HostMessage
+from pagoda.messages.load import LoadReport, ProcessMemory
+from pagoda.messages.tracing import ClockPing, ClockPong
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 
@@ -84,7 +81,7 @@ class Identity:
     is_router: bool
 
 
-class HostDoor:
+class HostServer:
     """The host's end: serves requests of routers with `endpoint`, as an engine serves those of frontends.
 
     Routers are told when `endpoint` has other limits, and when it does not compute or does so again.
@@ -98,7 +95,7 @@ class HostDoor:
         keys: CurveKeys,
         identity: Identity,
         tracer: Tracer | None = None,
-        book: RequestBook | None = None,
+        book: RequestTracker | None = None,
     ) -> None:
         """Binds `address`, whose port may be `*`. `context` must have a doorkeeper. `tracer` is that of this
         process, `book` is told of each answer.
@@ -108,7 +105,7 @@ class HostDoor:
         """
         self._endpoint = endpoint
         self._identity = identity
-        self._book = book or RequestBook()
+        self._book = book or RequestTracker()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -244,9 +241,9 @@ class HostDoor:
                     task = self._requests.get((router, request_id))
                     if task is not None:
                         task.cancel()
-            case FollowCache():
+            case SubscribeCache():
                 self._unfollow(router)
-                self._followed[router] = self._endpoint.follow_cache(partial(self._tell, router))
+                self._followed[router] = self._endpoint.subscribe_cache(partial(self._tell, router))
             case LoadQuery():
                 self._answer(self._report(router, message.query_id))
             case ClockPong():
@@ -262,7 +259,7 @@ class HostDoor:
         task = asyncio.create_task(self._generate(router, request, before))
         self._requests[router, request.request_id] = task
 
-    def _tell(self, router: bytes, news: CacheNews) -> None:
+    def _tell(self, router: bytes, news: PrefixCacheUpdate) -> None:
         self._answer(self._send(router, news))
 
     def _unfollow(self, router: bytes) -> None:
@@ -360,7 +357,7 @@ class HostDoor:
             if self._requests.get((router, request.request_id)) is asyncio.current_task():
                 del self._requests[router, request.request_id]
 
-    def _open(self, request: GenerateRequest) -> RequestRecord:
+    def _open(self, request: GenerateRequest) -> RequestStatistics:
         return self._book.open(
             request.request_id,
             Origin(
@@ -401,7 +398,7 @@ class HostDoor:
                     task.cancel()
 
 
-class RemoteHost:
+class HostClient:
     """The router's end: a host as a `Replica`. It is lost once and for good; what comes back is another one."""
 
     def __init__(
@@ -504,10 +501,10 @@ class RemoteHost:
             raise self._loss
         return await self._session.load()
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
-        return self._session.follow_cache(listener)
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.subscribe_cache(listener)
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         """They are the host's own to tell: there may be thousands of hosts."""
         del listener
         return lambda: None
@@ -572,7 +569,7 @@ class RemoteHost:
 
     def _take(self, message: HostMessage) -> None:
         match message:
-            case TokenChunks() | RequestRefused() | CacheNews():
+            case TokenChunks() | RequestRefused() | PrefixCacheUpdate():
                 self._session.take(message)
             case LoadReport():
                 self._enter(

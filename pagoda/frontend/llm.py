@@ -11,17 +11,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.event_loop import new_event_loop
-from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.outputs import RequestOutput
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.models.resolve import ModelFiles
+from pagoda.messages.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Advance = Callable[[RequestOutput], None]

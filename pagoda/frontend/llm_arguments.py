@@ -8,11 +8,11 @@ from typing import Any, get_type_hints
 
 from cyclopts import Parameter
 
+from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.policies import PolicyName
-from pagoda.models.resolve import ModelFiles
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0,),

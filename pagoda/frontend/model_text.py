@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from pagoda.engine.messages import SamplingParams
+from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.chat_template import ChatTemplate, read_template
 from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
 from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_tokenizer
-from pagoda.models.gguf import read_gguf
-from pagoda.models.resolve import ModelFiles
+from pagoda.messages.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.engine.messages import TokenLogprobs
 from pagoda.frontend.text_generator import TextDelta, TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.messages.frontend import TokenLogprobs
 
 
 @dataclass(frozen=True)

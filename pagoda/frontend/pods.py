@@ -17,13 +17,14 @@ from typing import Protocol, cast
 
 import msgspec
 
-from pagoda.engine.messages import GenerateRequest, KVSource, Role, TokenChunk
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import Replica
-from pagoda.frontend.merge import cancel_all
 from pagoda.frontend.policies import POLICIES, Policy
-from pagoda.frontend.preparation import Place
+from pagoda.frontend.prefill_offload import Place
+from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
+from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
 DEFAULT_MIN_TOKENS = 128
@@ -138,7 +139,7 @@ def is_better_here(num_tokens: int, place: Place, pending_tokens: int) -> bool:
 
 
 class RemotePrefill:
-    """A `Preparation` that has prompts computed on prefill hosts."""
+    """A `PrefillOffload` that has prompts computed on prefill hosts."""
 
     def __init__(
         self, prefill: Dispatcher, min_tokens: int, *, patience_s: float = PATIENCE_S

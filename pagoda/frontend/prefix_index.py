@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pagoda.engine.messages import CacheNews
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
+from pagoda.messages.frontend import PrefixCacheUpdate
 
 
 class PrefixIndex:
@@ -91,7 +91,7 @@ class PrefixIndex:
             if self._num_news and self._sent.get(key) == number:
                 self._ended[key] = self._num_news
 
-    def take(self, news: CacheNews) -> Changes:
+    def take(self, news: PrefixCacheUpdate) -> Changes:
         """What the replica says; returns what is new in it."""
         if news.starts_anew:
             removed = self.told
@@ -140,10 +140,10 @@ def short_keys(keys: Iterable[bytes]) -> list[int]:
 
 
 def short_keys_in(packed: bytes) -> Sequence[int]:
-    """Of a field of `CacheNews`."""
+    """Of a field of `PrefixCacheUpdate`."""
     return struct.unpack(f"<{len(packed) // SHORT_KEY_BYTES}Q", packed)
 
 
 def packed(keys: Sequence[int]) -> bytes:
-    """As a field of `CacheNews`."""
+    """As a field of `PrefixCacheUpdate`."""
     return struct.pack(f"<{len(keys)}Q", *keys)

@@ -13,13 +13,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pagoda.engine.messages import CurveKeys, HostRecord, LoadReport, Role
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.host_link import Identity, RemoteHost
-from pagoda.frontend.merge import cancel_all, first_of, keep_going
+from pagoda.frontend.host_link import HostClient, Identity
 from pagoda.frontend.pods import Members
+from pagoda.messages.hosts import HostRecord
+from pagoda.messages.load import LoadReport
+from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0
@@ -58,7 +60,7 @@ class _Entry:
         self.record = record
         self.unnamed = asyncio.Event()
         """Whether it is not named any more."""
-        self.host: RemoteHost | None = None
+        self.host: HostClient | None = None
         """While it is used."""
         self.since: float | None = None
         self.problem = ""
@@ -177,7 +179,7 @@ class Registry:
     async def _connect(self, entry: _Entry) -> float:
         """Returns after how many seconds to try again."""
         try:
-            host = RemoteHost(
+            host = HostClient(
                 self._context, entry.record.address, self._keys, self._router, self._tracer
             )
         except zmq.ZMQError as error:
@@ -196,7 +198,7 @@ class Registry:
         finally:
             await host.close()
 
-    async def _try(self, entry: _Entry, host: RemoteHost) -> float:
+    async def _try(self, entry: _Entry, host: HostClient) -> float:
         """Uses the host as long as it can be; returns after how many seconds to try again."""
         try:
             if await first_of(host.start(), entry.unnamed.wait()) != 0:
@@ -214,7 +216,7 @@ class Registry:
         await first_of(host.wait_failed(), entry.unnamed.wait())
         return _RETRY_S
 
-    def _check(self, entry: _Entry, host: RemoteHost) -> None:
+    def _check(self, entry: _Entry, host: HostClient) -> None:
         """
         Raises:
             ConfigError: the host cannot be used; says why.
@@ -238,7 +240,7 @@ class Registry:
                 f"{other.host.limits.block_size}; give all the same --block-size."
             )
 
-    async def _use(self, entry: _Entry, host: RemoteHost) -> None:
+    async def _use(self, entry: _Entry, host: HostClient) -> None:
         """Until it has finished and is to get nothing more, or is lost.
 
         Raises:
@@ -270,7 +272,7 @@ class Registry:
             entry.host = entry.since = None
             self._members.remove(host)
 
-    def _is_wanted(self, entry: _Entry, host: RemoteHost) -> bool:
+    def _is_wanted(self, entry: _Entry, host: HostClient) -> bool:
         is_dismissed = host.limits.host_id in self._dismissed
         return not (entry.unnamed.is_set() or host.is_leaving or is_dismissed)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_book import Growth, RequestRecord
+from pagoda.frontend.request_tracker import Growth, RequestStatistics
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class RequestSpans:
 
     # ---- RequestObserver
 
-    def began(self, record: RequestRecord) -> None:
+    def began(self, record: RequestStatistics) -> None:
         """`record.traceparent` and `tracestate` are the new span's from now on."""
         origin = record.origin
         wall_ns = time.time_ns() - time.perf_counter_ns()
@@ -107,10 +107,10 @@ class RequestSpans:
         record.tracestate = carrier.get("tracestate")
         self._open[record.request_id] = _Open(span, wall_ns)
 
-    def grew(self, record: RequestRecord, growth: Growth) -> None:
+    def grew(self, record: RequestStatistics, growth: Growth) -> None:
         pass
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestStatistics) -> None:
         opened = self._open.pop(record.request_id, None)
         if opened is None or record.ended_ns is None:
             return
@@ -261,7 +261,7 @@ def _traces_url(endpoint: str) -> str:
     return f"{endpoint.rstrip('/')}/v1/traces" if parts.path in ("", "/") else endpoint
 
 
-def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
+def _attributes(record: RequestStatistics) -> Iterator[tuple[str, Any]]:
     arrived, first, last = record.origin.arrived_ns, record.first_token_ns, record.last_token_ns
     yield "gen_ai.usage.output_tokens", record.num_output_tokens
     yield "gen_ai.usage.cache_read.input_tokens", record.num_cached_tokens
@@ -282,7 +282,7 @@ def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
             yield "gen_ai.latency.time_in_model_prefill", (ended_ns - began_ns) / 1e9
 
 
-def _phases(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
+def _phases(record: RequestStatistics) -> Iterator[tuple[str, int, int]]:
     """What is known of when it waited, when its prompt was computed, and when its tokens came."""
     first, last, ended = record.first_token_ns, record.last_token_ns, record.ended_ns
     if first is None or last is None:

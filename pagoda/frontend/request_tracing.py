@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.frontend.request_book import Delivery, Growth, RequestBook, RequestRecord
+from pagoda.frontend.request_tracker import Delivery, Growth, RequestStatistics, RequestTracker
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -21,7 +21,7 @@ class _Row:
 class AnswerRows:
     """Observes a book while tracing is on. Of answers that run already, the book knows what they did before."""
 
-    def __init__(self, tracer: Tracer, book: RequestBook) -> None:
+    def __init__(self, tracer: Tracer, book: RequestTracker) -> None:
         self._tracer = tracer
         self._book = book
         self._rows: dict[str, _Row] = {}
@@ -41,21 +41,21 @@ class AnswerRows:
 
     # ---- RequestObserver
 
-    def began(self, record: RequestRecord) -> None:
+    def began(self, record: RequestStatistics) -> None:
         row = self._tracer.open_row(f"request {record.request_id}")
         self._rows[record.request_id] = _Row(row)
         arrived = record.origin.arrived_ns
         self._tracer.span("prepare", arrived, row=row, ended=record.started_ns)
 
-    def grew(self, record: RequestRecord, growth: Growth) -> None:
+    def grew(self, record: RequestStatistics, growth: Growth) -> None:
         """What is handed on is told by `delivered`."""
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestStatistics) -> None:
         self._close_row(record, record.ended_ns or self._book.clock_ns())
 
     # ---- DeliveryObserver
 
-    def delivered(self, record: RequestRecord, delivery: Delivery) -> None:
+    def delivered(self, record: RequestStatistics, delivery: Delivery) -> None:
         row = self._rows.get(record.request_id)
         if row is None:
             return
@@ -67,11 +67,11 @@ class AnswerRows:
             taken, handed_on = delivery.taken_ns, delivery.handed_on_ns
             self._tracer.span("token", taken, row=row.number, ended=handed_on)
 
-    def _end_first_token(self, record: RequestRecord, row: _Row, ended: int) -> None:
+    def _end_first_token(self, record: RequestStatistics, row: _Row, ended: int) -> None:
         row.first_token_ns = ended
         self._tracer.span("first token", record.started_ns, row=row.number, ended=ended)
 
-    def _close_row(self, record: RequestRecord, ended: int) -> None:
+    def _close_row(self, record: RequestStatistics, ended: int) -> None:
         row = self._rows.pop(record.request_id, None)
         if row is None:
             return

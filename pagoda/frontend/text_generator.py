@@ -13,21 +13,21 @@ from typing import cast
 
 import msgspec
 
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    KVSource,
-    SamplingParams,
-    TokenChunk,
-    TokenLogprobs,
-)
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_book import Delivery, Origin, RequestBook, RequestRecord
+from pagoda.frontend.request_tracker import Delivery, Origin, RequestStatistics, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
+from pagoda.messages.frontend import (
+    FinishReason,
+    GenerateRequest,
+    KVSource,
+    TokenChunk,
+    TokenLogprobs,
+)
+from pagoda.messages.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 256
 _LONG_TEXT_CHARS = 16384
@@ -79,7 +79,7 @@ class TextRequest:
 
 
 async def start_generator(
-    fleet: Fleet, load: Callable[[], ModelText], book: RequestBook
+    fleet: Fleet, load: Callable[[], ModelText], book: RequestTracker
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
@@ -100,7 +100,7 @@ async def start_generator(
 class TextGenerator:
     """Makes requests of prompts, and text of their tokens."""
 
-    def __init__(self, endpoint: Endpoint, text: ModelText, book: RequestBook) -> None:
+    def __init__(self, endpoint: Endpoint, text: ModelText, book: RequestTracker) -> None:
         """`book` is told of each answer."""
         self.endpoint = endpoint
         self.text = text
@@ -241,7 +241,7 @@ class TextGenerator:
         finally:
             self.book.close(record, reason, error)
 
-    def _open(self, request: TextRequest) -> RequestRecord:
+    def _open(self, request: TextRequest) -> RequestStatistics:
         value = request.request
         return self.book.open(
             value.request_id,
@@ -250,7 +250,7 @@ class TextGenerator:
             max_tokens=value.sampling.max_tokens or 0,
         )
 
-    def _note(self, record: RequestRecord, chunk: TokenChunk, delta: TextDelta) -> None:
+    def _note(self, record: RequestStatistics, chunk: TokenChunk, delta: TextDelta) -> None:
         self.book.note(record, chunk, len(delta.token_ids))
 
 

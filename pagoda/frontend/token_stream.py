@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Self
 
-from pagoda.engine.messages import TokenChunk
+from pagoda.messages.frontend import TokenChunk
 
 
 class TokenStream:

@@ -8,14 +8,9 @@ from itertools import zip_longest
 
 import msgspec
 
-from pagoda.engine.messages import (
-    EngineReady,
-    LoadReport,
-    ReplicaLoad,
-    Role,
-    StepTotals,
-    TierLoad,
-)
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.load import LoadReport, ReplicaLoad, StepTotals, TierLoad
+from pagoda.messages.worker_config import Role
 
 _GAUGES = (
     "num_running",

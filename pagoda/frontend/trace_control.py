@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from pagoda.engine.messages import StartTrace
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.frontend.request_book import RequestBook
 from pagoda.frontend.request_tracing import AnswerRows
+from pagoda.frontend.request_tracker import RequestTracker
+from pagoda.messages.tracing import StartTrace
 from pagoda.telemetry.fragments import CLOSING_S, clear_fragments, run_prefix
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
@@ -60,7 +60,7 @@ class TraceControl:
     """Belongs to one event loop."""
 
     def __init__(
-        self, tracer: Tracer, books: Sequence[RequestBook], directory: Path, run: str
+        self, tracer: Tracer, books: Sequence[RequestTracker], directory: Path, run: str
     ) -> None:
         """Answers in all `books` have rows. `run` tells the fragments of this server from those of others in
         `directory`; the next trace of the same name removes them."""

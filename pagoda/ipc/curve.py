@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from pagoda.engine.messages import CurveKeys
+from pagoda.messages.worker_config import CurveKeys
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 

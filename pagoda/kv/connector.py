@@ -1,7 +1,7 @@
 """Where KV can come from and go to besides the device: one interface, in two halves.
 
 The engine's half decides. It knows keys, blocks and transfers, no bytes and no torch. The worker's half copies. It
-knows bytes and places, no requests. What one asks of the other is a `Transfer` (`pagoda.engine.messages`).
+knows bytes and places, no requests. What one asks of the other is a `Transfer` (`pagoda.messages`).
 
 A request that may find KV elsewhere is announced when it is queued. Once `lookup` knows how much there is, blocks
 are taken for it and a transfer fills them; meanwhile the request waits in a state of its own. What has come is
@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from pagoda.engine.messages import (
-    KVPeer,
-    KVSource,
-    TierLoad,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
+from pagoda.messages.frontend import KVSource
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd
+from pagoda.messages.worker import WorkerReady
 
 if TYPE_CHECKING:
     from pagoda.kv.block_pool import Block  # which workers, who share this module, never see

@@ -11,37 +11,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    DiskObjects,
-    HostSlots,
-    KVDirectory,
-    TierLoad,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
+from pagoda.kv.admission_filter import AdmissionFilter
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand, LandingPlace, Offer
 from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.events import KVEventRecorder, Medium
-from pagoda.kv.evictor import Evictor
-from pagoda.kv.housekeeper import (
+from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
+    DiskScanner,
     FanOutListed,
-    Housekeeper,
     News,
     ObjectsFound,
     ProbeAnswer,
     Removed,
     ScanEnded,
 )
-from pagoda.kv.store_pause import StorePause
-from pagoda.kv.touches import TouchCounter
+from pagoda.kv.events import KVEventRecorder, Medium
+from pagoda.kv.evictor import Evictor
 from pagoda.kv.transfers import TransferLedger
+from pagoda.kv.write_backoff import WriteBackoff
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    KVDirectory,
+    Transfer,
+    TransferEnd,
+)
+from pagoda.messages.worker import WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class DiskTier:
         directories: Sequence[KVDirectory],
         ledger: TransferLedger,
         clock: Clock,
-        open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
+        open_housekeeper: Callable[[Sequence[KVDirectory]], DiskScanner],
         *,
         quota_bytes: int,
         min_touches: int,
@@ -83,8 +83,8 @@ class DiskTier:
         self._epoch_s = epoch_s
         self._landing = landing
         self._events = events
-        self._touches = TouchCounter(min_touches)
-        self._pause = StorePause(clock)
+        self._touches = AdmissionFilter(min_touches)
+        self._pause = WriteBackoff(clock)
         self._stores: dict[int, Sequence[Offer]] = {}
         """By transfer."""
         self._storing: set[bytes] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.housekeeper import OWN, Housekeeper, Removed
+from pagoda.kv.disk_scanner import OWN, DiskScanner, Removed
 
 _HIGH_PERCENT = 95
 _LOW_PERCENT = 85
@@ -23,7 +23,7 @@ class Evictor:
     def __init__(
         self,
         index: DiskIndex,
-        housekeeper: Housekeeper,
+        housekeeper: DiskScanner,
         quota_bytes: int,
         forget: Callable[[int, bytes], object],
     ) -> None:

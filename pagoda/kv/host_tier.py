@@ -10,18 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    HostSlots,
-    TierLoad,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand, Offer
 from pagoda.kv.events import KVEventRecorder, Medium
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferEnd
+from pagoda.messages.worker import WorkerReady
 
 _PREFETCH_SHARE = 4
 """At most this part of the slots is waiting for a slower tier to fill it."""

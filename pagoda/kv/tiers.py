@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import KVDirectory, WorkerReady
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
+from pagoda.kv.disk_scan import DiskScannerThread
+from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.host_tier import HostTier
-from pagoda.kv.housekeeper import Housekeeper
-from pagoda.kv.housekeeping import HousekeepingThread
-from pagoda.kv.stack import ConnectorStack
+from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.worker import WorkerReady
 
 RemoteOpener = Callable[[TransferLedger], KVConnector]
 """Makes the connector to other engines, the farthest of all."""
@@ -31,11 +32,11 @@ def build_tiers(
     remote: RemoteOpener | None = None,
     *,
     fail_on_load_failure: bool = False,
-) -> ConnectorStack | None:
+) -> TieredKVConnector | None:
     """The tiers below `pool`, nearest first; None if the workers have none, and there is no `remote` one."""
 
-    def open_housekeeper(directories: Sequence[KVDirectory]) -> Housekeeper:
-        return HousekeepingThread(directories, clock)
+    def open_housekeeper(directories: Sequence[KVDirectory]) -> DiskScanner:
+        return DiskScannerThread(directories, clock)
 
     epoch_s = time.time() - clock.now()
     return stack_tiers(
@@ -57,12 +58,12 @@ def stack_tiers(
     pool: BlockPool,
     clock: Clock,
     events: KVEventRecorder | None,
-    open_housekeeper: Callable[[Sequence[KVDirectory]], Housekeeper],
+    open_housekeeper: Callable[[Sequence[KVDirectory]], DiskScanner],
     epoch_s: float,
     remote: RemoteOpener | None = None,
     *,
     fail_on_load_failure: bool = False,
-) -> ConnectorStack | None:
+) -> TieredKVConnector | None:
     """`build_tiers`, with who looks at the disk, and with what the clock's time lacks to seconds since 1970."""
     ledger = TransferLedger(pool)
     connectors: list[KVConnector] = []
@@ -87,7 +88,7 @@ def stack_tiers(
         connectors.append(remote(ledger))
     if not connectors:
         return None
-    return ConnectorStack(
+    return TieredKVConnector(
         connectors,
         pool,
         ledger,

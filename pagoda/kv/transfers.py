@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from pagoda.engine.messages import DeviceBlocks, Transfer, TransferEnd, TransferPlace
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.messages.transfers import DeviceBlocks, Transfer, TransferEnd, TransferPlace
 
 _STORE_SHARE = 8
 """Stores hold at most this part of the pool: requests that need blocks must not have to wait for a slow disk."""

@@ -22,6 +22,14 @@ from pagoda.backend.weights import (
     dequantize,
     weight_shape,
 )
+from pagoda.checkpoints.topology import (
+    EXPERT_INNER,
+    INNER,
+    VOCABULARY,
+    ModelSizes,
+    check_sizes,
+    nearest_sizes,
+)
 from pagoda.errors import ConfigError
 from pagoda.model.config import ExpertMaps, LinearMap, ModelConfig, Split
 from pagoda.model.weight_formats import (
@@ -33,14 +41,6 @@ from pagoda.model.weight_formats import (
     part_format,
 )
 from pagoda.model.weights import WeightSource
-from pagoda.models.topology import (
-    EXPERT_INNER,
-    INNER,
-    VOCABULARY,
-    ModelSizes,
-    check_sizes,
-    nearest_sizes,
-)
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, expert_share
 
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, LinearWeight
+from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
 from pagoda.errors import ConfigError
-from pagoda.models.checkpoint import INDEX_FILE, read_index, weight_files
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats of safetensors files, with the names that torch has for them."""

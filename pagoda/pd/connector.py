@@ -5,7 +5,7 @@ the stack may load it: blocks are taken for all that will come, and read as they
 on. When all is read, the other side is asked whether it was held all the time; only then it counts. Whatever goes
 wrong before, nothing of it does.
 
-Who is asked, how often, and how long he may take is `pagoda.pd.holders`'s part.
+Who is asked, how often, and how long he may take is `pagoda.pd.prefill_peers`'s part.
 """
 
 from __future__ import annotations
@@ -14,34 +14,28 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    KVPeer,
-    KVSource,
-    RemoteBlocks,
-    TierLoad,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand, Offer
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.frontend import KVSource
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import DeviceBlocks, KVPeer, RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.worker import WorkerReady
+from pagoda.pd.exporter import FirstToken
 from pagoda.pd.fetch import Fetch, Load
-from pagoda.pd.holder import FirstToken
-from pagoda.pd.holders import MAX_HOLDERS, FetchMessage, Holder, Holders
 from pagoda.pd.messages import (
     KVBlocks,
     KVCheck,
-    KVDone,
-    KVGone,
+    KVCheckResult,
+    KVDropped,
     KVPrefilled,
-    KVVerdict,
+    KVRelease,
     digest_of,
 )
 from pagoda.pd.peers import Peers
-from pagoda.pd.sources import SourceSeal
+from pagoda.pd.prefill_peers import MAX_HOLDERS, FetchMessage, Holder, Holders
+from pagoda.pd.transfer_tokens import TransferToken
 
 _COMPLAINT_S = 60.0
 """So long is what goes wrong with an engine not said again."""
@@ -75,7 +69,7 @@ class RemoteKV:
         ledger: TransferLedger,
         clock: Clock,
         *,
-        seal: SourceSeal,
+        seal: TransferToken,
         engine_id: str,
         also_holds: bool = False,
         fails: bool = False,
@@ -144,7 +138,7 @@ class RemoteKV:
         if holder is None or source.transfer_id in holder.fetches:
             return
         if self._seal.has_made(source):
-            self._holders.send(holder, KVDone([source.transfer_id]))
+            self._holders.send(holder, KVRelease([source.transfer_id]))
 
     def lookup(self, demand: Demand, start: int) -> int | None:
         fetch = self._fetches.get(demand.request_id)
@@ -248,7 +242,7 @@ class RemoteKV:
         holder = self._holders.find(source.address)
         if holder is not None:
             holder.fetches.pop(source.transfer_id, None)
-            self._holders.send(holder, KVDone([source.transfer_id]))
+            self._holders.send(holder, KVRelease([source.transfer_id]))
         self._told.add(request_id)
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
@@ -301,9 +295,9 @@ class RemoteKV:
                 self._take_blocks(holder, fetch, message)
             case KVPrefilled():
                 self._take_token(fetch, message)
-            case KVVerdict():
+            case KVCheckResult():
                 self._take_verdict(fetch, is_valid=message.is_valid)
-            case KVGone():
+            case KVDropped():
                 self.fail(fetch, message.reason)
 
     def _take_blocks(self, holder: Holder, fetch: Fetch, message: KVBlocks) -> None:

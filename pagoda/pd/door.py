@@ -10,10 +10,10 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from pagoda.engine.messages import CurveKeys
 from pagoda.errors import ConfigError
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 
 _MAX_MESSAGE_BYTES = 2**20
@@ -44,7 +44,7 @@ class Door(Protocol):
     def close(self) -> None: ...
 
 
-class SocketDoor:
+class SocketListener:
     """A ZeroMQ router."""
 
     def __init__(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagoda.engine.messages import KVSource
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand
-from pagoda.pd.messages import KVWant
+from pagoda.messages.frontend import KVSource
+from pagoda.pd.messages import KVSubscribe
 
 
 class Load:
@@ -59,6 +59,6 @@ class Fetch:
         """Whether it is for the other engine to do something; how long a read may take is for workers to say."""
         return self.is_incomplete and (self.load is None or self.load.num_open == 0)
 
-    def want(self) -> KVWant:
+    def want(self) -> KVSubscribe:
         """What to ask for: all of which there is nothing known."""
-        return KVWant(self.source.transfer_id, len(self.block_ids), len(self.demand.keys))
+        return KVSubscribe(self.source.transfer_id, len(self.block_ids), len(self.demand.keys))

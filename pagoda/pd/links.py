@@ -9,7 +9,7 @@ import zmq
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.ipc.curve import keep_door
-from pagoda.pd.door import Door, SocketDoor
+from pagoda.pd.door import Door, SocketListener
 from pagoda.pd.peers import Peers, SocketPeers
 
 
@@ -41,7 +41,7 @@ class SocketLinks:
         try:
             if config.role.holds_kv:
                 port = config.port + replica if config.port else 0
-                door = SocketDoor(self._context, config.host, port, config.keys)
+                door = SocketListener(self._context, config.host, port, config.keys)
             if config.role.fetches_kv:
                 peers = SocketPeers(self._context, config.keys)
         except BaseException:

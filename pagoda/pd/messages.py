@@ -2,13 +2,13 @@
 
     decode  ── KVHello ──> prefill      once per connection
             <─ KVWelcome / KVRefused ─
-            ── KVWant ──>               once per transfer
+            ── KVSubscribe ──>               once per transfer
             <─ KVBlocks ... KVPrefilled ─   as the prompt is computed
             ── KVRenew ──>              again and again while anything is wanted
             ── KVCheck ──>              when everything was read
-            <─ KVVerdict ─
-            ── KVDone ──>               whatever became of it
-            <─ KVGone ─                 at any time: there is nothing (more) to come
+            <─ KVCheckResult ─
+            ── KVRelease ──>               whatever became of it
+            <─ KVDropped ─                 at any time: there is nothing (more) to come
             <─ KVRenewed ─              answers KVRenew, so silence means that nobody is there
 
 Written as msgpack over ZeroMQ, always encrypted and authenticated (CurveZMQ, keys of the cluster's secret).
@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.engine.messages import (
-    PROTOCOL_VERSION,
-    KVPeer,
-    TokenId,
-    TokenLogprobs,
-    WorkerReady,
-)
+from pagoda.messages.frontend import PROTOCOL_VERSION, TokenLogprobs
+from pagoda.messages.sampling_params import TokenId
+from pagoda.messages.transfers import KVPeer
+from pagoda.messages.worker import WorkerReady
 
 
 class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
@@ -33,7 +30,7 @@ class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
     protocol_version: int = PROTOCOL_VERSION
 
 
-class KVWant(msgspec.Struct, frozen=True, tag="kv_want"):
+class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_want"):
     """Tell me of this transfer's blocks from index `start` on, up to `end`. Renews the lease."""
 
     transfer_id: str
@@ -53,7 +50,7 @@ class KVCheck(msgspec.Struct, frozen=True, tag="kv_check"):
     transfer_id: str
 
 
-class KVDone(msgspec.Struct, frozen=True, tag="kv_done"):
+class KVRelease(msgspec.Struct, frozen=True, tag="kv_done"):
     """These need not be held any more. Unknown ones, and those that were done before, change nothing."""
 
     transfer_ids: list[str]
@@ -100,12 +97,12 @@ class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     """As in `TokenChunk`: fetched KV is none that did not have to be computed."""
 
 
-class KVVerdict(msgspec.Struct, frozen=True, tag="kv_verdict"):
+class KVCheckResult(msgspec.Struct, frozen=True, tag="kv_verdict"):
     transfer_id: str
     is_valid: bool
 
 
-class KVGone(msgspec.Struct, frozen=True, tag="kv_gone"):
+class KVDropped(msgspec.Struct, frozen=True, tag="kv_gone"):
     """The transfer is unknown, has expired, or its request failed or was aborted; a clause says which."""
 
     transfer_id: str
@@ -113,7 +110,7 @@ class KVGone(msgspec.Struct, frozen=True, tag="kv_gone"):
 
 
 class KVRenewed(msgspec.Struct, frozen=True, tag="kv_renewed"):
-    """The engine is there; what it does not hold any more was or is told by `KVGone`."""
+    """The engine is there; what it does not hold any more was or is told by `KVDropped`."""
 
 
 def digest_of(ready: WorkerReady) -> str:
@@ -121,5 +118,7 @@ def digest_of(ready: WorkerReady) -> str:
     return f"{ready.kv_digest} {ready.arithmetic}"
 
 
-DecodeMessage = KVHello | KVWant | KVRenew | KVCheck | KVDone
-PrefillMessage = KVWelcome | KVRefused | KVBlocks | KVPrefilled | KVVerdict | KVGone | KVRenewed
+DecodeMessage = KVHello | KVSubscribe | KVRenew | KVCheck | KVRelease
+PrefillMessage = (
+    KVWelcome | KVRefused | KVBlocks | KVPrefilled | KVCheckResult | KVDropped | KVRenewed
+)

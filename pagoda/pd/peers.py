@@ -9,9 +9,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pagoda.engine.messages import CurveKeys
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 
 _MAX_MESSAGE_BYTES = 16 * 2**20

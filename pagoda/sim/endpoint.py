@@ -8,25 +8,25 @@ from functools import partial
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.messages import (
-    AbortRequests,
-    EngineReady,
-    FollowCache,
-    FollowSteps,
-    FrontendMessage,
-    GenerateRequest,
-    LoadReport,
-    RequestRefused,
-    TokenChunk,
-    TokenChunks,
-    UnfollowSteps,
-)
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import SimExecutor, SimNeighbours
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
-from pagoda.frontend.merge import cancel_all
 from pagoda.ipc.clock import LoopClock
+from pagoda.messages.frontend import (
+    AbortRequests,
+    EngineReady,
+    FrontendMessage,
+    GenerateRequest,
+    RequestRefused,
+    SubscribeCache,
+    SubscribeSteps,
+    TokenChunk,
+    TokenChunks,
+    UnsubscribeSteps,
+)
+from pagoda.messages.load import LoadReport
 from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
@@ -134,11 +134,11 @@ class SimEndpoint:
             raise self._failure
         return self._require_core().load()
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
-        return self._session.follow_cache(listener)
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
+        return self._session.subscribe_cache(listener)
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
-        return self._session.follow_steps(listener)
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
+        return self._session.subscribe_steps(listener)
 
     async def health(self) -> Health:
         if self._state is ReplicaState.READY:
@@ -229,12 +229,12 @@ class SimEndpoint:
             case AbortRequests():
                 for request_id in message.request_ids:
                     self._core.abort(request_id)
-            case FollowCache():
-                self._core.follow_cache(_FRONTEND)
+            case SubscribeCache():
+                self._core.subscribe_cache(_FRONTEND)
                 self._news.set()
-            case FollowSteps():
-                self._core.follow_steps(_FRONTEND)
-            case UnfollowSteps():
+            case SubscribeSteps():
+                self._core.subscribe_steps(_FRONTEND)
+            case UnsubscribeSteps():
                 self._core.unfollow_steps(_FRONTEND)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:

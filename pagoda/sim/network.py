@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
 
-from pagoda.engine.messages import Role
 from pagoda.executor.sim import SimNeighbours
 from pagoda.ipc.clock import Clock
+from pagoda.messages.worker_config import Role
 from pagoda.pd.links import HandoffLinks
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
 from pagoda.pd.peers import PeerLost
@@ -55,12 +55,12 @@ class SimNetwork:
         self._clock = clock
         self._fate = fate
         self._numbers = count(1)
-        self._doors: dict[str, SimDoor] = {}
+        self._doors: dict[str, SimListener] = {}
         self._connections: dict[bytes, SimPeers] = {}
         """By whom the door calls the asker."""
 
-    def door(self, address: str, wake: Wake = lambda _: None) -> SimDoor:
-        door = self._doors[address] = SimDoor(address, self, self._clock, wake)
+    def door(self, address: str, wake: Wake = lambda _: None) -> SimListener:
+        door = self._doors[address] = SimListener(address, self, self._clock, wake)
         return door
 
     def peers(self, wake: Wake = lambda _: None) -> SimPeers:
@@ -91,7 +91,7 @@ class SimNetwork:
             if peers.lose(asker, address, PeerLost("it hung up")):
                 del self._connections[asker]
 
-    def close(self, door: SimDoor) -> None:
+    def close(self, door: SimListener) -> None:
         if self._doors.get(door.address) is door:
             del self._doors[door.address]
             self.cut(door.address)
@@ -111,7 +111,7 @@ class SimNetwork:
             peers.inbox.put((asker, message), delay_s)
 
 
-class SimDoor:
+class SimListener:
     """A `Door`."""
 
     def __init__(self, address: str, network: SimNetwork, clock: Clock, wake: Wake) -> None:

@@ -9,20 +9,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from pagoda.engine.messages import (
-    ClockPing,
-    ClockPong,
-    StartTrace,
-    StepPlan,
-    StopTrace,
-    WorkerConfig,
-    WorkerHello,
-    WorkerMessage,
-    WorkerOrder,
-    WorkerPeers,
-)
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
+from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
+from pagoda.messages.worker import StepPlan, WorkerHello, WorkerMessage, WorkerOrder, WorkerPeers
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 

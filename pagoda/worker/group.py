@@ -9,8 +9,8 @@ import torch
 
 from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
-from pagoda.engine.messages import WorkerHello
 from pagoda.errors import ConfigError
+from pagoda.messages.worker import WorkerHello
 from pagoda.parallel.collectives import Collectives
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from pagoda.engine.messages import SlotStart
+from pagoda.messages.worker import SlotStart
 from pagoda.parallel.collectives import Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.sampler import Sampled, Sampler, joined, take_likeliest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.backend.base import TokenBatch
-from pagoda.engine.messages import SlotStart
+from pagoda.messages.worker import SlotStart
 
 
 def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pagoda.engine.messages import KVRank, WorkerReady
 from pagoda.errors import ConfigError
+from pagoda.messages.transfers import KVRank
+from pagoda.messages.worker import WorkerReady
 from pagoda.pd.transport.base import (
     Access,
-    MemoryDoor,
+    ExportedMemory,
     MemoryLink,
     OwnMemory,
     Transport,
     TransportError,
 )
 from pagoda.pd.transport.choose import TRANSPORTS
-from pagoda.worker.kv_exchange import KVExchange
+from pagoda.worker.kv_connector import KVConnectorWorker
 from pagoda.worker.kv_manifest import kv_digest
 from pagoda.worker.kv_plan import OwnPart, own_parts
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
@@ -35,15 +36,15 @@ class KVHandoff:
     rank: int
     transports: dict[str, Transport]
     """The best first."""
-    doors: dict[str, MemoryDoor]
+    doors: dict[str, ExportedMemory]
     digest: str
     fetches: bool
 
-    def exchange(self, on_end: Callable[[], None]) -> KVExchange | None:
+    def exchange(self, on_end: Callable[[], None]) -> KVConnectorWorker | None:
         """Ready to start the threads that fetch; `on_end` as there. None where nothing is to be fetched."""
         if not self.fetches:
             return None
-        return KVExchange(self.parts, self.rank, self._connect, on_end)
+        return KVConnectorWorker(self.parts, self.rank, self._connect, on_end)
 
     def _connect(self, rank: KVRank, deadline: float) -> MemoryLink:
         """
@@ -98,7 +99,7 @@ def open_handoff(plan: WorkerPlan, loaded: LoadedWorker) -> KVHandoff:
     )  # where ranks are on several hosts, each has its own
     access = Access(host, handoff.secret, handoff.encrypts)
     transports: dict[str, Transport] = {}
-    doors: dict[str, MemoryDoor] = {}
+    doors: dict[str, ExportedMemory] = {}
     problems = []
     for name in handoff.transports:
         try:

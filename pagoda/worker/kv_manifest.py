@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from pagoda.backend.base import KVCache
+from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.kv.objects import Manifest
-from pagoda.models.fingerprint import weights_digest
 from pagoda.worker.kv_memory import KVMemory
 from pagoda.worker.loading import WorkerPlan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagoda.engine.messages import KVPeer, RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.transfers import KVPeer, RemoteBlocks, Transfer, TransferEnd
 from pagoda.worker.kv_handoff import KVHandoff
 from pagoda.worker.kv_tiers import KVTiers
 

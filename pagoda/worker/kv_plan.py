@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pagoda.backend.base import KVCache
-from pagoda.engine.messages import KVPart, KVPeer
 from pagoda.errors import PagodaError
+from pagoda.messages.transfers import KVPart, KVPeer
 from pagoda.model.sharding import Shard
 from pagoda.pd.transport.base import Region, Span
 

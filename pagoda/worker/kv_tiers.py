@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.engine.messages import KVDirectory, WorkerReady
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import open_directory
+from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.worker import WorkerReady
 from pagoda.worker.host_arena import HostArena
 from pagoda.worker.kv_manifest import make_manifest
 from pagoda.worker.kv_memory import KVMemory

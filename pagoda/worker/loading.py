@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 
 from pagoda.backend.base import KVCache, new_tensor
-from pagoda.engine.messages import Capabilities, WorkerConfig, WorkerReady
+from pagoda.checkpoints.gguf import is_gguf, read_gguf
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes
+from pagoda.messages.worker import Capabilities, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_model_config
 from pagoda.model.decoder import Decoder
 from pagoda.model.gguf import GgufWeights, gguf_model_config
@@ -35,8 +38,6 @@ from pagoda.model.sharding import (
 )
 from pagoda.model.weight_formats import Quantization
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
-from pagoda.models.gguf import is_gguf, read_gguf
-from pagoda.models.presets import PRESETS
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend

@@ -17,18 +17,11 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from pagoda.engine.messages import (
-    StartTrace,
-    StepPlan,
-    StepResult,
-    StopTrace,
-    TraceStopped,
-    WorkerConfig,
-    WorkerFailed,
-    WorkerReady,
-)
 from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
+from pagoda.messages.worker import StepPlan, StepResult, WorkerFailed, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.trace_ending import EXIT_S, TraceEnding
 from pagoda.telemetry.tracer import Tracer, TraceSession
@@ -39,7 +32,7 @@ from pagoda.worker.threads import set_thread_waiting
 if TYPE_CHECKING:
     from pagoda.worker.description import ModelDescription
     from pagoda.worker.loading import LoadedWorker, WorkerPlan
-    from pagoda.worker.meeting import Meeting
+    from pagoda.worker.rendezvous import Rendezvous
     from pagoda.worker.runner import Runner, StageRunner
     from pagoda.worker.stages import StageInput, StageOutput
     from pagoda.worker.transfer_link import TransferThread
@@ -54,7 +47,7 @@ class _Worker:
     runner: Runner | StageRunner
     ready: WorkerReady
     description: ModelDescription
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     source: StageInput | None = None
     target: StageOutput | None = None
     answers: bool = True
@@ -188,11 +181,11 @@ def _start_with_peers(
 ) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
-    from pagoda.worker.meeting import Meeting
+    from pagoda.worker.rendezvous import Rendezvous
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
-    meeting = Meeting(
+    meeting = Rendezvous(
         config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
     )
     began = tracer.e2e()

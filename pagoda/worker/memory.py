@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.host_arena import slot_bytes
 
 

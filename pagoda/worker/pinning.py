@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.engine.messages import WorkerConfig
 from pagoda.ipc.machine import available_cores
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import num_cpu_devices
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")

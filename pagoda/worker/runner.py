@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
-from pagoda.engine.messages import StepPlan, StepResult
+from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.heads import BROKE_A_STEP, Head, Logits
 from pagoda.worker.input_batch import InputBatch

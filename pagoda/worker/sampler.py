@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pagoda.engine.messages import SamplingParams, SlotStart, TokenLogprobs
-from pagoda.worker.logit_rules import LogitRules
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import SlotStart
+from pagoda.worker.logits_processor import LogitsProcessor
 from pagoda.worker.philox import uniform
 
 NOT_FINITE = "the model produced NaN or infinite logits"
@@ -61,11 +63,11 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._params: dict[int, SamplingParams] = {}
-        self._rules: dict[int, LogitRules] = {}
+        self._rules: dict[int, LogitsProcessor] = {}
 
     def start(self, start: SlotStart) -> None:
         self._params[start.slot] = start.sampling
-        self._rules[start.slot] = LogitRules(start, self._vocab_size)
+        self._rules[start.slot] = LogitsProcessor(start, self._vocab_size)
 
     def free(self, slot: int) -> None:
         """Also of a slot whose start failed."""

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from pagoda.engine.messages import WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.pd.transport.base import MemoryFile, Region
 from pagoda.pd.transport.choose import NEEDS_SHARED_MEMORY
 

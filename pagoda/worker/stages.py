@@ -14,8 +14,9 @@ import torch
 import zmq
 from torch import Tensor
 
-from pagoda.engine.messages import CurveKeys, StepPlan
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.worker.step_clock import StepTimes
 
 _STEP_BYTES = 8

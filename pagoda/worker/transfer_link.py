@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import zmq
 
-from pagoda.engine.messages import TransferLink, TransferMessage, Transfers, WorkerConfig
 from pagoda.ipc.codec import Codec
 from pagoda.kv.connector import TransferWorker
+from pagoda.messages.transfers import TransferLink, TransferMessage, Transfers
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.engine_link import connect
 from pagoda.worker.transfer_spans import TransferSpans
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pagoda.engine.messages import Transfer, TransferEnd
+from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.telemetry.tracer import Args, Tracer
 from pagoda.worker.transfers import num_blocks
 

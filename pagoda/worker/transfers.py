@@ -17,7 +17,10 @@ from contextlib import suppress
 from queue import Empty, PriorityQueue
 from typing import NamedTuple
 
-from pagoda.engine.messages import (
+from pagoda.kv.connector import BlockMemory
+from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.objects import ObjectError, ObjectUnreadableError
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
@@ -26,9 +29,6 @@ from pagoda.engine.messages import (
     TransferEnd,
     TransferPlace,
 )
-from pagoda.kv.connector import BlockMemory
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import ObjectError, ObjectUnreadableError
 from pagoda.worker.host_arena import HostArena
 from pagoda.worker.kv_memory import copy_bytes
 from pagoda.worker.steps import Steps

@@ -19,9 +19,9 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.app import make_server
 from pagoda.api.service import ApiConfig, Service
-from pagoda.engine.messages import Role
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.messages.worker_config import Role
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from pagoda.api.answer_log import AnswerLog
 from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
-from pagoda.frontend.request_book import Origin, RequestBook
+from pagoda.frontend.request_tracker import Origin, RequestTracker
 
 PROMPT = "a secret question"
 
@@ -41,7 +41,7 @@ async def test_an_answer_has_one_line(serve_api, log) -> None:
 
 def test_the_line_has_the_times_of_the_book(log) -> None:
     now_ns = [2 * 10**9]
-    book = RequestBook(lambda: now_ns[0])
+    book = RequestTracker(lambda: now_ns[0])
     book.observe(AnswerLog())
     origin = Origin(name="a", arrived_ns=10**9, key="alice")
     record = book.open("a-1", origin, num_prompt_tokens=17, max_tokens=9)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pagoda.api import app
 from pagoda.api.app import ApiServer
-from pagoda.api.call import Call
+from pagoda.api.request_context import Call
 from pagoda.api.service import Service
 
 

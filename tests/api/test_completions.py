@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.call import INTERNAL_ERROR
+from pagoda.api.request_context import INTERNAL_ERROR
 from pagoda.errors import EngineDeadError, OverloadedError
 
 

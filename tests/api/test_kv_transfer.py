@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pagoda.api.kv_transfer import handoff_of
 from pagoda.api.protocol import CompletionRequest
-from pagoda.engine.messages import KVSource, Role
 from pagoda.errors import InvalidRequestError
+from pagoda.messages.frontend import KVSource
+from pagoda.messages.worker_config import Role
 
 ASKS = {
     "do_remote_decode": True,

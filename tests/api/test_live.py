@@ -11,15 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagoda.api import sampler
+from pagoda.api import live_stats
 from pagoda.api.keys import ApiKeys
 from pagoda.api.latencies import TimeCounts
-from pagoda.engine.messages import LoadReport, ReplicaLoad, StepBin, StepNews, TierLoad
+from pagoda.messages.frontend import StepBin, StepStatistics
+from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch) -> None:
-    monkeypatch.setattr(sampler, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(live_stats, "INTERVAL_S", 0.01)
 
 
 @asynccontextmanager
@@ -90,7 +91,7 @@ async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
 
 
 async def test_replicas_that_are_not_told_one_by_one_are_counted(api, monkeypatch) -> None:
-    monkeypatch.setattr(sampler, "MAX_REPLICAS", 1)
+    monkeypatch.setattr(live_stats, "MAX_REPLICAS", 1)
     one, other = (
         ReplicaLoad(name=name, state="starting", num_requests=0, weighed_tokens=0)
         for name in ("0", "1")
@@ -136,7 +137,7 @@ async def test_what_goes_wrong_while_sampling_is_logged(api, monkeypatch, caplog
 
     monkeypatch.setattr(api.endpoint, "load", load)
     assert (await api.get("/v1/live")).status == 503
-    [record] = [one for one in caplog.records if one.name == "pagoda.api.sampler"]
+    [record] = [one for one in caplog.records if one.name == "pagoda.api.live_stats"]
     assert "no such load" in str(record.exc_info)
 
 
@@ -153,7 +154,7 @@ async def test_tokens_and_latencies_of_answers(api) -> None:
 
 
 async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> None:
-    monkeypatch.setattr(sampler, "MAX_ANSWERS", 2)
+    monkeypatch.setattr(live_stats, "MAX_ANSWERS", 2)
     api = await serve_api("abcdef")
     api.endpoint.pause_after = 2
     asks = [
@@ -188,7 +189,7 @@ async def test_steps_are_told_once_with_their_age(api) -> None:
     async with watching(api) as snapshots:
         await anext(snapshots)
         [listener] = api.endpoint.step_listeners
-        listener(StepNews([StepBin(0.25, 7, 1, 0.01, 5, 2, 3)], replica="1"))
+        listener(StepStatistics([StepBin(0.25, 7, 1, 0.01, 5, 2, 3)], replica="1"))
         async for told in snapshots:
             if told["steps"]:
                 break
@@ -199,13 +200,13 @@ async def test_steps_are_told_once_with_their_age(api) -> None:
 
 
 async def test_the_steps_of_a_snapshot_are_bounded(api, monkeypatch) -> None:
-    monkeypatch.setattr(sampler, "MAX_STEP_BINS", 10)
+    monkeypatch.setattr(live_stats, "MAX_STEP_BINS", 10)
     async with watching(api) as snapshots:
         await anext(snapshots)
         [listener] = api.endpoint.step_listeners
         bins = [StepBin(0.0, step, 1, 0.01, 0, 1, 1) for step in range(8)]
         for replica in ("0", "1", "2"):
-            listener(StepNews(bins, replica=replica))
+            listener(StepStatistics(bins, replica=replica))
         async for told in snapshots:
             if told["steps"]:
                 break

@@ -16,17 +16,17 @@ from scripted_endpoint import ScriptedEndpoint
 from pagoda.api.keys import ApiKeys
 from pagoda.api.latencies import Latencies
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
-from pagoda.engine.messages import (
+from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.messages.frontend import TokenChunk
+from pagoda.messages.load import (
     STEP_TOKEN_BOUNDS,
     LoadReport,
     ProcessMemory,
     ReplicaLoad,
     StepTotals,
     TierLoad,
-    TokenChunk,
 )
-from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.frontend.request_book import Origin, RequestBook
 
 TIERS = (
     TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
@@ -206,7 +206,7 @@ async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
 
 def test_times_are_those_of_the_book() -> None:
     now_ns = [0]
-    metrics, book = RequestMetrics(), RequestBook(lambda: now_ns[0])
+    metrics, book = RequestMetrics(), RequestTracker(lambda: now_ns[0])
     book.observe(metrics)
 
     def at(seconds: int) -> None:
@@ -236,7 +236,7 @@ def test_times_are_those_of_the_book() -> None:
 
 
 def test_first_tokens_are_known_also_at_the_same_instant() -> None:
-    metrics, latencies, book = RequestMetrics(), Latencies(1), RequestBook(lambda: 10**9)
+    metrics, latencies, book = RequestMetrics(), Latencies(1), RequestTracker(lambda: 10**9)
     book.observe(metrics)
     book.observe(latencies)
     record = book.open("a", Origin(name="a", arrived_ns=0), num_prompt_tokens=1, max_tokens=9)
@@ -256,7 +256,7 @@ def test_first_tokens_are_known_also_at_the_same_instant() -> None:
 
 def test_what_gives_up_in_the_queue_has_waited() -> None:
     now_ns = [0]
-    metrics, book = RequestMetrics(), RequestBook(lambda: now_ns[0])
+    metrics, book = RequestMetrics(), RequestTracker(lambda: now_ns[0])
     book.observe(metrics)
     for name, reason in (("a", "abort"), ("b", "abort"), ("c", "refused")):
         origin = Origin(name=name, arrived_ns=now_ns[0])
@@ -271,7 +271,7 @@ def test_what_gives_up_in_the_queue_has_waited() -> None:
 
 def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
     now_ns = [0]
-    book = RequestBook(lambda: now_ns[0])
+    book = RequestTracker(lambda: now_ns[0])
     assert book.longest_wait_ns() == 0
     records = [
         book.open(name, Origin(name=name, arrived_ns=at), num_prompt_tokens=1, max_tokens=2)
@@ -286,7 +286,7 @@ def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
 
 
 def test_tokens_are_counted_as_they_come() -> None:
-    metrics, book = RequestMetrics(["alice", "bob"]), RequestBook()
+    metrics, book = RequestMetrics(["alice", "bob"]), RequestTracker()
     book.observe(metrics)
     origin = Origin(name="a", arrived_ns=0, key="alice")
     record = book.open("a", origin, num_prompt_tokens=5, max_tokens=9)
@@ -296,7 +296,7 @@ def test_tokens_are_counted_as_they_come() -> None:
 
 
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
-    metrics, book = RequestMetrics(), RequestBook()
+    metrics, book = RequestMetrics(), RequestTracker()
     book.observe(metrics)
     record = book.open("a", Origin(name="a", arrived_ns=0), num_prompt_tokens=5, max_tokens=9)
     book.grow(record, 2)

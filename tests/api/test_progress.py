@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from pagoda.api.progress import Growth, Progress
-from pagoda.engine.messages import LoadReport, ReplicaLoad
 from pagoda.frontend.totals import sum_of_loads
+from pagoda.messages.load import LoadReport, ReplicaLoad
 
 
 def engine(prompt: int = 0, hits: int = 0, preemptions: int = 0, restarts: int = 0) -> LoadReport:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.cpu.random_model import END_TOKEN, WEIGHTS_FILE, write_model
-from pagoda.models.presets import PRESETS
+from pagoda.checkpoints.presets import PRESETS
 
 CONFIG = {
     **PRESETS["qwen3-0.6b"],

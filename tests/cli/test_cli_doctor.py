@@ -8,6 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
+from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import machine_facts
 from pagoda.cli.bandwidth import measure_read_bandwidth
 from pagoda.cli.weight_traffic import (
@@ -18,8 +20,6 @@ from pagoda.cli.weight_traffic import (
     weight_traffic,
 )
 from pagoda.errors import ConfigError
-from pagoda.models.gguf import read_gguf
-from pagoda.models.presets import PRESETS
 
 QWEN3_0_6B = {
     "hidden_size": 1024,

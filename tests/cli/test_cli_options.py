@@ -9,8 +9,8 @@ import pytest
 
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions, SamplingOptions
 from pagoda.engine.config import EngineConfig, KVEventsConfig, KVTiersConfig
-from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.messages.worker_config import WorkerConfig
 
 
 def test_defaults_are_those_of_the_engine() -> None:

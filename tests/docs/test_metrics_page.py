@@ -27,7 +27,7 @@ from pagoda.api.exposition import families
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import Refusal, RequestMetrics
 from pagoda.api.vllm_names import aliases_of
-from pagoda.engine.messages import ProcessMemory, ReplicaLoad, TierLoad
+from pagoda.messages.load import ProcessMemory, ReplicaLoad, TierLoad
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"

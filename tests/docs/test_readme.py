@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import READY_PREFIX, ServerProcess, server_process
-from pagoda.models.resolve import resolve_model
 
 ROOT = Path(__file__).parents[2]
 README_URL = "http://127.0.0.1:8000"

@@ -14,13 +14,6 @@ import msgspec
 
 import pagoda
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    TierLoad,
-    TokenLogprobs,
-)
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
@@ -28,6 +21,9 @@ from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_model_text
 from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
+from pagoda.messages.load import TierLoad
+from pagoda.messages.sampling_params import SamplingParams
 
 MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
 BLOCK_SIZE = 16

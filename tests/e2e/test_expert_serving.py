@@ -11,8 +11,8 @@ import torch
 import transformers
 from metrics_text import series
 
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.server_process import server_process
-from pagoda.models.resolve import resolve_model
 
 LENGTH, PROMPT = 12, [5, 300, 77, 260, 12, 9, 411, 42]
 NUM_EXPERTS, PER_TOKEN, LAYERS = 6, 2, 2

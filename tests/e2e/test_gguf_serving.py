@@ -15,11 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, TokenType
 from safetensors.torch import load_file
 
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.bench.accuracy import Grade, grade_all
 from pagoda.cli.bench.questions import Question, load_questions
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
-from pagoda.models.resolve import resolve_model
 
 TINY = Path(resolve_model(None).model)
 

@@ -25,9 +25,9 @@ from handoff_pod import (
     until_free,
 )
 
-from pagoda.engine.messages import GenerateRequest
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
+from pagoda.messages.frontend import GenerateRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,11 +14,13 @@ import zmq
 import pagoda
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.messages import GenerateRequest, SamplingParams, WorkerConfig
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.launcher import Launcher
 from pagoda.executor.local import LocalLauncher, LocalWorkers
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"

@@ -20,12 +20,14 @@ import pytest
 
 import pagoda
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, WorkerConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.model_text import load_model_text
+from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import WorkerConfig
 
 MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
 MAX_TOKENS = {"cpu": 32, "reference": 20}

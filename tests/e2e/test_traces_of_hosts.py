@@ -14,19 +14,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import assert_nested, fragments_of, read_fragments
 
+from pagoda.checkpoints.fingerprint import model_digest
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import SimConfig, WorkerConfig
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.fleet import EngineFleet, JoinConfig, JoinedFleet, read_cluster_key
-from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.trace_control import TraceControl
-from pagoda.models.fingerprint import model_digest
-from pagoda.models.resolve import resolve_model
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 
-def make_host(join: str, key: Path, tracer: Tracer, book: RequestBook) -> JoinedFleet:
+def make_host(join: str, key: Path, tracer: Tracer, book: RequestTracker) -> JoinedFleet:
     """With an engine process whose tokens are made up."""
     sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
     engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
@@ -47,7 +47,7 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         join = f"127.0.0.1:{free.getsockname()[1]}"
-    book = RequestBook()
+    book = RequestTracker()
     host = make_host(join, key, tracer, book)
     control = TraceControl(tracer, [book], tmp_path / "host", "serve-1")
     control.join(host)

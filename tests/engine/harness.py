@@ -16,18 +16,6 @@ from pagoda.engine.config import (
     KVTiersConfig,
 )
 from pagoda.engine.core import EngineCore
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    KVDirectory,
-    SamplingParams,
-    SimConfig,
-    StartTrace,
-    TokenChunk,
-    Transfer,
-    WorkerConfig,
-    WorkerReady,
-)
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
@@ -35,8 +23,14 @@ from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import KVEventBatch, KVEventRecorder
 from pagoda.kv.host_tier import HostTier
-from pagoda.kv.stack import ConnectorStack
+from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import RemoteOpener, stack_tiers
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.tracing import StartTrace
+from pagoda.messages.transfers import KVDirectory, Transfer
+from pagoda.messages.worker import WorkerReady
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
@@ -156,7 +150,7 @@ class Harness:
         remote: RemoteOpener | None,
         *,
         fail_on_load_failure: bool,
-    ) -> ConnectorStack | None:
+    ) -> TieredKVConnector | None:
         disk = self.disk or SimDisk()
         return stack_tiers(
             config,
@@ -171,7 +165,7 @@ class Harness:
         )
 
     @property
-    def tiers(self) -> ConnectorStack:
+    def tiers(self) -> TieredKVConnector:
         assert self.core._tiers is not None
         return self.core._tiers
 
@@ -283,7 +277,7 @@ def check_books(scheduler: Scheduler) -> None:
     assert all(it in scheduler._waiting for it in kv_waiting._in_line.values())
 
 
-def assert_nothing_under_way(tiers: ConnectorStack) -> None:
+def assert_nothing_under_way(tiers: TieredKVConnector) -> None:
     assert tiers._ledger.num_open == 0
     assert tiers._ledger.take() == []
     assert not tiers._parts

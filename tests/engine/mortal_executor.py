@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 from harness import VOCAB_SIZE
 
-from pagoda.engine.messages import GenerateRequest, KVPeer, SamplingParams, StepPlan, Transfer
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.transfers import KVPeer, Transfer
+from pagoda.messages.worker import StepPlan
 from pagoda.telemetry.tracer import TraceSession
 
 POISON = VOCAB_SIZE + 1

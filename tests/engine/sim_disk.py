@@ -8,7 +8,7 @@ from itertools import count
 
 from pagoda.executor.sim import Cells
 from pagoda.ipc.clock import Clock
-from pagoda.kv.housekeeper import (
+from pagoda.kv.disk_scanner import (
     OWN,
     FanOutListed,
     News,

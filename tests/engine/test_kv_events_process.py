@@ -20,13 +20,15 @@ from kv_subscriber import (
 )
 
 from pagoda.engine.config import EngineConfig, KVEventsConfig
-from pagoda.engine.messages import GenerateRequest, SamplingParams, SimConfig, WorkerConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.llm import LLM
 from pagoda.kv.block_keys import prefix_keys
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4

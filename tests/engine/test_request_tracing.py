@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import phases_of, read_fragments
 
-from pagoda.engine.messages import FinishReason
 from pagoda.engine.request import Request
 from pagoda.engine.request_tracing import RequestRows
+from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 

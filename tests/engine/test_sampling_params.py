@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.engine.messages import SamplingParams
 from pagoda.errors import InvalidRequestError
+from pagoda.messages.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-38, 0.009, 100.1])

@@ -4,16 +4,12 @@ import msgspec
 import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request
 
-from pagoda.engine.messages import (
-    Capabilities,
-    FinishReason,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
 from pagoda.engine.scheduler import MAX_STRIKES, Scheduler, SchedulerLimits
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
+from pagoda.messages.frontend import FinishReason
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import Capabilities, StepPlan, StepResult
 
 
 @pytest.fixture

@@ -10,20 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
 
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    SimConfig,
-    StepPlan,
-    StepResult,
-    TokenChunk,
-)
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import KVEventBatch, KVEventRecorder
 from pagoda.kv.manager import KVManager
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.messages.worker_config import SimConfig
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4

@@ -13,7 +13,7 @@ import pytest
 from harness import Harness, expected_tokens
 from mortal_executor import POISON, MortalExecutor, random_request
 
-from pagoda.engine.messages import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest
 
 NUM_SEEDS = 1000
 NUM_SEEDS_WITH_STAGES = 300

@@ -4,15 +4,10 @@ from bisect import bisect_left
 
 from harness import Harness, make_request
 
-from pagoda.engine.messages import (
-    STEP_SEQUENCE_BOUNDS,
-    STEP_TOKEN_BOUNDS,
-    StepPlan,
-    StepResult,
-    StepTotals,
-)
 from pagoda.engine.step_meter import StepMeter
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.load import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, StepTotals
+from pagoda.messages.worker import StepPlan, StepResult
 
 
 def plan(*num_tokens: int) -> StepPlan:

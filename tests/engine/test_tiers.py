@@ -9,20 +9,13 @@ from mortal_executor import MortalExecutor
 from sim_disk import SimDisk
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    DiskObjects,
-    FinishReason,
-    GenerateRequest,
-    HostSlots,
-    Transfer,
-    TransferEnd,
-)
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved
-from pagoda.kv.stack import PATIENCE_S
+from pagoda.kv.tiered_connector import PATIENCE_S
+from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 
 LONG = 40
 """Tokens of a prompt that fills ten blocks; the device has room for sixteen."""

@@ -10,25 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sim_disk import SimDisk
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import (
-    Capabilities,
-    FinishReason,
-    GenerateRequest,
-    KVDirectory,
-    SamplingParams,
-    SimConfig,
-    StepResult,
-    TokenChunk,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
-from pagoda.kv.stack import PATIENCE_S, ConnectorStack
+from pagoda.kv.tiered_connector import PATIENCE_S, TieredKVConnector
 from pagoda.kv.tiers import stack_tiers
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
+from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
+from pagoda.messages.worker_config import SimConfig
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4
@@ -92,7 +84,7 @@ class TiersMachine(RuleBasedStateMachine):
             fail_on_load_failure=fails,
         )
         assert tiers is not None
-        self.tiers: ConnectorStack = tiers
+        self.tiers: TieredKVConnector = tiers
         self.scheduler = Scheduler(limits, kv, self.clock, tiers)
         self.start_the_worker()
         self.told: list[TransferEnd] = []

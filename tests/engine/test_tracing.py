@@ -29,8 +29,8 @@ from fragment_files import (
 )
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import StartTrace, TraceStopped
 from pagoda.executor.base import WorkerLost
+from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 
 

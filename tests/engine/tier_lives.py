@@ -10,19 +10,12 @@ from mortal_executor import POISON, MortalExecutor, random_request
 from sim_disk import SimDisk
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    DiskObjects,
-    FinishReason,
-    GenerateRequest,
-    HostSlots,
-    Transfer,
-    TransferEnd,
-)
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.stack import PATIENCE_S, ConnectorStack
+from pagoda.kv.tiered_connector import PATIENCE_S, TieredKVConnector
+from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 
 SEEDS_PER_TEST = 50
 
@@ -38,7 +31,7 @@ class FaultyTransfers:
         self._repeated = rng.choice([0.0, 0.2])
         self._told: list[TransferEnd] = []
         self.open: dict[int, Transfer] = {}
-        self.tiers: ConnectorStack
+        self.tiers: TieredKVConnector
 
     def fate(self, transfer: Transfer) -> TransferFate:
         self.open[transfer.transfer_id] = transfer

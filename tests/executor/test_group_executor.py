@@ -18,28 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import read_fragments
 
-from pagoda.engine.messages import (
-    CurveKeys,
-    DeviceBlocks,
-    HostSlots,
-    KVDirectory,
-    KVHandoffConfig,
-    KVPeer,
-    RemoteBlocks,
-    Role,
-    SamplingParams,
-    SimConfig,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TraceStopped,
-    Transfer,
-    TransferEnd,
-    TransferLink,
-    WorkerConfig,
-    WorkerFailed,
-    WorkerReady,
-)
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
@@ -47,6 +25,20 @@ from pagoda.executor.local import LocalLauncher, LocalWorkers
 from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client, new_keys
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.tracing import TraceStopped
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    HostSlots,
+    KVDirectory,
+    KVPeer,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+    TransferLink,
+)
+from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerFailed, WorkerReady
+from pagoda.messages.worker_config import CurveKeys, KVHandoffConfig, Role, SimConfig, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink

@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.messages import (
+from pagoda.executor.group_transfers import GroupTransfers
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
@@ -13,7 +14,6 @@ from pagoda.engine.messages import (
     Transfer,
     TransferEnd,
 )
-from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S
 
 NUM_BLOCKS = 4

@@ -2,21 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.engine.messages import (
+from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
+from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
-    SamplingParams,
-    SimConfig,
-    SlotStart,
-    StepPlan,
-    StepResult,
     Transfer,
     TransferEnd,
     TransferPlace,
 )
-from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
-from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.worker import SlotStart, StepPlan, StepResult
+from pagoda.messages.worker_config import SimConfig
 
 
 def start(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> SlotStart:

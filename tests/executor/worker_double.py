@@ -14,28 +14,23 @@ import time
 import msgspec
 import zmq
 
-from pagoda.engine.messages import (
-    KVDirectory,
-    KVPart,
-    KVRank,
-    RemoteBlocks,
-    SimConfig,
-    StartTrace,
-    StopTrace,
-    TraceStopped,
-    Transfer,
-    TransferEnd,
-    TransferLink,
-    Transfers,
-    WorkerConfig,
-    WorkerFailed,
-    WorkerHello,
-    WorkerReady,
-)
 from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client
 from pagoda.ipc.lifeline import hold_lifeline
+from pagoda.messages.tracing import StartTrace, StopTrace, TraceStopped
+from pagoda.messages.transfers import (
+    KVDirectory,
+    KVPart,
+    KVRank,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+    TransferLink,
+    Transfers,
+)
+from pagoda.messages.worker import WorkerFailed, WorkerHello, WorkerReady
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
 

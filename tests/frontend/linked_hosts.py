@@ -9,23 +9,20 @@ from contextlib import asynccontextmanager
 import zmq.asyncio
 from scripted_endpoint import EOS, ScriptedEndpoint
 
-from pagoda.engine.messages import (
-    CurveKeys,
-    FinishReason,
-    GenerateRequest,
-    HostRecord,
-    SamplingParams,
-)
 from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
-from pagoda.frontend.host_link import HostDoor, Identity
+from pagoda.frontend.host_link import HostServer, Identity
 from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.registry import Registry
-from pagoda.frontend.request_book import RequestBook
+from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.hosts import HostRecord
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import CurveKeys
 
 KEYS = keys_of(b"a secret of all hosts and routers")
 TTL_S = 0.4
@@ -86,7 +83,7 @@ class Host:
         endpoint: Endpoint,
         keys: CurveKeys = KEYS,
         port: str = "*",
-        book: RequestBook | None = None,
+        book: RequestTracker | None = None,
         **identity: object,
     ) -> None:
         self.context = zmq.asyncio.Context()
@@ -94,7 +91,7 @@ class Host:
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
-        self.door = HostDoor(endpoint, self.context, address, keys, self.identity, book=book)
+        self.door = HostServer(endpoint, self.context, address, keys, self.identity, book=book)
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys

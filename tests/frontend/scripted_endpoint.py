@@ -8,18 +8,18 @@ from functools import partial
 
 import msgspec
 
-from pagoda.engine.messages import (
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
+from pagoda.frontend.model_text import synthetic_model_text
+from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
     GenerateRequest,
     KVSource,
-    LoadReport,
-    Role,
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
-from pagoda.frontend.model_text import synthetic_model_text
+from pagoda.messages.load import LoadReport
+from pagoda.messages.worker_config import Role
 
 TEXT = synthetic_model_text()
 [EOS] = TEXT.eos_token_ids
@@ -67,12 +67,12 @@ class ScriptedEndpoint:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
-    def follow_cache(self, listener: CacheListener) -> Callable[[], None]:
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
         """It has none."""
         del listener
         return lambda: None
 
-    def follow_steps(self, listener: StepListener) -> Callable[[], None]:
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
         self.step_listeners.append(listener)
         return partial(self.step_listeners.remove, listener)
 

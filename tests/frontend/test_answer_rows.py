@@ -14,18 +14,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 from fragment_files import Fragment, assert_nested, end_of, read_fragments
 from ticking_clock import TickingClock
 
-from pagoda.engine.messages import SamplingParams
 from pagoda.errors import OverloadedError
-from pagoda.frontend.request_book import Origin, RequestBook
 from pagoda.frontend.request_tracing import AnswerRows
+from pagoda.frontend.request_tracker import Origin, RequestTracker
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 
 class Rig:
     def __init__(self, directory: Path, answer: str = "abc") -> None:
         self.clock = TickingClock()
-        self.book = RequestBook(self.clock)
+        self.book = RequestTracker(self.clock)
         self.endpoint = ScriptedEndpoint(answer)
         self.texts = TextGenerator(self.endpoint, TEXT, self.book)
         self.tracer = Tracer("frontend", clock_ns=self.clock)

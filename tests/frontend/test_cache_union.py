@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.messages import CacheNews
 from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.prefix_index import PrefixIndex, packed
+from pagoda.messages.frontend import PrefixCacheUpdate
 
 small = st.lists(st.integers(0, 7), unique=True)
 
@@ -35,7 +35,9 @@ def test_who_follows_knows_what_all_have_together(data: st.DataObject) -> None:
             else:
                 removed = [key for key in data.draw(small) if key not in stored]
                 is_new = action == "anew"
-                union.take(index, CacheNews(packed(stored), packed(removed), starts_anew=is_new))
+                union.take(
+                    index, PrefixCacheUpdate(packed(stored), packed(removed), starts_anew=is_new)
+                )
         whole: set[int] = set().union(*(index.told for index in indexes))
         assert all(follower.told == whole for follower in followers)
 
@@ -43,13 +45,13 @@ def test_who_follows_knows_what_all_have_together(data: st.DataObject) -> None:
 def test_who_unfollows_hears_nothing_more() -> None:
     union, index = CacheUnion(), PrefixIndex(10)
     union.add(index)
-    heard: list[CacheNews] = []
+    heard: list[PrefixCacheUpdate] = []
     unfollow = union.follow(heard.append)
-    assert heard == [CacheNews(b"", b"", starts_anew=True)]
+    assert heard == [PrefixCacheUpdate(b"", b"", starts_anew=True)]
     assert union.is_followed
     unfollow()
     assert not union.is_followed
-    union.take(index, CacheNews(packed([1]), b""))
+    union.take(index, PrefixCacheUpdate(packed([1]), b""))
     assert len(heard) == 1
 
 
@@ -57,9 +59,9 @@ def test_what_changes_nothing_for_all_together_is_not_told() -> None:
     union, first, second = CacheUnion(), PrefixIndex(10), PrefixIndex(10)
     union.add(first)
     union.add(second)
-    heard: list[CacheNews] = []
+    heard: list[PrefixCacheUpdate] = []
     union.follow(heard.append)
-    union.take(first, CacheNews(packed([1]), b""))
-    union.take(second, CacheNews(packed([1]), b""))
+    union.take(first, PrefixCacheUpdate(packed([1]), b""))
+    union.take(second, PrefixCacheUpdate(packed([1]), b""))
     union.clear(first)
-    assert heard[1:] == [CacheNews(packed([1]), b"")]
+    assert heard[1:] == [PrefixCacheUpdate(packed([1]), b"")]

@@ -15,10 +15,11 @@ from etcd_server import EtcdServer
 from linked_hosts import Host, Router, routed, until
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.engine.messages import FinishReason, HostRecord
 from pagoda.frontend.discovery.addresses import EtcdPlace
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError
+from pagoda.messages.frontend import FinishReason
+from pagoda.messages.hosts import HostRecord
 
 PREFIX = "pagoda/tests"
 

@@ -9,11 +9,11 @@ import pytest
 from linked_hosts import Host, routed, until
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.engine.messages import FinishReason
 from pagoda.errors import ConfigError
+from pagoda.frontend.async_utils import first_of
 from pagoda.frontend.discovery.hosts_file import FileDiscovery, read_hosts
-from pagoda.frontend.merge import first_of
 from pagoda.ipc.curve import keys_of
+from pagoda.messages.frontend import FinishReason
 
 
 @pytest.fixture(autouse=True)

@@ -19,23 +19,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 from fragment_files import assert_nested, phases_of, read_fragments
 
 from pagoda.engine.config import EngineConfig, HandoffConfig
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    Role,
-    SamplingParams,
-    SimConfig,
-    StartTrace,
-    TokenChunk,
-    WorkerConfig,
-)
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend import engine_client
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.ipc.curve import keys_of
-from pagoda.pd.messages import KVDone, KVWant
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.tracing import StartTrace
+from pagoda.messages.worker_config import Role, SimConfig, WorkerConfig
+from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.pd.peers import SocketPeers
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 
@@ -192,14 +186,14 @@ async def test_draining_waits_for_who_reads_kv() -> None:
         source = [chunk async for chunk in client.generate(request)][-1].kv_source
         assert source is not None
         assert (await client.load()).num_wanted_leases == 0, "nobody has asked"
-        peers.send(source.address, KVWant(source.transfer_id, 0, 0))
+        peers.send(source.address, KVSubscribe(source.transfer_id, 0, 0))
         while not (await client.load()).num_wanted_leases:
             await asyncio.sleep(0.01)
         draining = asyncio.create_task(client.drain(60))
         for _ in range(3):
             assert (await client.load()).num_wanted_leases == 1
         assert not draining.done()
-        peers.send(source.address, KVDone([source.transfer_id]))
+        peers.send(source.address, KVRelease([source.transfer_id]))
         await draining
         assert (await client.load()).num_leases == 0
     finally:

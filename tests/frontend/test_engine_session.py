@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from pagoda.engine.messages import (
+from pagoda.frontend.engine_session import EngineSession
+from pagoda.messages.frontend import (
     FinishReason,
     FrontendMessage,
     GenerateRequest,
-    SamplingParams,
     TokenChunk,
     TokenChunks,
 )
-from pagoda.frontend.engine_session import EngineSession
+from pagoda.messages.sampling_params import SamplingParams
 
 
 async def test_chunks_come_when_they_are_received_not_when_they_are_read() -> None:

@@ -25,12 +25,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import Qwen2Tokenizer
 
+from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer
 from pagoda.frontend.model_text import load_gguf_text, load_model_text, load_text
 from pagoda.frontend.tokenizer import Tokenizer
-from pagoda.models.gguf import read_gguf
-from pagoda.models.resolve import EMBEDDED_MODEL, resolve_model
 
 CONTROLS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKS = ["<tool_call>", "<think>"]

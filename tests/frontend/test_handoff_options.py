@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.engine.messages import Role
 from pagoda.errors import ConfigError
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions
 from pagoda.frontend.handoff_options import Handoff, HandoffOptions
 from pagoda.ipc.curve import keys_of
+from pagoda.messages.worker_config import Role
 
 SECRET = b"a secret that all hosts have"
 

@@ -19,23 +19,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 from fragment_files import read_fragments
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import (
-    AbortRequests,
-    FinishReason,
-    FollowCache,
-    FrontendMessage,
-    GenerateRequest,
-    HostMessage,
-    SamplingParams,
-    SimConfig,
-    TokenChunk,
-    TokenChunks,
-    WorkerConfig,
-)
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_link import HostDoor, Identity, RemoteHost
+from pagoda.frontend.host_link import HostClient, HostServer, Identity
 from pagoda.frontend.policies import POLICIES
 from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
+from pagoda.messages.frontend import (
+    AbortRequests,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    SubscribeCache,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.messages.hosts import HostMessage
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
@@ -51,8 +50,8 @@ async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
     keep_door(context, KEYS)
     host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
     await host.start()
-    door = HostDoor(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER)
+    door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER)
     router = Dispatcher([remote], POLICIES["round-robin"])
     try:
         await router.start()
@@ -92,7 +91,7 @@ class Door:
     def __init__(self, endpoint: ScriptedEndpoint) -> None:
         self.context = zmq.asyncio.Context()
         keep_door(self.context, KEYS)
-        self.door = HostDoor(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
+        self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         encrypt_client(self.socket, KEYS)
@@ -183,7 +182,7 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
     endpoint = ScriptedEndpoint("ok")
     endpoint.pause_after = 0
     async with doored(endpoint) as door:
-        await door.say(FollowCache())
+        await door.say(SubscribeCache())
         await door.say(request("r"))
         await endpoint.paused.wait()
         assert door.door._followed
@@ -200,9 +199,9 @@ async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) 
     keep_door(context, KEYS)
     host, asleep = Tracer("frontend"), Tracer("router")
     session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
-    door = HostDoor(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
+    door = HostServer(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
     address = f"tcp://127.0.0.1:{door.port}"
-    before, after = (RemoteHost(context, address, KEYS, ROUTER, asleep) for _ in range(2))
+    before, after = (HostClient(context, address, KEYS, ROUTER, asleep) for _ in range(2))
     try:
         await before.start()
         host.start(session)
@@ -233,8 +232,8 @@ async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
     keep_door(context, KEYS)
     router = Tracer("router")
     router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
-    door = HostDoor(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)
-    remote = RemoteHost(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
+    door = HostServer(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
     try:
         await remote.start()
         sampling = SamplingParams(seed=1, max_tokens=3)

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.detokenizer import byte_level_alphabet
 from pagoda.frontend.model_text import load_model_text, load_text, synthetic_model_text
-from pagoda.models.resolve import resolve_model
 
 
 @pytest.fixture

@@ -3,18 +3,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.messages import CacheNews
 from pagoda.frontend.prefix_index import PrefixIndex, packed, short_keys, short_keys_in
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.manager import KVManager
+from pagoda.messages.frontend import PrefixCacheUpdate
 
 
 def keys(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def news(stored: list[int], removed: list[int] | None = None, *, anew: bool = False) -> CacheNews:
-    return CacheNews(packed(stored), packed(removed or []), starts_anew=anew)
+def news(
+    stored: list[int], removed: list[int] | None = None, *, anew: bool = False
+) -> PrefixCacheUpdate:
+    return PrefixCacheUpdate(packed(stored), packed(removed or []), starts_anew=anew)
 
 
 A, B, C = 100, 200, 300

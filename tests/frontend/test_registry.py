@@ -14,11 +14,12 @@ import zmq.asyncio
 from linked_hosts import KEYS, Host, ScriptedHost, joined, routed, until
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.engine.messages import FinishReason, HostRecord, JoinAnswer
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend.discovery.base import Tell
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keep_door, keys_of
+from pagoda.messages.frontend import FinishReason
+from pagoda.messages.hosts import HostRecord, JoinAnswer
 
 
 async def test_a_host_answers_for_the_router() -> None:
@@ -258,7 +259,7 @@ async def test_a_registry_that_was_closed_connects_to_nobody() -> None:
 async def test_a_search_that_fails_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.merge._RESTART_S", 0.01)
+    monkeypatch.setattr("pagoda.frontend.async_utils._RESTART_S", 0.01)
     host = Host(ScriptedEndpoint("ok"))
     told = _Told()
     told.failures = 2
@@ -282,7 +283,7 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
     told = _Told()
     async with routed(lambda _: told) as router:
         await asyncio.sleep(0)
-        monkeypatch.setattr("pagoda.frontend.host_link.RemoteHost.__init__", _no_socket)
+        monkeypatch.setattr("pagoda.frontend.host_link.HostClient.__init__", _no_socket)
         told.tell([host.record])
         await until(lambda: any(entry.problem for entry in router.registry._entries.values()))
         [report] = await router.registry.hosts()

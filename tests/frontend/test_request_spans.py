@@ -19,12 +19,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
-from pagoda.engine.messages import SamplingParams
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend import request_spans
-from pagoda.frontend.request_book import Origin, RequestBook
 from pagoda.frontend.request_spans import RequestSpans
+from pagoda.frontend.request_tracker import Origin, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
+from pagoda.messages.sampling_params import SamplingParams
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -98,7 +98,7 @@ async def ask(
 
 
 def generator(spans: RequestSpans, endpoint: ScriptedEndpoint) -> TextGenerator:
-    book = RequestBook()
+    book = RequestTracker()
     book.observe(spans)
     return TextGenerator(endpoint, TEXT, book)
 
@@ -152,7 +152,7 @@ async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collect
 
 async def test_phases_lie_in_their_request(collector: Collector) -> None:
     spans = RequestSpans(f"{collector.url}/v1/traces", "tiny")
-    book = RequestBook()
+    book = RequestTracker()
     book.observe(spans)
     origin = Origin(name="a", arrived_ns=book.clock_ns())
     record = book.open("a-1", origin, num_prompt_tokens=2, max_tokens=3)
@@ -174,7 +174,7 @@ async def test_phases_lie_in_their_request(collector: Collector) -> None:
 async def test_a_request_that_ends_in_the_queue_has_waited(collector: Collector) -> None:
     spans = RequestSpans(collector.url, "tiny")
     now_ns = [0]
-    book = RequestBook(lambda: now_ns[0])
+    book = RequestTracker(lambda: now_ns[0])
     book.observe(spans)
     record = book.open("a-1", Origin(name="a", arrived_ns=0), num_prompt_tokens=2, max_tokens=3)
     now_ns[0] = SECOND
@@ -245,7 +245,7 @@ async def test_the_span_of_the_router_is_the_parent_of_that_of_the_host(
 ) -> None:
     above, below = (RequestSpans(collector.url, name) for name in ("router", "host"))
     router, endpoint = Router(), ScriptedEndpoint("hello")
-    book = RequestBook()
+    book = RequestTracker()
     book.observe(below)
     host = Host(endpoint, book=book)
     host.join(router)
@@ -303,7 +303,7 @@ async def test_spans_that_come_too_fast_are_counted(
         sending(count)
 
     monkeypatch.setattr(spans._losses, "leave", leave)
-    book = RequestBook()
+    book = RequestTracker()
     book.observe(spans)
     for index in range(5):  # a request and its queue each
         origin = Origin(name=str(index), arrived_ns=1)

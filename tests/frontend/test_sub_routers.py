@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from linked_hosts import Host, Router, ScriptedHost, joined, routed, until
 
-from pagoda.engine.messages import EngineReady, FinishReason, Role
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.host_link import RemoteHost
+from pagoda.frontend.host_link import HostClient
+from pagoda.messages.frontend import EngineReady, FinishReason
+from pagoda.messages.worker_config import Role
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +173,7 @@ async def test_two_that_join_each_other_at_the_same_time_do_not_ask_each_other()
         def is_open(router: Router, other: Router) -> bool:
             hosts = router.dispatcher.replicas
             return any(
-                isinstance(host, RemoteHost) and host.limits.host_id == other.identity.id
+                isinstance(host, HostClient) and host.limits.host_id == other.identity.id
                 for host in hosts
             )
 

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
 
-from pagoda.engine.messages import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from pagoda.errors import InvalidRequestError, OverloadedError
-from pagoda.frontend.request_book import Origin, RequestBook
+from pagoda.frontend.request_tracker import Origin, RequestTracker
 from pagoda.frontend.text_generator import (
     PromptTooLongError,
     TextAssembler,
@@ -16,13 +15,15 @@ from pagoda.frontend.text_generator import (
     TextRequest,
     derive_seed,
 )
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
 
 ORIGIN = Origin(name="test", arrived_ns=0)
 
 
 def generator(answer: str = "ok") -> tuple[TextGenerator, ScriptedEndpoint]:
     endpoint = ScriptedEndpoint(answer)
-    return TextGenerator(endpoint, TEXT, RequestBook()), endpoint
+    return TextGenerator(endpoint, TEXT, RequestTracker()), endpoint
 
 
 async def answer_of(texts: TextGenerator, **params: object) -> tuple[str, TextDelta]:
@@ -148,7 +149,7 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
-    texts = TextGenerator(ScriptedEndpoint(max_model_len=20_001), TEXT, RequestBook())
+    texts = TextGenerator(ScriptedEndpoint(max_model_len=20_001), TEXT, RequestTracker())
     assert await texts.encode("x" * 20_000, add_special_tokens=True) == [120] * 20_000
 
 

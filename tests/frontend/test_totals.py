@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.engine.messages import LoadReport, ProcessMemory, ReplicaLoad, StepTotals, TierLoad
 from pagoda.frontend.totals import Counted, sum_of_loads
+from pagoda.messages.load import LoadReport, ProcessMemory, ReplicaLoad, StepTotals, TierLoad
 
 
 def replica(name: str, report: object) -> ReplicaLoad:

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import read_fragments
 
-from pagoda.engine.messages import StartTrace
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_book import Origin, RequestBook
+from pagoda.frontend.request_tracker import Origin, RequestTracker
 from pagoda.frontend.trace_control import EndedTrace, TraceControl, TraceStateError
+from pagoda.messages.tracing import StartTrace
 from pagoda.telemetry.fragments import FragmentWriter
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
@@ -42,7 +42,7 @@ class Engines:
 
 
 def control(directory: Path, engines: Engines | None = None) -> TraceControl:
-    made = TraceControl(Tracer("frontend"), [RequestBook()], directory, "serve-1")
+    made = TraceControl(Tracer("frontend"), [RequestTracker()], directory, "serve-1")
     if engines is not None:
         made.join(engines)
     return made
@@ -136,7 +136,7 @@ async def test_a_trace_is_started_once(tmp_path: Path) -> None:
 
 
 async def test_answers_in_all_books_have_rows(tmp_path: Path) -> None:
-    books = [RequestBook(), RequestBook()]
+    books = [RequestTracker(), RequestTracker()]
     it = TraceControl(Tracer("frontend"), books, tmp_path, "serve-1")
     await it.start(TraceLevel.E2E)
     for index, book in enumerate(books):

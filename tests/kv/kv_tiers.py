@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pagoda.engine.messages import Capabilities, Transfer, TransferEnd, WorkerReady
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import Demand, Offer
+from pagoda.messages.transfers import Transfer, TransferEnd
+from pagoda.messages.worker import Capabilities, WorkerReady
 
 BLOCK_SIZE = 4
 READY = WorkerReady(

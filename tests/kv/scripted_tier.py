@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    DiskObjects,
-    TierLoad,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import Demand, Offer
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferEnd
+from pagoda.messages.worker import WorkerReady
 
 
 class ScriptedTier:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.engine.messages import DiskObjects, KVDirectory, TransferEnd
+from pagoda.messages.transfers import DiskObjects, KVDirectory, TransferEnd
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import Demand, Offer
 from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.housekeeping import HousekeepingThread
+from pagoda.kv.disk_scan import DiskScannerThread
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import Manifest, ObjectError
 from pagoda.kv.transfers import TransferLedger
@@ -42,7 +42,7 @@ tier = DiskTier(
     [KVDirectory(str(directory), files.object_bytes)],
     ledger,
     clock,
-    lambda directories: HousekeepingThread(directories, clock),
+    lambda directories: DiskScannerThread(directories, clock),
     quota_bytes=quota,
     min_touches=1,
     epoch_s=time.time(),

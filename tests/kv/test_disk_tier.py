@@ -11,25 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagoda.engine.messages import (
-    Capabilities,
-    DeviceBlocks,
-    DiskObjects,
-    HostSlots,
-    KVDirectory,
-    TierLoad,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand, LandingPlace, Offer
-from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
-from pagoda.kv.housekeeper import (
+from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
     FanOutListed,
@@ -39,7 +26,19 @@ from pagoda.kv.housekeeper import (
     Removed,
     ScanEnded,
 )
+from pagoda.kv.disk_tier import DiskTier
+from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.load import TierLoad
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    DiskObjects,
+    HostSlots,
+    KVDirectory,
+    Transfer,
+    TransferEnd,
+)
+from pagoda.messages.worker import Capabilities, WorkerReady
 
 SIZE = 4
 UNIT = 100

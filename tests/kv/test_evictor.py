@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagoda.kv.disk_index import DiskIndex
+from pagoda.kv.disk_scanner import OWN, News, Removed
 from pagoda.kv.evictor import Evictor
-from pagoda.kv.housekeeper import OWN, News, Removed
 
 UNIT = 100
 OTHER = 1

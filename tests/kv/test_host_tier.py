@@ -4,7 +4,12 @@ import msgspec
 import pytest
 from kv_tiers import DEMAND, READY, chain, end_of, offers_of
 
-from pagoda.engine.messages import (
+from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.connector import Demand, LandingPlace
+from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
+from pagoda.kv.host_tier import HostTier
+from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
@@ -12,11 +17,6 @@ from pagoda.engine.messages import (
     Transfer,
     TransferEnd,
 )
-from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import Demand, LandingPlace
-from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
-from pagoda.kv.host_tier import HostTier
-from pagoda.kv.transfers import TransferLedger
 
 
 class Host:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from pagoda.engine.messages import DeviceBlocks, HostSlots, Transfer, TransferEnd
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferEnd
 
 
 class Owner:

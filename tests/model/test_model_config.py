@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 from pagoda.model.config import (
     LinearScaling,
@@ -15,7 +16,6 @@ from pagoda.model.config import (
     read_model_config,
 )
 from pagoda.model.sharding import whole
-from pagoda.models.presets import PRESETS
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

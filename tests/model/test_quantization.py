@@ -21,6 +21,7 @@ from pagoda.backend.weights import (
     LinearWeight,
     dequantize,
 )
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 from pagoda.model.config import LinearMap, Split, parse_model_config
 from pagoda.model.quantization import (
@@ -32,7 +33,6 @@ from pagoda.model.quantization import (
 from pagoda.model.sharding import CutWeights, Part, whole
 from pagoda.model.weight_formats import format_bytes
 from pagoda.model.weights import DummyWeights
-from pagoda.models.presets import PRESETS
 
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagoda.backend.reference import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
+from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 from pagoda.model.config import ModelConfig, parse_model_config
 from pagoda.model.quantization import Int4OnLoad, Int8OnLoad
@@ -27,7 +28,6 @@ from pagoda.model.sharding import (
     whole,
 )
 from pagoda.model.weight_formats import Quantization
-from pagoda.models.presets import PRESETS
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share
 
 

@@ -14,19 +14,14 @@ from mortal_executor import POISON, MortalExecutor, random_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    KVSource,
-    RemoteBlocks,
-    Role,
-    Transfer,
-)
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
-from pagoda.pd.holders import SILENCE_S
-from pagoda.pd.messages import KVCheck, KVDone, KVVerdict
-from pagoda.pd.sources import SourceSeal
+from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
+from pagoda.messages.transfers import RemoteBlocks, Transfer
+from pagoda.messages.worker_config import Role
+from pagoda.pd.messages import KVCheck, KVCheckResult, KVRelease
+from pagoda.pd.prefill_peers import SILENCE_S
+from pagoda.pd.transfer_tokens import TransferToken
 
 SEEDS_PER_TEST = 25
 _MERCY_S = 2.0
@@ -317,9 +312,9 @@ class Life:
         self._note(pair.decode)
         self._count_deaths(pair.prefill)
         self.met["expired"] += pair.prefill.harness.core.load().num_leases_expired
-        self.met["verdict: invalid"] += sum(not it.is_valid for it in pair.told(KVVerdict))
+        self.met["verdict: invalid"] += sum(not it.is_valid for it in pair.told(KVCheckResult))
         self.met["checks"] += len(pair.told(KVCheck))
-        self.met["done"] += len(pair.told(KVDone))
+        self.met["done"] += len(pair.told(KVRelease))
         self.met["preempted at prefill"] += pair.prefill.harness.scheduler.num_preemptions
 
     def _is_answered(self) -> bool:
@@ -361,7 +356,7 @@ class Life:
 _NOBODY = KVSource(
     address="tcp://nobody:1",
     engine_id="e",
-    transfer_id=SourceSeal(NO_KEYS).new_id("tcp://nobody:1", "e"),
+    transfer_id=TransferToken(NO_KEYS).new_id("tcp://nobody:1", "e"),
 )
 _NONSENSE = KVSource(address="http://p/../..", engine_id="", transfer_id="x" * 10_000)
 

@@ -11,19 +11,13 @@ import msgspec
 from harness import Harness, check_books
 
 from pagoda.engine.config import HandoffConfig
-from pagoda.engine.messages import (
-    CurveKeys,
-    GenerateRequest,
-    KVSource,
-    RequestRefused,
-    Role,
-    TokenChunk,
-)
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.frontend import GenerateRequest, KVSource, RequestRefused, TokenChunk
+from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.connector import RemoteKV
-from pagoda.pd.holder import KVHolder
+from pagoda.pd.exporter import KVExporter
 from pagoda.pd.messages import DecodeMessage, PrefillMessage
-from pagoda.sim.network import SimDoor, SimNetwork, SimPeers
+from pagoda.sim.network import SimListener, SimNetwork, SimPeers
 
 LEASE_S = 30.0
 NO_KEYS = CurveKeys("", "", "", "")
@@ -56,7 +50,7 @@ class Engine:
         )
 
     @property
-    def holder(self) -> KVHolder:
+    def holder(self) -> KVExporter:
         holder = self.harness.core._holder
         assert holder is not None
         return holder
@@ -76,7 +70,7 @@ class Engine:
         return answer
 
     def next_event_at(self) -> float | None:
-        places: Sequence[SimDoor | SimPeers | None] = (self.links.door, self.links.peers)  # type: ignore[assignment]
+        places: Sequence[SimListener | SimPeers | None] = (self.links.door, self.links.peers)  # type: ignore[assignment]
         instants = [place.next_event_at() for place in places if place is not None]
         return earliest([*instants, self.harness.core.next_wakeup()])
 

@@ -5,47 +5,46 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pagoda.engine.messages import (
-    Capabilities,
-    DeviceBlocks,
-    KVPart,
-    KVPeer,
-    KVRank,
-    KVSource,
-    RemoteBlocks,
-    Transfer,
-    TransferEnd,
-    WorkerReady,
-)
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import Demand
 from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.frontend import KVSource
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    KVPart,
+    KVPeer,
+    KVRank,
+    RemoteBlocks,
+    Transfer,
+    TransferEnd,
+)
+from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
-from pagoda.pd.holders import SILENCE_S
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
     KVCheck,
-    KVDone,
-    KVGone,
+    KVCheckResult,
+    KVDropped,
     KVHello,
     KVPrefilled,
     KVRefused,
+    KVRelease,
     KVRenew,
     KVRenewed,
-    KVVerdict,
-    KVWant,
+    KVSubscribe,
     KVWelcome,
     PrefillMessage,
 )
 from pagoda.pd.peers import PeerLost
-from pagoda.pd.sources import SourceSeal
+from pagoda.pd.prefill_peers import SILENCE_S
+from pagoda.pd.transfer_tokens import TransferToken
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 ADDRESS = "tcp://p:1"
-SEAL = SourceSeal(keys_of(b"the cluster's secret"))
+SEAL = TransferToken(keys_of(b"the cluster's secret"))
 T, U, V = (SEAL.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
@@ -165,7 +164,7 @@ def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
 
 def test_a_whole_fetch(rig: Rig) -> None:
     rig.remote.announce(demand(), 2)
-    assert rig.take_sent() == [HELLO, KVWant(T, 0, 8)]
+    assert rig.take_sent() == [HELLO, KVSubscribe(T, 0, 8)]
     assert rig.remote.lookup(demand(), 2) is None
     rig.hear(welcome())
     assert rig.remote.take_peers() == ([welcome().peer], [])
@@ -190,9 +189,9 @@ def test_a_whole_fetch(rig: Rig) -> None:
     rig.end(first)
     assert rig.take_sent() == [KVCheck(T)]
     assert rig.settled() is None
-    rig.hear(KVVerdict(T, is_valid=True))
+    rig.hear(KVCheckResult(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
-    assert rig.take_sent() == [KVDone([T])]
+    assert rig.take_sent() == [KVRelease([T])]
     rig.remote.forget("r")
     assert rig.take_sent() == []
     rig.pool.release(rig.blocks)
@@ -212,11 +211,11 @@ def test_the_lease_is_kept_until_the_token_comes() -> None:
     [transfer] = rig.load()
     rig.end(transfer)
     rig.take_sent()
-    rig.hear(KVVerdict(T, is_valid=True))
+    rig.hear(KVCheckResult(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
     assert rig.take_sent() == []
     rig.hear(prefilled())
-    assert rig.take_sent() == [KVDone([T])]
+    assert rig.take_sent() == [KVRelease([T])]
 
 
 def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
@@ -238,10 +237,10 @@ def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
         blocks(2, []),
         KVBlocks(T, "e-1", 0, list(range(9)), KEYS[7], 9),
         KVBlocks("unknown", "e-1", 2, [7], KEYS[2], 8),
-        KVVerdict(T, is_valid=True),
-        KVVerdict(T, is_valid=False),
-        KVVerdict("unknown", is_valid=False),
-        KVGone("unknown", "why"),
+        KVCheckResult(T, is_valid=True),
+        KVCheckResult(T, is_valid=False),
+        KVCheckResult("unknown", is_valid=False),
+        KVDropped("unknown", "why"),
         KVPrefilled("unknown", b"", 0, 1),
         KVRenewed(),
         welcome(),
@@ -276,7 +275,7 @@ def test_a_token_outside_the_vocabulary_is_none() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (KVGone(T, "its lease has run out"), "its lease has run out"),
+        (KVDropped(T, "its lease has run out"), "its lease has run out"),
         (KVRefused("another model"), "another model"),
         (PeerLost("it hung up"), "it hung up"),
         (welcome(2), "its workers were replaced"),
@@ -296,7 +295,7 @@ def test_whatever_ends_it_ends_the_load_with_nothing(
     rig.take_sent()
     rig.hear(message)
     assert rig.settled() == TransferEnd(rig.held_id, 0, list(range(8)), reason)
-    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVDone([T])])
+    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
     assert [record.message for record in caplog.records] == [
         f"KV cannot be fetched from {ADDRESS}: {reason}"
     ]
@@ -311,7 +310,7 @@ def test_whatever_ends_it_ends_the_load_with_nothing(
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (KVGone(T, "it is not held, or not any more"), "it is not held, or not any more"),
+        (KVDropped(T, "it is not held, or not any more"), "it is not held, or not any more"),
         (KVRefused("another model"), "another model"),
         (PeerLost("nobody is there"), "nobody is there"),
         (welcome(1, "other"), "another engine is there now"),
@@ -326,7 +325,7 @@ def test_what_ends_it_before_anything_is_loaded(
     rig.hear(message)
     assert rig.remote.poll()
     assert rig.remote.lookup(demand(), 0) == 0
-    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVDone([T])])
+    assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
     assert rig.remote.take_news() == ([Failed("r", reason)] if fails else [])
 
 
@@ -345,7 +344,7 @@ def test_what_ends_it_before_anything_is_loaded(
         {"transfer_id": T.replace("t", "u", 1)},
         {"transfer_id": T + "0"},
         {"transfer_id": "t" * 10**6},
-        {"transfer_id": SourceSeal(keys_of(b"another secret")).id_of(ADDRESS, "e", "t")},
+        {"transfer_id": TransferToken(keys_of(b"another secret")).id_of(ADDRESS, "e", "t")},
     ],
     ids=range(13),
 )
@@ -375,13 +374,13 @@ def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
     rig.remote.announce(demand(), 2)
     rig.take_sent()
     rig.remote.release(source("u"))
-    assert rig.take_sent() == [KVDone([U])]
+    assert rig.take_sent() == [KVRelease([U])]
 
 
 def test_connections_that_rest_make_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.pd.holders.MAX_HOLDERS", 2)
+    monkeypatch.setattr("pagoda.pd.prefill_peers.MAX_HOLDERS", 2)
     for number in (1, 2, 3):
         rig.remote.announce(demand(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
     assert rig.remote.lookup(demand("2"), 0) is None
@@ -413,10 +412,10 @@ def test_a_refusal_holds_as_long_as_the_connection() -> None:
     rig = open_rig(KVRefused("another model"))
     rig.take_sent()
     rig.remote.announce(demand("next", token="u"), 0)
-    assert rig.take_sent() == [KVDone([U])]
+    assert rig.take_sent() == [KVRelease([U])]
     rig.hear(PeerLost("it hung up"))
     rig.remote.announce(demand("later", token="v"), 0)
-    assert rig.take_sent() == [HELLO, KVWant(V, 0, 8)]
+    assert rig.take_sent() == [HELLO, KVSubscribe(V, 0, 8)]
 
 
 def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
@@ -428,12 +427,12 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
     assert rig.take_sent() == [
         KVRenew([T]),
         HELLO,
-        KVWant(T, 0, 8),
+        KVSubscribe(T, 0, 8),
     ]
     rig.hear(welcome(), blocks(0, [1, 2]))
     [first] = rig.load()
     rig.pass_time(1.1)
-    assert rig.take_sent() == [KVRenew([T]), KVWant(T, 2, 8)]
+    assert rig.take_sent() == [KVRenew([T]), KVSubscribe(T, 2, 8)]
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]), prefilled())
     [second] = rig.ledger.take()
     rig.end(first)
@@ -452,7 +451,7 @@ def test_patience_is_with_who_answers(rig: Rig) -> None:
     rig.take_sent()
     rig.pass_time(SILENCE_S + 0.1)
     assert rig.hung_up == [ADDRESS]
-    assert rig.take_sent() == [KVDone([T])]
+    assert rig.take_sent() == [KVRelease([T])]
     assert rig.remote.lookup(demand(), 0) == 0
 
 
@@ -488,7 +487,7 @@ def test_an_abort_ends_the_load_and_the_lease() -> None:
     [transfer] = rig.load()
     rig.take_sent()
     rig.remote.forget("r")
-    assert rig.take_sent() == [KVDone([T])]
+    assert rig.take_sent() == [KVRelease([T])]
     assert rig.settled() is not None
     rig.end(transfer)
     rig.pool.release(rig.blocks)
@@ -501,7 +500,7 @@ def test_an_engine_that_ends_lets_go_of_all() -> None:
     rig = open_rig()
     rig.take_sent()
     rig.remote.close()
-    assert rig.take_sent() == [KVDone([T])]
+    assert rig.take_sent() == [KVRelease([T])]
 
 
 def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
@@ -548,7 +547,7 @@ def test_only_those_of_whom_there_is_news_are_named(rig: Rig) -> None:
     assert rig.remote.poll() == {"t", "u", "v"}
     rig.hear(blocks(0, [1, 2]))
     assert rig.remote.poll() == {"t"}
-    rig.hear(KVGone(U, "why"))
+    rig.hear(KVDropped(U, "why"))
     assert rig.remote.poll() == {"u"}
     rig.hear(KVRenewed())
     assert not rig.remote.poll()

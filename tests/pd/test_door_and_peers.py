@@ -9,15 +9,16 @@ import pytest
 import zmq
 
 from pagoda.engine.config import HandoffConfig
-from pagoda.engine.messages import CurveKeys, KVPeer, Role
 from pagoda.errors import ConfigError
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keep_door, keys_of
+from pagoda.messages.transfers import KVPeer
+from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.links import SocketLinks
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
-    KVDone,
     KVHello,
+    KVRelease,
     KVRenew,
     KVWelcome,
     PrefillMessage,
@@ -131,7 +132,7 @@ def test_one_engine_asks_at_several(asker: Asker) -> None:
 def test_who_has_another_secret_is_not_heard(holder: Holder) -> None:
     stranger = Asker(OTHER_KEYS)
     try:
-        stranger.peers.send(holder.address, KVDone(["t"]))
+        stranger.peers.send(holder.address, KVRelease(["t"]))
         ((address, loss),) = stranger.receive()
         assert address == holder.address
         assert isinstance(loss, PeerLost)
@@ -147,7 +148,7 @@ def test_who_has_the_doors_key_but_not_the_askers_is_told_why(holder: Holder) ->
     )
     stranger = Asker(keys)
     try:
-        stranger.peers.send(holder.address, KVDone(["t"]))
+        stranger.peers.send(holder.address, KVRelease(["t"]))
         ((_, loss),) = stranger.receive()
         assert loss == PeerLost("it has another --cluster-key-file")
         assert holder.door.receive() == []
@@ -237,9 +238,9 @@ def test_one_that_ends_is_noticed_and_its_successor_is_another(asker: Asker) -> 
 
 def test_last_words_go_out(holder: Holder) -> None:
     asker = Asker()
-    asker.peers.send(holder.address, KVDone(["t"]))
+    asker.peers.send(holder.address, KVRelease(["t"]))
     asker.close()
-    assert [message for _, message in holder.receive()] == [KVDone(["t"])]
+    assert [message for _, message in holder.receive()] == [KVRelease(["t"])]
 
 
 def test_a_word_to_who_is_gone_is_lost(holder: Holder, asker: Asker) -> None:

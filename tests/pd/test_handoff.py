@@ -8,11 +8,12 @@ from harness import assert_complete, expected_tokens, make_request
 from pair import Pair
 
 from pagoda.engine.config import KVTiersConfig
-from pagoda.engine.messages import FinishReason, Role, TokenChunk
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
-from pagoda.pd.holders import STALL_S
-from pagoda.pd.messages import KVBlocks, KVDone, KVPrefilled
+from pagoda.messages.frontend import FinishReason, TokenChunk
+from pagoda.messages.worker_config import Role
+from pagoda.pd.messages import KVBlocks, KVPrefilled, KVRelease
+from pagoda.pd.prefill_peers import STALL_S
 
 PROMPT = [token % 50 for token in range(3, 45)]
 
@@ -25,7 +26,7 @@ def test_the_answer_is_that_of_one_engine() -> None:
     assert_complete(pair.decode.harness, [request])
     assert pair.prefill.harness.tokens["r"] == pair.decode.harness.tokens["r"][:1]
     assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
-    assert len(pair.told(KVDone)) == len(pair.told(KVPrefilled)) == 1
+    assert len(pair.told(KVRelease)) == len(pair.told(KVPrefilled)) == 1
     assert len(pair.told(KVBlocks)) == 2, "one for each chunk"
     pair.check_nothing_left()
 

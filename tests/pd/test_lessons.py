@@ -15,33 +15,28 @@ import pytest
 from harness import assert_complete, expected_tokens, make_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
-from pagoda.engine.messages import (
-    FinishReason,
-    KVSource,
-    RemoteBlocks,
-    Role,
-    Transfer,
-    TransferEnd,
-)
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
-from pagoda.pd.holders import SILENCE_S
+from pagoda.messages.frontend import FinishReason, KVSource
+from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
+from pagoda.messages.worker_config import Role
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
     KVCheck,
-    KVDone,
-    KVGone,
+    KVCheckResult,
+    KVDropped,
     KVHello,
     KVPrefilled,
     KVRefused,
+    KVRelease,
     KVRenewed,
-    KVVerdict,
-    KVWant,
+    KVSubscribe,
     KVWelcome,
 )
-from pagoda.pd.sources import SourceSeal
+from pagoda.pd.prefill_peers import SILENCE_S
+from pagoda.pd.transfer_tokens import TransferToken
 
 PROMPT = [token % 50 for token in range(3, 45)]
 CHUNKS = {"max_num_batched_tokens": 12}
@@ -118,7 +113,7 @@ def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() < 5
     pair.run()
-    assert len(pair.told(KVWant)) == len(pair.told(KVDone)) == 2
+    assert len(pair.told(KVSubscribe)) == len(pair.told(KVRelease)) == 2
     assert pair.decode.harness.core.load().tiers[0].num_loaded == 10, "those of the first"
     assert pair.decode.harness.tokens["again"] == expected_tokens(make_request("again", PROMPT))
 
@@ -139,7 +134,7 @@ def test_nobody_fetches_and_the_lease_runs_out() -> None:
 def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     """The lease ends behind the reader's back, and its blocks are written again; all he has is the verdict."""
     pair = Pair(
-        fate=lambda message: () if isinstance(message, KVGone) else (0.001,),
+        fate=lambda message: () if isinstance(message, KVDropped) else (0.001,),
         prefill={"num_blocks": 16},
         decode={"transfer_fate": lambda _: TransferFate(delay_s=1.0)},
     )
@@ -150,7 +145,7 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     for number, document in enumerate(documents(2)):
         pair.prefill.add(make_request(f"next{number}", document))
     pair.run()
-    assert [verdict.is_valid for verdict in pair.told(KVVerdict)] == [False]
+    assert [verdict.is_valid for verdict in pair.told(KVCheckResult)] == [False]
     assert_complete(pair.decode.harness, [request])
     assert pair.decode.harness.core.load().tiers[0].num_loaded == 0
     pair.check_nothing_left()
@@ -160,7 +155,7 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
 
 
 def test_done_may_come_late_and_twice() -> None:
-    pair = Pair(fate=lambda it: (0.5, 3.0, 40.0) if isinstance(it, KVDone) else (0.001,))
+    pair = Pair(fate=lambda it: (0.5, 3.0, 40.0) if isinstance(it, KVRelease) else (0.001,))
     requests = [make_request(f"r{n}", document) for n, document in enumerate(documents(3))]
     for request in requests:
         pair.submit(request)
@@ -173,7 +168,7 @@ def test_ends_of_transfers_may_come_late_and_twice() -> None:
     pair = Pair()
     request = make_request("r", PROMPT)
     pair.submit(request)
-    pair.run_until(lambda: bool(pair.told(KVVerdict)))
+    pair.run_until(lambda: bool(pair.told(KVCheckResult)))
     for number in range(20):
         pair.decode.harness.tiers.transfer_ended(TransferEnd(number, 0))
     pair.run()
@@ -246,7 +241,7 @@ def test_what_cannot_be_asked_for_fails_the_request_where_it_is_to() -> None:
     pair = Pair(fails=True)
     request = make_request("r", PROMPT)
     address = "tcp://nobody:1"
-    transfer_id = SourceSeal(NO_KEYS).new_id(address, "e")
+    transfer_id = TransferToken(NO_KEYS).new_id(address, "e")
     pair.fetch(request, KVSource(address=address, engine_id="e", transfer_id=transfer_id))
     pair.run()
     error = pair.decode.harness.finished["r"].error
@@ -316,7 +311,7 @@ def test_a_request_that_prefill_fails_is_computed_by_decode() -> None:
     pair.prefill.harness.scheduler.fail("r", "It breaks here.")
     pair.run()
     assert_complete(pair.decode.harness, [request])
-    assert [gone.reason for gone in pair.told(KVGone)] == ["its request failed or was aborted"]
+    assert [gone.reason for gone in pair.told(KVDropped)] == ["its request failed or was aborted"]
     pair.check_nothing_left()
 
 
@@ -444,7 +439,7 @@ def test_one_handshake_is_enough_and_nobody_is_asked_twice() -> None:
         pair.submit(request)
     pair.run()
     assert len(pair.told(KVHello)) == len(pair.told(KVWelcome)) == 1
-    assert len(pair.told(KVWant)) == len(pair.told(KVCheck)) == len(pair.told(KVDone)) == 6
+    assert len(pair.told(KVSubscribe)) == len(pair.told(KVCheck)) == len(pair.told(KVRelease)) == 6
 
 
 def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() -> None:

@@ -16,7 +16,7 @@ import pytest
 from transport_rig import SECRET, Memory, make, read, soon
 
 from pagoda.pd.transport import stream_server, tcp
-from pagoda.pd.transport.base import MemoryDoor, Span, TransportError
+from pagoda.pd.transport.base import ExportedMemory, Span, TransportError
 from pagoda.pd.transport.proof import Prover
 from pagoda.pd.transport.shm import ShmDescriptor
 from pagoda.pd.transport.tcp import TcpDescriptor
@@ -31,7 +31,7 @@ class House:
         self.name = name
         self.theirs, self.ours = Memory(1), Memory(2)
         self.transport = make(name, self.ours)
-        self.door: MemoryDoor = make(name, self.theirs).open_door()
+        self.door: ExportedMemory = make(name, self.theirs).open_door()
 
     def knock(self) -> socket.socket:
         if self.name == "shm":

@@ -14,7 +14,7 @@ import pytest
 from transport_rig import SIZES, Memory, make, read, soon
 
 from pagoda.pd.transport import tcp
-from pagoda.pd.transport.base import MemoryDoor, MemoryLink, Span, Transport, TransportError
+from pagoda.pd.transport.base import ExportedMemory, MemoryLink, Span, Transport, TransportError
 
 TESTED = os.environ.get("PAGODA_TEST_TRANSPORT", "shm;tcp;tcp, encrypted").split(";")
 
@@ -30,7 +30,7 @@ class Pair:
         try:
             self.holder: Transport = make(self.kind, self.theirs, encrypts=encrypts)
             self.fetcher: Transport = make(self.kind, self.ours)
-            self.door: MemoryDoor = self.holder.open_door()
+            self.door: ExportedMemory = self.holder.open_door()
             self.link: MemoryLink = self.connect()
         except TransportError as error:
             pytest.skip(str(error))

@@ -17,16 +17,6 @@ import msgspec
 import pytest
 
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.messages import (
-    FinishReason,
-    GenerateRequest,
-    LoadReport,
-    SamplingParams,
-    SimConfig,
-    TierLoad,
-    TokenChunk,
-    WorkerConfig,
-)
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
@@ -34,6 +24,10 @@ from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.frontend.totals import Counted
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.load import LoadReport, TierLoad
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
@@ -495,7 +489,7 @@ def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_hav
         asked = [request(f"r{i}", [i] * 9) for i in range(6)]
         await asyncio.gather(*(ask(dispatcher, one) for one in asked))
         above = PrefixIndex(1000)
-        unfollow = dispatcher.follow_cache(above.take)
+        unfollow = dispatcher.subscribe_cache(above.take)
         await asyncio.sleep(0.1)
         assert above.told == cached_by(endpoints)
         await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))

@@ -12,21 +12,15 @@ import pytest
 from test_dispatching import Answer, ask, assert_nothing_left, engine, request
 
 from pagoda.engine.config import HandoffConfig
-from pagoda.engine.messages import (
-    CurveKeys,
-    FinishReason,
-    GenerateRequest,
-    KVSource,
-    Role,
-    TokenChunk,
-)
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.outliers import SILENCE_S
 from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.preparation import Place
+from pagoda.frontend.prefill_offload import Place
 from pagoda.ipc.clock import LoopClock
+from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource, TokenChunk
+from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 from pagoda.sim.network import SimNetwork

@@ -8,7 +8,8 @@ import torch
 from in_process import InProcessEngine
 from torch import Tensor
 
-from pagoda.engine.messages import GenerateRequest, SamplingParams
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
 
 NUM_PROMPTS = 8
 NUM_TOP = 20

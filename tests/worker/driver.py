@@ -6,14 +6,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagoda.engine.messages import (
-    SamplingParams,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    WorkerConfig,
-    WorkerReady,
-)
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner

@@ -13,9 +13,12 @@ from thread_group import ThreadGroup
 
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
-from pagoda.engine.messages import GenerateRequest, LoadReport, StepPlan, TokenChunk, WorkerConfig
 from pagoda.executor.base import ExecutorEvent
 from pagoda.ipc.clock import VirtualClock
+from pagoda.messages.frontend import GenerateRequest, TokenChunk
+from pagoda.messages.load import LoadReport
+from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.loading import load_runner, plan_worker

@@ -13,21 +13,19 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
-from pagoda.engine.messages import (
+from pagoda.messages.transfers import (
     DeviceBlocks,
-    KVHandoffConfig,
     KVPeer,
     KVRank,
     RemoteBlocks,
-    Role,
     Transfer,
     TransferEnd,
-    WorkerConfig,
-    WorkerReady,
 )
+from pagoda.messages.worker import WorkerReady
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv_exchange import KVExchange
+from pagoda.worker.kv_connector import KVConnectorWorker
 from pagoda.worker.kv_handoff import KVHandoff, open_handoff
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
 from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
@@ -91,7 +89,7 @@ class Engine:
         self.ranks = [_make_rank(one, role) for one in configs]
         self._ended = threading.Semaphore(0)
         exchanges = [rank.handoff.exchange(self._ended.release) for rank in self.ranks]
-        self.exchanges: list[KVExchange] = [e for e in exchanges if e is not None]
+        self.exchanges: list[KVConnectorWorker] = [e for e in exchanges if e is not None]
         self._next_id = 0
 
     def peer(self, peer_id: str = "prefill-1") -> KVPeer:

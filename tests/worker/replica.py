@@ -7,23 +7,15 @@ from pathlib import Path
 
 import zmq
 
-from pagoda.engine.messages import (
-    KVPeer,
-    SamplingParams,
-    SlotStart,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    Transfer,
-    TransferEnd,
-    TransferPlace,
-    WorkerConfig,
-    WorkerReady,
-)
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.local import LocalLauncher
 from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd, TransferPlace
+from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=8, logprobs=5)
 

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pagoda.engine.messages import (
-    ClockPing,
-    ClockPong,
-    StopTrace,
-    WorkerConfig,
-    WorkerHello,
-    WorkerMessage,
-    WorkerOrder,
-    WorkerPeers,
-)
 from pagoda.ipc.codec import Codec
+from pagoda.messages.tracing import ClockPing, ClockPong, StopTrace
+from pagoda.messages.worker import WorkerHello, WorkerMessage, WorkerOrder, WorkerPeers
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker import engine_link
 from pagoda.worker.engine_link import EngineLink

@@ -16,7 +16,9 @@ from in_process import InProcessExecutor
 from tiny_models import make_model
 from torch import Tensor
 
-from pagoda.engine.messages import SamplingParams, StepPlan, StepResult, WorkerConfig
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import StepPlan, StepResult
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.heads import BROKE_A_STEP, FollowingHead, LeadingHead
 from pagoda.worker.runner import Runner

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_model
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
-from pagoda.engine.messages import WorkerConfig
+from pagoda.checkpoints.gguf import read_gguf
 from pagoda.errors import ConfigError
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.config import read_model_config
 from pagoda.model.gguf import GgufWeights, gguf_model_config
 from pagoda.model.sharding import whole
-from pagoda.models.gguf import read_gguf
 
 IN_GGUF = [name for name in FAMILIES if name not in ("qwen2-windowed", *WITH_EXPERTS)]
 """A GGUF file cannot say that only some layers have windows; experts are not read from one."""

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagoda.engine.messages import SamplingParams, SlotStart
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import SlotStart
 from pagoda.worker.input_batch import InputBatch
 
 SLOTS, LONGEST, BLOCK_SIZE = 5, 30, 4

@@ -12,19 +12,12 @@ import pytest
 from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    HostSlots,
-    KVHandoffConfig,
-    KVPeer,
-    RemoteBlocks,
-    Role,
-    TokenLogprobs,
-    WorkerConfig,
-    WorkerReady,
-)
 from pagoda.executor.group import GroupExecutor
 from pagoda.executor.local import LocalWorkers
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.transfers import DeviceBlocks, HostSlots, KVPeer, RemoteBlocks
+from pagoda.messages.worker import WorkerReady
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 PROMPT = random.Random(1).choices(range(320), k=40)

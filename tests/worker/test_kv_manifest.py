@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save_model
 
 from pagoda.backend.base import KVCache
-from pagoda.engine.messages import WorkerConfig
 from pagoda.kv.objects import Manifest
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.kv_manifest import kv_digest, make_manifest

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.engine.messages import KVPart, KVPeer, KVRank
+from pagoda.messages.transfers import KVPart, KVPeer, KVRank
 from pagoda.worker.kv_plan import (
     OwnPart,
     PlanError,

@@ -10,15 +10,10 @@ import pytest
 from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
-from pagoda.engine.messages import (
-    DeviceBlocks,
-    DiskObjects,
-    HostSlots,
-    TransferEnd,
-    WorkerConfig,
-    WorkerReady,
-)
 from pagoda.kv.objects import object_name
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, TransferEnd
+from pagoda.messages.worker import WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 PROMPT, OTHER = ([random.Random(seed).randrange(320) for _ in range(40)] for seed in (1, 2))

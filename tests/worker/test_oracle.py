@@ -12,7 +12,8 @@ from driver import Driver, load
 from in_process import InProcessEngine
 from tiny_models import FAMILIES, continuation, make_model, save_model
 
-from pagoda.engine.messages import GenerateRequest, SamplingParams
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
 
 LENGTH = 64
 CONTEXT = 224

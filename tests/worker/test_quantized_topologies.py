@@ -24,8 +24,8 @@ from thread_group import ThreadGroup
 from tiny_models import make_model
 from torch import Tensor
 
-from pagoda.engine.messages import WorkerConfig
 from pagoda.errors import ConfigError
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import Tracer

@@ -11,7 +11,8 @@ from tiny_models import save_model
 from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
-from pagoda.engine.messages import SamplingParams, StepPlan
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import StepPlan
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.heads import BROKE_A_STEP, Logits, OwnHead
 from pagoda.worker.input_batch import InputBatch

@@ -9,7 +9,8 @@ import pytest
 from driver import Driver, load
 from tiny_models import save_model
 
-from pagoda.engine.messages import SamplingParams, TokenLogprobs
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.worker.runner import Runner
 
 LENGTH = 24

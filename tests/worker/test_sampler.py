@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.engine.messages import SamplingParams, SlotStart
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import SlotStart
 from pagoda.worker.philox import uniform
 from pagoda.worker.sampler import NOT_FINITE, NOTHING_ALLOWED, OVERFLOWN, Sampled, Sampler
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from pagoda.engine.messages import KVHandoffConfig, Role, WorkerConfig
+from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.pd.transport.base import Region
 from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import zmq
 
-from pagoda.engine.messages import CurveKeys, StepPlan
 from pagoda.ipc.curve import keep_door, new_keys
+from pagoda.messages.worker import StepPlan
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.worker.stages import StageInput, StageOutput, StageState
 from pagoda.worker.step_clock import StepTimes
 

@@ -11,7 +11,8 @@ from distributions import differences, log_probabilities
 from in_process import InProcessEngine
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
 
-from pagoda.engine.messages import GenerateRequest, SamplingParams
+from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.model.config import read_model_config
 from pagoda.parallel.config import ParallelConfig
 

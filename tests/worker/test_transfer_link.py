@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from pagoda.engine.messages import (
-    CurveKeys,
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.messages.transfers import (
     DeviceBlocks,
     HostSlots,
     KVPeer,
@@ -19,10 +20,8 @@ from pagoda.engine.messages import (
     TransferLink,
     TransferMessage,
     Transfers,
-    WorkerConfig,
 )
-from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.transfer_link import TransferThread

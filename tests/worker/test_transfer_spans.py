@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pagoda.engine.messages import (
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.engine.messages import (
+from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.objects import Manifest, object_name, open_directory
+from pagoda.messages.transfers import (
     DeviceBlocks,
     DiskObjects,
     HostSlots,
@@ -20,8 +22,6 @@ from pagoda.engine.messages import (
     TransferEnd,
     TransferPlace,
 )
-from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.objects import Manifest, object_name, open_directory
 from pagoda.worker import transfers
 from pagoda.worker.host_arena import HostArena
 from pagoda.worker.transfers import Transfers

@@ -16,19 +16,19 @@ import zmq
 from tiny_models import continuation, save_model
 
 import pagoda
-from pagoda.engine.messages import (
-    SamplingParams,
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.lifeline import ChildProcess
+from pagoda.ipc.machine import available_cores
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import (
     SlotStart,
     StepPlan,
     StepResult,
-    WorkerConfig,
     WorkerFailed,
     WorkerMessage,
     WorkerReady,
 )
-from pagoda.ipc.codec import Codec
-from pagoda.ipc.lifeline import ChildProcess
-from pagoda.ipc.machine import available_cores
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.pinning import part_of_cores
 

@@ -14,13 +14,10 @@ from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
 from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
-from pagoda.engine.messages import (
-    SamplingParams,
-    StepPlan,
-    TraceStopped,
-    WorkerConfig,
-    WorkerReady,
-)
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.tracing import TraceStopped
+from pagoda.messages.worker import StepPlan, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 from pagoda.worker.loading import LoadedWorker, load_runner, plan_worker

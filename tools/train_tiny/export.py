@@ -1,7 +1,7 @@
 """Write a training checkpoint as a Hugging Face model folder.
 
     python -m tools.train_tiny.export --checkpoint RUN_FOLDER/checkpoint.pt \\
-        --out pagoda/models/pagoda_tiny
+        --out pagoda/checkpoints/pagoda_tiny
 """
 
 from __future__ import annotations

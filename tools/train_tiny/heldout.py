@@ -1,6 +1,6 @@
 """The held-out questions.
 
-python -m tools.train_tiny.heldout --out pagoda/models/pagoda_tiny/heldout.jsonl
+python -m tools.train_tiny.heldout --out pagoda/checkpoints/pagoda_tiny/heldout.jsonl
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Score an exported model with transformers (CPU, greedy, fp32 by default) on held-out questions.
 
-python -m tools.train_tiny.verify --model pagoda/models/pagoda_tiny
+python -m tools.train_tiny.verify --model pagoda/checkpoints/pagoda_tiny
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ from pagoda.cli.options import (
     GeneralOptions,
     ParallelOptions,
 )
-from pagoda.engine.messages import FinishReason, SamplingParams
 from pagoda.frontend.llm import LLM
 from pagoda.frontend.outputs import RequestOutput
+from pagoda.messages.frontend import FinishReason
+from pagoda.messages.sampling_params import SamplingParams
 
 _ENGINE = EngineOptions()
 _PARALLEL = ParallelOptions()

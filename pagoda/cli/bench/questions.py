@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.openai_client import Message
 from pagoda.errors import ConfigError
-from pagoda.models.resolve import resolve_model
 
 _EMBEDDED_FILE = "heldout.jsonl"
 

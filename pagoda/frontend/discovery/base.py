@@ -12,7 +12,7 @@ from typing import Protocol
 
 import zmq.asyncio
 
-from pagoda.engine.messages import HostRecord
+from pagoda.messages.hosts import HostRecord
 
 TTL_S = 5.0
 """A host that was not heard of for so long is gone."""

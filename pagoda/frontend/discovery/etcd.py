@@ -13,11 +13,11 @@ import logging
 
 import msgspec
 
-from pagoda.engine.messages import HostRecord
+from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.addresses import EtcdPlace
 from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
-from pagoda.frontend.merge import cancel_all, first_of, keep_going
+from pagoda.messages.hosts import HostRecord
 
 _RETRY_S = 0.5
 _LOOK_S = 2.0

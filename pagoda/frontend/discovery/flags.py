@@ -6,12 +6,13 @@ from pathlib import Path
 
 import zmq.asyncio
 
-from pagoda.engine.messages import CurveKeys, HostRecord
 from pagoda.frontend.discovery.addresses import ETCD_SCHEME, EtcdPlace, parse_address
 from pagoda.frontend.discovery.base import Discover, Discovery, Register, Registration
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.hosts_file import FileDiscovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
+from pagoda.messages.hosts import HostRecord
+from pagoda.messages.worker_config import CurveKeys
 
 
 def registering(join: str | None, keys: CurveKeys) -> Register:

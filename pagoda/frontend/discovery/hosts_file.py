@@ -6,10 +6,10 @@ import asyncio
 import logging
 from pathlib import Path
 
-from pagoda.engine.messages import HostRecord
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import parse_address
 from pagoda.frontend.discovery.base import Notices, Tell
+from pagoda.messages.hosts import HostRecord
 
 _LOOK_S = 1.0
 _MAX_BYTES = 2**20

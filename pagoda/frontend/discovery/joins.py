@@ -10,13 +10,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pagoda.engine.messages import CurveKeys, HostJoin, HostRecord, JoinAnswer
 from pagoda.errors import ConfigError
+from pagoda.frontend.async_utils import cancel_all, keep_going
 from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
-from pagoda.frontend.merge import cancel_all, keep_going
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
 from pagoda.ipc.heartbeat import notice_silence
+from pagoda.messages.hosts import HostJoin, HostRecord, JoinAnswer
+from pagoda.messages.worker_config import CurveKeys
 
 _MAX_MESSAGE_BYTES = 2**16
 _MAX_DISMISSED = 1024

@@ -76,7 +76,7 @@ class Span(NamedTuple):
     """Address in this process."""
 
 
-class MemoryDoor(Protocol):
+class ExportedMemory(Protocol):
     """Regions of this process, open for reading to whoever knows the secret."""
 
     @property
@@ -90,7 +90,7 @@ class MemoryDoor(Protocol):
 
 
 class MemoryLink(Protocol):
-    """A connection to one `MemoryDoor`. Reads may come from several threads."""
+    """A connection to one `ExportedMemory`. Reads may come from several threads."""
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         """Returns when all spans have been read; gives up at `deadline` (`time.monotonic`).
@@ -110,7 +110,7 @@ class MemoryLink(Protocol):
 class Transport(Protocol):
     """One way of moving KV, as one worker uses it: for its own memory, and to read that of others into it."""
 
-    def open_door(self) -> MemoryDoor:
+    def open_door(self) -> ExportedMemory:
         """
         Raises:
             TransportError: this host does not offer what it takes.

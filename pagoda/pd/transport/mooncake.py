@@ -53,8 +53,8 @@ class MooncakeTransport:
         """For all links."""
         self._abandoned = _Abandoned()
 
-    def open_door(self) -> MooncakeDoor:
-        return MooncakeDoor(self._kind, self._host, self._memory.regions)
+    def open_door(self) -> MooncakeListener:
+        return MooncakeListener(self._kind, self._host, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> MooncakeLink:
         self._abandoned.close_old(time.monotonic())
@@ -63,7 +63,7 @@ class MooncakeTransport:
         return link
 
 
-class MooncakeDoor:
+class MooncakeListener:
     """An engine of its own, whose end is the end of all reads."""
 
     def __init__(self, kind: Any, host: str, regions: Sequence[Region]) -> None:

@@ -52,15 +52,15 @@ class NixlTransport:
         self._abandoned: list[Any] = []
         """Agents with reads that have not ended: UCX ends the process when they are taken down."""
 
-    def open_door(self) -> NixlDoor:
-        return NixlDoor(self._nixl, self._memory.regions)
+    def open_door(self) -> NixlListener:
+        return NixlListener(self._nixl, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
         regions = self._memory.regions
         return NixlLink(self._nixl, regions, descriptor, deadline, self._abandoned)
 
 
-class NixlDoor:
+class NixlListener:
     """An agent of its own, whose end is the end of all reads.
 
     NIXL's own thread would never sleep; ours looks often only while somebody reads, who says so before.

@@ -80,16 +80,16 @@ class ShmTransport:
         self._memory = memory
         self._access = access
 
-    def open_door(self) -> ShmDoor:
+    def open_door(self) -> ShmListener:
         if self._memory.file is None:
             raise TransportError("the KV cache is not in memory that processes can share")
-        return ShmDoor(self._memory.regions, self._memory.file, self._access.secret)
+        return ShmListener(self._memory.regions, self._memory.file, self._access.secret)
 
     def connect(self, descriptor: bytes, deadline: float) -> ShmLink:
         return ShmLink(descriptor, self._access.secret, deadline)
 
 
-class ShmDoor:
+class ShmListener:
     """Hands the file to guests."""
 
     def __init__(self, regions: Sequence[Region], file: MemoryFile, secret: bytes) -> None:

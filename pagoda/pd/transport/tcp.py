@@ -72,8 +72,8 @@ class TcpTransport:
         self._memory = memory
         self._access = access
 
-    def open_door(self) -> TcpDoor:
-        return TcpDoor(self._memory.regions, self._access)
+    def open_door(self) -> TcpListener:
+        return TcpListener(self._memory.regions, self._access)
 
     def connect(self, descriptor: bytes, deadline: float) -> TcpLink:
         link = TcpLink(descriptor, self._access)
@@ -81,7 +81,7 @@ class TcpTransport:
         return link
 
 
-class TcpDoor:
+class TcpListener:
     """Serves regions of this process, each guest in a thread of its own."""
 
     def __init__(self, regions: Sequence[Region], access: Access) -> None:

@@ -1,0 +1,318 @@
+"""What a server does, once a second, for whoever looks on: one sampler for all pages, and none without a page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from itertools import islice
+
+import msgspec
+
+from pagoda.api.latencies import Latencies, Percentiles
+from pagoda.api.progress import Growth, Progress
+from pagoda.errors import EngineDeadError
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.endpoint import Endpoint
+from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
+from pagoda.messages.frontend import StepBin, StepStatistics
+from pagoda.messages.load import LoadReport, ReplicaLoad
+
+_log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+WINDOW_S = 10
+"""Percentiles and the share of prefix hits are of the last so many seconds."""
+MAX_ANSWERS = 200
+"""Told one by one; the oldest ones."""
+MAX_REPLICAS = 256
+"""Told one by one."""
+MAX_STEP_BINS = 1024
+"""In one snapshot, of all replicas together."""
+
+
+class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer that is being given."""
+
+    id: str
+    name: str
+    """What the client calls the request; of several answers to one request it is the same."""
+    key: str
+    state: str
+    """`waiting` for its first token, or `generating`."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    age_s: float
+
+
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """How full one tier of KV is, in blocks. `num_cached` are those that can be given up for others."""
+
+    name: str
+    num_total: int
+    num_used: int
+    num_cached: int
+    is_indexed: bool = True
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine or host. What it does not say itself is None while it does not answer."""
+
+    name: str
+    state: str
+    num_requests: int
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_blocks: int | None = None
+    num_used_blocks: int | None = None
+    num_cached_blocks: int | None = None
+    step_time_ms: float | None = None
+
+
+class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One second of a server. Rates are None in the first one: nothing came before it."""
+
+    prompt_tokens_per_s: float | None
+    """Taken up by engines, with those whose KV was there already."""
+    output_tokens_per_s: float | None
+    """Generated for clients of this server."""
+    ttft_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    num_running: int
+    num_waiting: int
+    num_awaiting_kv: int
+    prefix_hit_rate: float | None
+    """Of the prompt tokens of the last seconds; None if there were none."""
+    num_preemptions: int
+    num_restarts: int
+    """Of workers and engines. Neither this nor preemptions fall while the server runs."""
+    tiers: list[TierState]
+    """The device first."""
+    num_replicas: int
+    """With those that are not among `replicas`."""
+    replicas: list[ReplicaState]
+    num_answers: int
+    answers: list[LiveAnswer]
+    steps: dict[str, list[StepBin]]
+    """By replica, those that have ended since the last snapshot; `age_s` is as of this one."""
+
+
+class Sampler:
+    """Makes a snapshot a second while somebody watches. Belongs to one event loop."""
+
+    def __init__(self, book: RequestTracker) -> None:
+        self._book = book
+        self._progress = Progress()
+        self._feed: _Feed | None = None
+        self._closed = False
+
+    async def watch(self, endpoint: Endpoint) -> AsyncIterator[LiveSnapshot]:
+        """The first one at once, if nobody else watches; ends when the sampler is closed or `endpoint` has ended.
+
+        A watcher that takes its time misses snapshots.
+        """
+        if self._closed:
+            return
+        if self._feed is None:
+            self._feed = _Feed(_View(endpoint, self._book, self._progress))
+        feed = self._feed
+        feed.num_watchers += 1
+        try:
+            while (snapshot := await asyncio.shield(feed.next)) is not None:
+                yield snapshot
+        finally:
+            feed.num_watchers -= 1
+            if feed.num_watchers == 0:
+                if self._feed is feed:
+                    self._feed = None
+                await cancel_all([feed.task])
+
+    def close(self) -> None:
+        """All watchers have seen enough: the server ends."""
+        self._closed = True
+        if self._feed is not None:
+            self._feed.task.cancel()
+
+
+class _Feed:
+    """What all who watch at the same time are shown."""
+
+    def __init__(self, view: _View) -> None:
+        self.num_watchers = 0
+        self.next: asyncio.Future[LiveSnapshot | None] = asyncio.get_running_loop().create_future()
+        """None, and no other any more, when there is nothing to be seen."""
+        self._view = view
+        self.task = asyncio.create_task(self._sample())
+        self.task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("nothing more can be shown on the page", exc_info=error)
+        self._view.close()
+        self.next.set_result(None)
+
+    async def _sample(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        with contextlib.suppress(EngineDeadError):  # the server ends, and says why
+            while True:
+                snapshot = await self._view.look()
+                told, self.next = self.next, loop.create_future()
+                told.set_result(snapshot)
+                due = max(due + INTERVAL_S, loop.time())
+                await asyncio.sleep(due - loop.time())
+
+
+class _View:
+    """What is seen from one snapshot to the next."""
+
+    def __init__(self, endpoint: Endpoint, book: RequestTracker, progress: Progress) -> None:
+        self._endpoint = endpoint
+        self._book = book
+        self._progress = progress
+        self._clock = asyncio.get_running_loop().time
+        self._latencies = Latencies(round(WINDOW_S / INTERVAL_S))
+        self._steps: dict[str, list[tuple[float, StepBin]]] = {}
+        """By replica, with the time at which they were told."""
+        self._num_bins = 0
+        self._began = self._clock()
+        self._at: float | None = None
+        """Of the last snapshot; nothing is said of the time before the first."""
+        self._tokens_before = 0
+        self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
+        self._unobserve = book.observe(self._latencies)
+        self._unfollow = endpoint.subscribe_steps(self._hear)
+
+    def close(self) -> None:
+        self._unobserve()
+        self._unfollow()
+
+    def _hear(self, news: StepStatistics) -> None:
+        room = MAX_STEP_BINS - self._num_bins
+        bins = news.bins[-room:] if room > 0 else []
+        self._num_bins += len(bins)
+        now = self._clock()
+        self._steps.setdefault(news.replica, []).extend((now, one) for one in bins)
+
+    def _take_steps(self) -> dict[str, list[StepBin]]:
+        steps, self._steps, self._num_bins = self._steps, {}, 0
+        now = self._clock()
+        return {
+            replica: [
+                msgspec.structs.replace(
+                    one,
+                    age_s=round(one.age_s + now - told_at, 4),
+                    step_time_s=round(one.step_time_s, 6),
+                )
+                for told_at, one in bins
+            ]
+            for replica, bins in steps.items()
+        }
+
+    async def look(self) -> LiveSnapshot:
+        """
+        Raises:
+            EngineDeadError: there is nothing to be seen any more.
+        """
+        report = await self._endpoint.load()
+        now = self._clock()
+        growth = self._progress.take(report, now, self._began)
+        self._prompts.append(growth)
+        output_rate = self._output_tokens_per_s(now)
+        is_first, self._at = self._at is None, now
+        ttft, itl = self._latencies.next_window()
+        return LiveSnapshot(
+            prompt_tokens_per_s=None if is_first else round(growth.prompt_tokens_per_s, 1),
+            output_tokens_per_s=output_rate,
+            ttft_ms=ttft,
+            itl_ms=itl,
+            num_running=report.num_running,
+            num_waiting=report.num_waiting,
+            num_awaiting_kv=report.num_awaiting_kv,
+            prefix_hit_rate=_share(
+                sum(one.num_prefix_hit_tokens for one in self._prompts),
+                sum(one.num_prompt_tokens for one in self._prompts),
+            ),
+            num_preemptions=self._progress.num_preemptions,
+            num_restarts=self._progress.num_restarts,
+            tiers=_tiers(report),
+            num_replicas=len(report.replicas),
+            replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
+            num_answers=len(self._book.live),
+            answers=live_answers(self._book),
+            steps=self._take_steps(),
+        )
+
+    def _output_tokens_per_s(self, now: float) -> float | None:
+        """Since the last snapshot; None if this is the first."""
+        before, self._tokens_before = self._tokens_before, self._latencies.num_tokens
+        if self._at is None:
+            return None
+        return round((self._tokens_before - before) / max(now - self._at, 1e-3), 1)
+
+
+def live_answers(book: RequestTracker) -> list[LiveAnswer]:
+    """The oldest of those that are being given."""
+    now_ns = book.clock_ns()
+    return [_answer(record, now_ns) for record in islice(book.live.values(), MAX_ANSWERS)]
+
+
+def _answer(record: RequestStatistics, now_ns: int) -> LiveAnswer:
+    return LiveAnswer(
+        id=record.request_id,
+        name=record.origin.name,
+        key=record.origin.key,
+        state="waiting" if record.first_token_ns is None else "generating",
+        prompt_tokens=record.num_prompt_tokens,
+        cached_tokens=record.num_cached_tokens,
+        output_tokens=record.num_output_tokens,
+        max_tokens=record.max_tokens,
+        age_s=round((now_ns - record.origin.arrived_ns) / 1e9, 2),
+    )
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(min(part / whole, 1.0), 4) if whole > 0 else None
+
+
+def _tiers(report: LoadReport) -> list[TierState]:
+    device = TierState(
+        name="device",
+        num_total=report.num_blocks,
+        num_used=report.num_blocks - report.num_free_blocks,
+        num_cached=report.num_cached_blocks,
+    )
+    below = [
+        TierState(
+            name=tier.name,
+            num_total=tier.num_total_blocks,
+            num_used=0,
+            num_cached=tier.num_blocks,
+            is_indexed=tier.is_indexed,
+        )
+        for tier in report.tiers
+    ]
+    return [device, *below]
+
+
+def _replica(replica: ReplicaLoad) -> ReplicaState:
+    report = replica.report
+    if report is None:
+        return ReplicaState(
+            name=replica.name, state=replica.state, num_requests=replica.num_requests
+        )
+    return ReplicaState(
+        name=replica.name,
+        state=replica.state,
+        num_requests=replica.num_requests,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting + report.num_awaiting_kv,
+        num_blocks=report.num_blocks,
+        num_used_blocks=report.num_blocks - report.num_free_blocks,
+        num_cached_blocks=report.num_cached_blocks,
+        step_time_ms=round(report.step_time_s * 1e3, 3),
+    )

@@ -1,0 +1,140 @@
+"""One HTTP request on its way through the API, and the ways to answer it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from pagoda.api.errors import ApiError, as_api_error
+from pagoda.api.protocol import parse_body
+from pagoda.api.service import Service
+from pagoda.api.sse import EventStream, error_event
+from pagoda.frontend.request_tracker import Origin
+
+_log = logging.getLogger(__name__)
+
+INTERNAL_ERROR = "The server made an error; its log says more."
+
+_LARGE_BODY_BYTES = 256 * 2**10
+"""Bodies longer than this are decoded in a thread, so that streams go on meanwhile."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request, the server's state, and who asks."""
+
+    http: web.BaseRequest
+    service: Service
+    key_name: str | None
+    """Of the API key that it came with; empty if none is asked for, None if it lacks one."""
+    origin: Origin
+    """What its answers are known by."""
+    path_argument: str = ""
+    """What stands in the path where the route has a `*`."""
+
+    @property
+    def request_id(self) -> str:
+        return self.origin.name
+
+    @property
+    def session_header(self) -> str | None:
+        return self.http.headers.get("X-Session-ID")
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the client may use the server: it has sent an API key, or none is asked for."""
+        return self.key_name is not None
+
+    async def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            ApiError: 413 if it is too long, 408 if it does not arrive in time.
+        """
+        config = self.service.config
+        too_long = ApiError(413, f"The body is longer than {config.max_body_bytes} bytes.")
+        if (self.http.content_length or 0) > config.max_body_bytes:
+            raise too_long
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                return await self.http.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise too_long from None
+        except web.RequestPayloadError as error:
+            message = f"The body cannot be read: {error}."
+            raise ApiError(400, message, word="invalid_body") from None
+        except TimeoutError:
+            raise ApiError(
+                408, f"The body did not arrive within {config.body_timeout_s:.0f} s."
+            ) from None
+
+    async def parse(self, kind: type[T]) -> T:
+        """The body, decoded and checked.
+
+        Raises:
+            ApiError: as `body`.
+            InvalidRequestError: it is not such a body; names the field.
+        """
+        body = await self.body()
+        if len(body) <= _LARGE_BODY_BYTES:
+            return parse_body(body, kind)
+        return await asyncio.to_thread(parse_body, body, kind)
+
+    def json(self, value: object, *, status: int = 200) -> web.Response:
+        """An answer in one piece."""
+        return web.Response(
+            body=msgspec.json.encode(value),
+            status=status,
+            content_type="application/json",
+            headers={"X-Request-Id": self.request_id},
+        )
+
+    def text(self, text: str, content_type: str) -> web.Response:
+        """An answer in one piece, of a type with its parameters such as `text/plain; version=0.0.4`."""
+        return web.Response(
+            body=text.encode(),
+            headers={"Content-Type": content_type, "X-Request-Id": self.request_id},
+        )
+
+    def error(self, error: ApiError) -> web.Response:
+        """An answer that is an error."""
+        return web.Response(
+            body=error.encode(),
+            status=error.status,
+            content_type="application/json",
+            headers={"X-Request-Id": self.request_id, **error.headers},
+        )
+
+    async def stream(self, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
+        """An answer as events. An error before the first event is raised; later ones become an `error` event."""
+        config = self.service.config
+        stream = EventStream(
+            self.http,
+            {"X-Request-Id": self.request_id},
+            tick_s=config.keep_alive_s,
+            stall_s=config.stall_timeout_s,
+        )
+        try:
+            try:
+                await produce(stream)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not stream.is_open:
+                    raise
+                answer = as_api_error(error)
+                if answer is None:
+                    _log.exception("request failed", extra={"request_id": self.request_id})
+                    answer = ApiError(500, INTERNAL_ERROR)
+                await stream.send(error_event(answer.body()))
+            return await stream.close()
+        finally:
+            stream.stop()

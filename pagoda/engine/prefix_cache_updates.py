@@ -1,0 +1,85 @@
+"""Tells those who send requests which blocks an engine has: all at first, then what has changed.
+
+Unlike events (`pagoda.kv.events`), which tell of every change, news say what holds now: what comes and goes in
+between is not told, and a block that lies in two places is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_keys import SHORT_KEY_BYTES
+from pagoda.kv.block_pool import BlockPool
+from pagoda.messages.frontend import PrefixCacheUpdate
+
+INTERVAL_S = 0.05
+"""From one piece of news to the next; after a longer pause they come at once."""
+MAX_KEYS = 8192
+"""In one piece of news, which takes some milliseconds to put together; what is left comes with the next."""
+
+
+class CacheReporter:
+    """Remembers whom it has told what. While nobody asks there is nothing to do, here or in the pools."""
+
+    def __init__(self, pools: Sequence[BlockPool], clock: Clock) -> None:
+        """`pools` are those where a request finds blocks at next to no cost."""
+        self._pools = pools
+        self._clock = clock
+        self._untold: dict[bytes, dict[bytes, None]] = {}
+        """By frontend, keys of which it may believe something else than what holds, longest ago first."""
+        self._newcomers: set[bytes] = set()
+        self._next_at = clock.now()
+
+    def follow(self, frontend: bytes) -> None:
+        """Tells `frontend` from now on. Who asks again is told all again."""
+        if not self._untold:
+            for pool in self._pools:
+                pool.changed = {}
+        self._untold[frontend] = dict.fromkeys(chain(*(pool.keys() for pool in self._pools)))
+        self._newcomers.add(frontend)
+
+    def take(self) -> list[tuple[bytes, PrefixCacheUpdate]]:
+        """What is to be told now, and whom."""
+        if not self._has_news or self._clock.now() < self._next_at:
+            return []
+        self._next_at = self._clock.now() + INTERVAL_S
+        for pool in self._pools:
+            if pool.changed:
+                for untold in self._untold.values():
+                    untold.update(pool.changed)
+                pool.changed = {}
+        return [
+            (frontend, self._tell(frontend, untold))
+            for frontend, untold in self._untold.items()
+            if untold or frontend in self._newcomers
+        ]
+
+    def next_event_at(self) -> float | None:
+        """When `take` has something to give; None if there is nothing."""
+        return self._next_at if self._has_news else None
+
+    @property
+    def _has_news(self) -> bool:
+        if not self._untold:
+            return False
+        changes = (pool.changed for pool in self._pools)
+        return bool(self._newcomers) or any(changes) or any(self._untold.values())
+
+    def _tell(self, frontend: bytes, untold: dict[bytes, None]) -> PrefixCacheUpdate:
+        keys = list(islice(untold, MAX_KEYS))
+        for key in keys:
+            del untold[key]
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        for key in keys:
+            (stored if self._is_cached(key) else removed).append(key[:SHORT_KEY_BYTES])
+        news = PrefixCacheUpdate(
+            b"".join(stored), b"".join(removed), starts_anew=frontend in self._newcomers
+        )
+        self._newcomers.discard(frontend)
+        return news
+
+    def _is_cached(self, key: bytes) -> bool:
+        return any(pool.find(key) is not None for pool in self._pools)

@@ -1,0 +1,41 @@
+"""The wire between a router and the hosts that join it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagoda.messages.frontend import EngineMessage
+
+
+class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as it can be found. All else about it is said over the connection to it."""
+
+    host_id: str
+    """New at each start; empty where only the address is known."""
+    address: str
+    """`tcp://host:port`, where it takes `FrontendMessage`s, as an engine does."""
+
+
+class HostJoin(msgspec.Struct, frozen=True, tag="join"):
+    """A host says to a router that it is there: first, and again and again as long as it is."""
+
+    host: HostRecord
+
+
+class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
+    """Answers every `HostJoin`."""
+
+    ttl_s: float
+    """After how many seconds without another one the host counts as gone."""
+    refusal: str = ""
+    """Why the host is not used, in a sentence; empty if it is, or may still be."""
+    is_final: bool = False
+    """The router will not use it until it is another one; it need not come again."""
+
+
+class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
+    """A host takes no new requests from this router; it finishes those that it has."""
+
+
+HostMessage = EngineMessage | HostLeave
+"""What a host says to a router."""

@@ -1,0 +1,158 @@
+"""Sampling parameters: how the tokens of one request are chosen, checked once at the edge."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from pagoda.errors import InvalidRequestError
+
+MIN_TEMPERATURE = 1e-5
+"""Below this only the most likely token has a chance, so the others need not be weighed (as in vLLM)."""
+MAX_LOGPROBS = 20
+MAX_SEQUENCES_PER_REQUEST = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_TOKEN_LIST = 1024
+MAX_ALLOWED_TOKENS = 16384
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Spelled as vLLM users know it.
+
+    The fields `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served at the edge,
+    where token ids become text; the rest by the engine and the worker.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the error names the field.
+    """
+
+    temperature: float = 1.0
+    """Below `MIN_TEMPERATURE` takes the most likely token; from there on, logits are divided by it."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probabilities add up to this (Holtzman et al. 2020)."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 or -1 means all."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this times the most likely one (Nguyen et al. 2024)."""
+    seed: int | None = None
+    """Together with the position it determines every random number. Drawn at the frontend when absent."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that has been generated (OpenAI)."""
+    frequency_penalty: float = 0.0
+    """Subtracted, times its count, from the logit of every token that has been generated (OpenAI)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
+    logit_bias: dict[TokenId, float] | None = None
+    """Added to the logits of single tokens."""
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    """When given, no other token is ever sampled."""
+    max_tokens: int | None = 16
+    """The most tokens to generate; None means as many as the context holds."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are not sampled before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it unless `include_stop_str_in_output`."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Token ids that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Return the log-probability of each sampled token and of this many most likely ones."""
+    n: int = 1
+    """How many answers to the same prompt."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _accept_lists(self)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_range("top_k", self.top_k, -1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_range("n", self.n, 1, MAX_SEQUENCES_PER_REQUEST)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                _refuse(
+                    "min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens
+                )
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse("stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop))
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                _refuse(
+                    "stop", f"takes strings of 1 to {MAX_STOP_STRING_CHARS} characters", len(text)
+                )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", "must name at least one token", "an empty list")
+        for name, ids, most in (
+            ("stop_token_ids", self.stop_token_ids, MAX_TOKEN_LIST),
+            ("logit_bias", self.logit_bias, MAX_TOKEN_LIST),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS),
+        ):
+            if ids is not None and len(ids) > most:
+                _refuse(name, f"takes at most {most} tokens", len(ids))
+        for bias in (self.logit_bias or {}).values():
+            _check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError when a token id is not below `vocab_size`."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            if ids and max(ids) >= vocab_size:
+                _refuse(name, f"takes token ids below the vocabulary size {vocab_size}", max(ids))
+
+    def check_min_tokens(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """Raises InvalidRequestError when `min_tokens` holds back every token that may be sampled."""
+        held_back = {*eos_token_ids, *self.stop_token_ids}
+        choices = range(vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids
+        if self.min_tokens > 0 and all(token_id in held_back for token_id in choices):
+            _refuse(
+                "min_tokens",
+                "must be 0 when every allowed token is a stop or end-of-sequence token",
+                self.min_tokens,
+            )
+
+
+def _accept_lists(params: SamplingParams) -> None:
+    """In Python, lists do as well as tuples, and a single stop string as well as a list of one."""
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        value = getattr(params, name)
+        if isinstance(value, str):
+            msgspec.structs.force_setattr(params, name, (value,))
+        elif isinstance(value, list):
+            msgspec.structs.force_setattr(params, name, tuple(value))
+
+
+def _refuse(name: str, rule: str, value: object) -> None:
+    raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, low_open: bool = False
+) -> None:
+    if not isinstance(value, int | float):
+        _refuse(name, "must be a number", repr(value))
+    inside = low < value <= high if low_open else low <= value <= high
+    if not inside or not math.isfinite(value):
+        bracket = "(" if low_open else "["
+        _refuse(name, f"must be in {bracket}{low}, {high}]", value)

@@ -1,0 +1,119 @@
+"""The wire between an engine and its workers for KV transfers, beside the steps."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DeviceBlocks(msgspec.Struct, frozen=True, array_like=True, tag="device"):
+    """Blocks of the KV cache that the workers compute from."""
+
+    block_ids: list[int]
+
+
+class HostSlots(msgspec.Struct, frozen=True, array_like=True, tag="host"):
+    """Places in each worker's arena of host memory, one block each."""
+
+    slots: list[int]
+
+
+class DiskObjects(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
+    """Objects in each worker's directory (`pagoda.kv.objects`), one block each."""
+
+    keys: list[bytes]
+
+
+class KVPart(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of one rank: a block of it is `num_heads` times `head_bytes`, one head after the other."""
+
+    layer: int
+    """Of the whole model, whatever stage this is."""
+    kind: str
+    """`keys`, `values`, `key_scales` or `value_scales`."""
+    first_head: int
+    """Of the whole model's KV heads."""
+    num_heads: int
+    head_bytes: int
+    """Of one block of one head."""
+
+
+class KVRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV memory of one rank, as workers of other engines reach it."""
+
+    parts: tuple[KVPart, ...]
+    num_blocks: int
+    doors: dict[str, bytes]
+    """By transport, what the other side needs to connect; meant for that transport alone."""
+
+
+class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of another engine, from one of their starts to the next."""
+
+    peer_id: str
+    """Engine id and number of the start: never of two sets of workers."""
+    ranks: tuple[KVRank, ...]
+
+
+class RemoteBlocks(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
+    """Blocks on the device of another engine. The workers have been told of `peer_id` before."""
+
+    peer_id: str
+    block_ids: list[int]
+
+
+TransferPlace = DeviceBlocks | HostSlots | DiskObjects | RemoteBlocks
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """KV of blocks to be copied from one place to another, beside the steps. Every rank copies its part.
+
+    Ids are never used twice by an engine. The blocks of `source` and `target` correspond one by one.
+    """
+
+    transfer_id: int
+    generation: int
+    """Counts starts of the workers: what workers of an earlier one say does not count."""
+    source: TransferPlace
+    target: TransferPlace
+    after_step: int = -1
+    """Steps up to this one may still use device blocks of `target`: a worker waits until it has executed them;
+    -1 for none."""
+
+
+class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"):
+    """Transfers to begin, in order of urgency."""
+
+    transfers: list[Transfer] = []
+    met: list[KVPeer] = []
+    """Peers that transfers from now on may name."""
+    parted: list[str] = []
+    """Ids of peers that none names any more; what still runs from there may fail."""
+
+
+class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):
+    """The first message on a worker's second connection, which is for transfers alone."""
+
+
+class TransferEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfer_end"):
+    """No rank reads or writes any block of the transfer any more. Each transfer ends once, whatever happens."""
+
+    transfer_id: int
+    generation: int
+    failed: list[int] = []
+    """Indices of the blocks that were not copied, on any rank; what is in their targets means nothing."""
+    error: str = ""
+    """Why the first of them was not; a clause."""
+    unreadable: list[int] = []
+    """Those of `failed` whose objects may be good, but could not be read this time, on any rank."""
+
+
+class KVDirectory(msgspec.Struct, frozen=True):
+    """Where one rank keeps its objects."""
+
+    path: str
+    object_bytes: int
+    """Of each of them, header and padding included."""
+
+
+TransferMessage = TransferLink | TransferEnd
+"""What a worker says on its second connection."""

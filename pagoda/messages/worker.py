@@ -1,0 +1,149 @@
+"""The wire between an engine and its workers: step plans go one way, step results come back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagoda.messages.frontend import TokenLogprobs
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
+from pagoda.messages.transfers import KVDirectory, KVRank
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend can do; the scheduler obeys these and knows no device by name."""
+
+    block_sizes: tuple[int, ...]
+    """KV block sizes in tokens; the first is preferred."""
+    max_batch_tokens: int
+    """The most tokens in one step."""
+    max_batch_seqs: int
+    """The most sequences in one step."""
+    max_model_len: int
+    """The longest sequence."""
+    batch_multiple: int = 1
+    """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
+    mixed_steps: bool = True
+    """Whether a step may hold prompt chunks and single decode tokens together."""
+    weight_formats: tuple[str, ...] = ("float32",)
+    """Formats that weights may have in memory."""
+    kv_cache_dtypes: tuple[str, ...] = ("float32",)
+    """Formats of K and V in the cache, whatever that of activations."""
+
+
+class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
+    """The first message of a worker that is one of several; the engine answers all with `WorkerPeers`."""
+
+    host: str
+    """The same for processes that can share memory."""
+    stage_address: str = ""
+    """Where this rank takes what the stage before it computed; empty on the first stage."""
+    group_address: str = ""
+    """`host:port` where tensor-parallel rank 0 of a stage serves as the meeting point of its group."""
+    shared_memory: str = ""
+    """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
+    num_blocks: int
+    """How large a KV cache this worker has room for."""
+
+
+class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers"):
+    """All workers of a replica have said hello."""
+
+    hellos: list[WorkerHello]
+    """In the order of `ParallelConfig.places`."""
+    num_blocks: int
+    """The size of every rank's KV cache."""
+
+
+class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):
+    """Weights are loaded and the KV cache is allocated."""
+
+    capabilities: Capabilities
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    summary: str
+    """One line for the operator, such as `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
+    arithmetic: str = ""
+    """Such as `cpu (avx512)`; the same for workers whose results agree in every bit."""
+    kv_host_slots: int = 0
+    """Blocks that the arena in host memory holds; of several workers, the smallest of them."""
+    kv_directories: tuple[KVDirectory, ...] = ()
+    """Of all ranks that keep blocks on disk, in their order."""
+    kv_ranks: tuple[KVRank, ...] = ()
+    """Of all ranks, in their order, with handoff: what their KV is and how workers of other engines reach it."""
+    kv_digest: str = ""
+    """With handoff: the same where KV of one engine means the same to another, however many ranks each has."""
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
+    """The worker cannot start; it ends after this message."""
+
+    error: str
+    is_user_error: bool
+
+
+class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request new to the worker, in full. It keeps its slot until a later plan lists it in `freed_slots`."""
+
+    slot: int
+    token_ids: list[int]
+    """Prompt, then output so far."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Leading tokens whose K and V are in the cache."""
+    block_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    request_id: str = ""
+    """For the log."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
+    """One step of one batch. Carries only what changed, so its size does not grow with context length.
+
+    The worker applies, in this order, `freed_slots`, `starts`, `new_blocks`; then it computes
+    `num_tokens[i]` further tokens of `slots[i]`. A slot samples when its computed tokens have reached all
+    its tokens, and the worker appends the sampled token to the slot by itself: a following plan may
+    already count on it before the engine has seen it.
+    """
+
+    step: int
+    slots: list[int]
+    num_tokens: list[int]
+    """Parallel to `slots`; each at least 1."""
+    starts: list[SlotStart] = []
+    new_blocks: list[tuple[int, list[int]]] = []
+    """(slot, block ids appended to its block table)."""
+    freed_slots: list[int] = []
+    appended: list[tuple[int, int]] = []
+    """(slot, token id) sampled by the last of several stages; the others learn of it here, before computing."""
+
+
+class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
+    """What a step gave. All lists but `slots` and `token_ids` are sparse."""
+
+    step: int
+    slots: list[int]
+    """Slots that sampled, in the order of the plan."""
+    token_ids: list[int]
+    """Parallel to `slots`: the sampled token."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By slot, where the request asked for them."""
+    errors: dict[int, str] = {}
+    """By slot: what broke for this request alone. Such a slot is not in `slots`."""
+    step_time_s: float = 0.0
+    """What it took to compute; the times of several stages together."""
+    prepare_time_s: float = 0.0
+    """Of that, until the input of the forward pass was ready."""
+    forward_time_s: float = 0.0
+    sample_time_s: float = 0.0
+    """From hidden states to tokens."""
+    expert_tokens: list[int] = []
+    """Tokens given to each expert, in all layers together; empty without experts."""
+
+
+WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
+"""What an engine says to a worker that knows its peers."""
+WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult | ClockPing | TraceStopped

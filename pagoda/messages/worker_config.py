@@ -1,0 +1,137 @@
+"""The configuration that a worker process receives at its start."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from pagoda.messages.transfers import KVDirectory
+from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import TraceSession
+
+
+class Role(enum.StrEnum):
+    """What an engine does of a request that two engines share."""
+
+    NONE = "none"
+    """It shares none: it has no door, and asks at none."""
+    PREFILL = "prefill"
+    """It computes prompts and holds their KV for others."""
+    DECODE = "decode"
+    """It fetches KV of prompts and goes on from there; what it cannot fetch it computes."""
+    BOTH = "both"
+
+    @property
+    def holds_kv(self) -> bool:
+        return self in (Role.PREFILL, Role.BOTH)
+
+    @property
+    def fetches_kv(self) -> bool:
+        return self in (Role.DECODE, Role.BOTH)
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """What a worker on another host needs to talk to its engine and its peers (CurveZMQ); keys are in Z85.
+
+    One pair is of all that bind sockets, one of all that connect to them: the engine and the workers of one start.
+    """
+
+    server_key: str
+    """Public, of whoever binds a socket."""
+    public_key: str
+    """Of whoever connects."""
+    secret_key: str
+    """Belongs to `public_key`."""
+    server_secret_key: str
+    """Belongs to `server_key`: workers bind sockets for their peers."""
+
+
+class KVHandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's part in prefill/decode handoff."""
+
+    role: Role
+    transports: tuple[str, ...]
+    """Those that may be used (`pagoda.pd.transport`), the best first."""
+    host: str
+    """The address at which workers of other engines reach this host, where `WorkerConfig.bind_host` says none."""
+    secret: bytes
+    """Shared by all that may reach each other's KV; both sides of a connection prove that they know it."""
+    encrypts: bool = False
+    """Whether KV is encrypted between hosts. The proof of the secret always is."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker process is told at its start."""
+
+    model: str
+    """A model directory or GGUF file, or the name of a shape preset when `load_format` is `dummy`."""
+    load_format: str = "auto"
+    """`auto` reads safetensors; `dummy` makes random weights."""
+    dtype: str = "auto"
+    """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
+    quantization: str = "none"
+    """Of dense weights as they are loaded: `none`, `int8` or `int4`."""
+    quantization_group_size: int = 32
+    """Inputs that share a scale in `int4`: 32, 64 or 128."""
+    kv_cache_dtype: str = "auto"
+    """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
+    seed: int = 0
+    """Of dummy weights."""
+    backend: str = "auto"
+    """`cpu` has native kernels, `reference` is plain PyTorch; `auto` takes `cpu` where it is available."""
+    max_model_len: int | None = None
+    """None takes the model's own."""
+    max_num_seqs: int = 256
+    block_size: int | None = None
+    """None takes the backend's preferred one."""
+    num_blocks: int | None = None
+    """None sizes the KV cache from `kv_cache_memory_bytes`, or from free memory."""
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.5
+    """The share of free memory that the KV cache may take when nothing else is said."""
+    num_threads: int | None = None
+    """None takes the cores that this process may use."""
+    pin_threads: bool = False
+    """Whether each thread stays on one core."""
+    parallel: ParallelConfig = ParallelConfig()
+    place: RankPlace = RankPlace()
+    """Which of its ranks this worker is."""
+    workers_on_host: int = 1
+    """Workers that share this host's cores and memory, this one among them."""
+    host_memory_bytes: int | None = None
+    """What was free on the host before any of them started; None means to look."""
+    curve: CurveKeys | None = None
+    """Of all sockets, where the engine's is on TCP; None where sockets lie in a private directory."""
+    bind_host: str = ""
+    """The address at which this worker's host is reached by its peers; empty when all are on one host."""
+    kv_host_bytes: int = 0
+    """Host memory of this worker that holds blocks for which the device has no room; 0 for none."""
+    kv_disk_path: str | None = None
+    """Where blocks are kept that outlive the server; None for nowhere."""
+    kv_handoff: KVHandoffConfig | None = None
+    """How KV goes to workers of other engines, or comes from there; None for not at all."""
+    trace: TraceSession | None = None
+    """What is being traced when the worker starts."""
+
+    @property
+    def has_transfer_link(self) -> bool:
+        """Whether the worker opens a second connection, for transfers."""
+        return (
+            self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None
+        )
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds, and a transfer
+    `per_transferred_block * blocks`, beside the steps and beside other transfers."""
+
+    base_s: float = 0.0
+    per_token_s: float = 0.0
+    per_transferred_block_s: float = 0.0
+    num_blocks: int = 8192
+    block_size: int = 16
+    max_model_len: int = 131072
+    vocab_size: int = 512
+    kv_host_slots: int = 0
+    kv_directories: tuple[KVDirectory, ...] = ()

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.api.output_parser import OutputParser
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>'
+
+
+class Parts:
+    def __init__(self) -> None:
+        self.content = self.reasoning = ""
+        self.calls: list[list[str]] = []
+
+    def as_tuple(self) -> tuple[Any, ...]:
+        return self.content, self.reasoning, self.calls
+
+
+def parse(deltas: list[str], **options: bool) -> Parts:
+    parser = OutputParser(**options)
+    parts = Parts()
+    for step in [*(lambda d=d: parser.push(d) for d in deltas), parser.flush]:
+        delta = step()
+        parts.content += delta.content
+        parts.reasoning += delta.reasoning
+        for piece in delta.tool_calls:
+            if piece.name is not None:
+                assert piece.index == len(parts.calls)
+                parts.calls.append([piece.name, ""])
+            parts.calls[piece.index][1] += piece.arguments
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("plain", "plain", ""),
+        ("<think>\nwhy\n</think>\n\nso", "so", "why"),
+        ("\n<think>why</think>so", "so", "why"),
+        ("<think>cut off", "", "cut off"),
+        ("<think></think>\n\nso", "so", ""),
+        ("<thinking>", "<thinking>", ""),
+        ("a <think>b</think>", "a <think>b</think>", ""),
+        ("  ", "  ", ""),
+        ("<th", "<th", ""),
+    ],
+)
+def test_reasoning(text: str, content: str, reasoning: str) -> None:
+    assert parse([text], thinks=True).as_tuple() == (content, reasoning, [])
+
+
+def test_reasoning_that_the_prompt_has_opened() -> None:
+    parts = parse(["\nwhy\n</think>\n\nso"], thinks=True, in_reasoning=True)
+    assert parts.as_tuple() == ("so", "why", [])
+
+
+def test_tags_mean_nothing_to_a_model_that_does_not_use_them() -> None:
+    text = f"<think>x</think>{CALL}"
+    assert parse([text]).as_tuple() == (text, "", [])
+
+
+def test_a_tool_call() -> None:
+    parts = parse([f"Let me see.\n{CALL}"], calls_tools=True)
+    assert parts.content == "Let me see."
+    [[name, arguments]] = parts.calls
+    assert (name, json.loads(arguments)) == ("add", {"a": 1, "b": {"c": '}"'}})
+
+
+def test_several_calls_and_text_between() -> None:
+    parts = parse([f"{CALL}\n{CALL} and {CALL}\n"], calls_tools=True)
+    assert parts.content == "and"
+    assert [name for name, _ in parts.calls] == ["add", "add", "add"]
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "arguments"),
+    [
+        ('{"arguments": {"a": 1}, "name": "f"}', "f", {"a": 1}),
+        ('{"name": "f"}', "f", {}),
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', "f", {"a": 1}),
+        ('{"name": "\\u00e9", "arguments": {}}', "é", {}),
+    ],
+)
+def test_calls_in_unusual_order(body: str, name: str, arguments: object) -> None:
+    [[found, text]] = parse([f"<tool_call>{body}</tool_call>"], calls_tools=True).calls
+    assert (found, json.loads(text)) == (name, arguments)
+
+
+@pytest.mark.parametrize("body", ["no json", "[1]", '{"name": 5}', "{" * 5000])
+def test_what_is_no_call_is_content(body: str) -> None:
+    text = f"a <tool_call>{body}</tool_call>"
+    assert parse([text], calls_tools=True).content in (text, text.replace("a <", "a<"))
+
+
+def test_a_call_cut_off_keeps_its_arguments_so_far() -> None:
+    parts = parse(['<tool_call>{"name": "f", "arguments": {"a": '], calls_tools=True)
+    assert parts.calls == [["f", '{"a": ']]
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = OutputParser(calls_tools=True)
+    assert parser.push('<tool_call>{"name": "f", "arg').tool_calls == ()
+    first = parser.push('uments": {"text": "lo').tool_calls
+    assert [(piece.index, piece.name, piece.arguments) for piece in first] == [
+        (0, "f", '{"text": "lo')
+    ]
+    assert not parser.one_call_complete
+    [more] = parser.push('ng"}}\n').tool_calls
+    assert (more.index, more.name, more.arguments) == (0, None, 'ng"}')
+    assert parser.one_call_complete
+
+
+def test_plain_content_is_not_held_back() -> None:
+    parser = OutputParser(thinks=True, calls_tools=True)
+    assert parser.push("Hello").content == "Hello"
+    assert parser.push(" <").content == ""
+    assert parser.push("b>").content == " <b>"
+
+
+def test_transparent_once_only_content_can_follow() -> None:
+    parser = OutputParser(thinks=True)
+    assert not parser.transparent
+    parser.push("<think>x</think>")
+    assert not parser.transparent
+    parser.push("y")
+    assert parser.transparent
+
+
+PIECES = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        CALL,
+        " ",
+        "\n",
+        "a",
+        "<",
+        '{"name": "f"',
+    ]
+)
+
+
+@given(
+    st.lists(PIECES, max_size=8).map("".join),
+    st.lists(st.integers(0, 400), max_size=8),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_does_not_depend_on_how_the_text_is_cut(
+    text: str, borders: list[int], thinks: bool, opened: bool, tools: bool
+) -> None:
+    edges = [0, *sorted(b % (len(text) + 1) for b in borders), len(text)]
+    deltas = [text[a:b] for a, b in itertools.pairwise(edges)]
+    options = {"thinks": thinks, "in_reasoning": thinks and opened, "calls_tools": tools}
+    assert parse(deltas, **options).as_tuple() == parse([text], **options).as_tuple()
+    assert parse(list(text), **options).as_tuple() == parse([text], **options).as_tuple()

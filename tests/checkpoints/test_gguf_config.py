@@ -1,0 +1,145 @@
+"""What GGUF metadata says of a model's shape, and what is said of metadata that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.gguf_config import config_values
+from pagoda.errors import ConfigError
+
+KEYS: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.block_count": 2,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def values(path: Path, changes: dict[str, Any], *, table: tuple[int, ...] = (10, 64)) -> Any:
+    """The config of a file with the keys above, changed; None takes one away."""
+    writer = GGUFWriter(path / "m.gguf", "llama")
+    # The writer has put the architecture in already.
+    writer.kv_data[0].clear()
+    for key, value in (KEYS | changes).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+    if table:
+        writer.add_tensor("token_embd.weight", np.zeros(table, dtype=np.float32))
+    writer.add_tensor("output_norm.weight", np.zeros(64, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return config_values(read_gguf(path / "m.gguf"))
+
+
+def test_what_is_absent_has_its_usual_value(tmp_path: Path) -> None:
+    config = values(tmp_path, {})
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "rms_norm_eps": pytest.approx(1e-5),
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def test_rotary_scalings(tmp_path: Path) -> None:
+    prefix = "llama.rope.scaling"
+    assert values(tmp_path, {f"{prefix}.type": "none"})["rope_scaling"] is None
+    linear = {"rope_type": "linear", "factor": 4.0}
+    asked = {f"{prefix}.type": "linear", f"{prefix}.factor": 4.0}
+    assert values(tmp_path, asked)["rope_scaling"] == linear
+    assert values(tmp_path, {"llama.rope.scale_linear": 4.0})["rope_scaling"] == linear
+    asked |= {f"{prefix}.type": "yarn", f"{prefix}.original_context_length": 128}
+    assert values(tmp_path, asked)["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+
+
+def test_a_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
+    config = values(tmp_path, {"llama.attention.sliding_window": 128})
+    assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"general.architecture": "gemma3"},
+            "general.architecture must be one of llama, qwen2, qwen3, got 'gemma3'.",
+        ),
+        ({"llama.block_count": None}, "lacks llama.block_count, a whole number."),
+        ({"llama.block_count": 9}, "block_count must not be more than the 2 tensors, got 9."),
+        ({"llama.block_count": 2**32 - 1}, "block_count must not be more than the 2 tensors"),
+        ({"llama.context_length": 0}, "context_length must be a positive whole number, got 0."),
+        ({"llama.context_length": [1, 2]}, "context_length must be a whole number, got [1, 2]."),
+        ({"llama.attention.head_count": [4, 4]}, "head_count must be a whole number, got [4, 4]."),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "rms_epsilon, a number."),
+        ({"llama.attention.key_length": 15}, "key_length must be even, got 15."),
+        ({"llama.attention.value_length": 8}, "value_length must be the key length 16, got 8."),
+        ({"llama.rope.dimension_count": 8}, "dimension_count must be the key length 16, got 8."),
+        ({"llama.expert_count": 8}, "expert_count is for models that Pagoda does not run, got 8."),
+        ({"llama.rope.freq_base": float("nan")}, "freq_base must be a positive number, got nan."),
+        (
+            {"llama.rope.scaling.type": "longrope"},
+            "llama.rope.scaling.type must be one of none, linear, yarn, got 'longrope'.",
+        ),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 0.5},
+            "attn_factor must be 1, got 0.5.",
+        ),
+        (
+            {"tokenizer.ggml.tokens": ["a"] * 11},
+            "tokenizer.ggml.tokens has 11 tokens, but token_embd.weight 10 rows.",
+        ),
+        (
+            {"llama.embedding_length": 32},
+            "token_embd.weight has shape [10, 64], but its rows must be of the embedding length 32.",
+        ),
+    ],
+)
+def test_wrong_metadata_is_one_sentence(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        values(tmp_path, changes)
+    assert str(caught.value).startswith(str(tmp_path / "m.gguf"))
+    assert message in str(caught.value)
+
+
+def test_windows_of_other_architectures_and_missing_tables(tmp_path: Path) -> None:
+    qwen = {key.replace("llama", "qwen2"): value for key, value in KEYS.items()}
+    asked = qwen | {"general.architecture": "qwen2", "qwen2.attention.sliding_window": 8}
+    with pytest.raises(ConfigError, match="sliding_window is not supported in models of qwen2"):
+        values(tmp_path, asked)
+    with pytest.raises(ConfigError, match=r"lacks the tensor token_embd\.weight\."):
+        values(tmp_path, {}, table=())

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
+from pagoda.errors import ConfigError
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    return tmp_path
+
+
+def test_a_directory(directory: Path) -> None:
+    files = resolve_model(str(directory))
+    assert (files.model, files.directory) == (str(directory), directory)
+    assert files.served_name == str(directory)
+
+
+def test_no_name_is_the_embedded_model() -> None:
+    files = resolve_model(None)
+    assert files == resolve_model(EMBEDDED_MODEL)
+    assert files.served_name == EMBEDDED_MODEL
+    assert files.directory is not None
+    assert (files.directory / "config.json").is_file()
+
+
+def test_presets() -> None:
+    files = resolve_model("qwen3-4b", load_format="dummy")
+    assert (files.model, files.directory) == ("qwen3-4b", None)
+    assert resolve_model(None, load_format="dummy").model == "qwen3-0.6b"
+
+
+def test_dummy_weights_in_the_shape_of_a_directory(directory: Path) -> None:
+    assert resolve_model(str(directory), load_format="dummy").directory == directory
+
+
+@pytest.mark.parametrize(
+    ("name", "load_format", "message"),
+    [
+        ("no such model", "auto", "there is no model directory 'no such model'"),
+        ("", "auto", "config.json"),
+        ("qwen3-4b", "auto", "--load-format dummy"),
+        ("unknown", "dummy", "presets are: llama-3.1-8b"),
+        ("x", "gguf", "--load-format must be one of auto, dummy, got 'gguf'"),
+    ],
+)
+def test_names_of_no_model(name: str, load_format: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_model(name, load_format=load_format)
+
+
+def test_a_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        resolve_model(str(tmp_path / "file"))
+
+
+def test_a_hub_id_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        resolve_model("someone/some-model")
+
+
+def test_a_hub_id_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"pagoda-llm\[hub\]"):
+        resolve_model("someone/some-model")
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "Small-Q8_0.gguf"
+    path.write_bytes(b"GGUF")
+    files = resolve_model(str(path))
+    assert (files.model, files.directory, files.gguf) == (str(path), None, path)
+    assert files.served_name == "Small-Q8_0"
+    with pytest.raises(ConfigError, match=r"there is no GGUF file 'models/none\.gguf'"):
+        resolve_model("models/none.gguf")
+    with pytest.raises(ConfigError, match=r"has no config\.json.*name the GGUF file itself, '.*Sm"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="neither a shape preset"):
+        resolve_model(str(path), load_format="dummy")

@@ -1,0 +1,78 @@
+"""Keys are worth storing from the touch that was asked for, and the memory for that is bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagoda.kv.admission_filter import AdmissionFilter
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8) + bytes(24)
+
+
+@pytest.mark.parametrize("min_touches", [1, 2, 3, 7])
+def test_the_touch_that_was_asked_for_counts_and_all_later_ones(min_touches: int) -> None:
+    counter = AdmissionFilter(min_touches)
+    answers = [counter.touch(key(1)) for _ in range(10)]
+    assert answers == [number >= min_touches for number in range(1, 11)]
+    assert counter.touch(key(2)) == (min_touches == 1)
+
+
+def test_the_last_generation_is_remembered_and_older_ones_are_not() -> None:
+    counter = AdmissionFilter(2, generation=10)
+    for number in range(10):
+        counter.touch(key(number))
+    assert counter.touch(key(0))
+    for number in range(100, 120):
+        counter.touch(key(number))
+    assert not counter.touch(key(1))
+    assert all(counter.touch(key(number)) for number in range(111, 120))
+
+
+def test_a_key_that_is_touched_again_stays() -> None:
+    counter = AdmissionFilter(3, generation=4)
+    counter.touch(key(0))
+    counter.touch(key(0))
+    for number in range(1, 100):
+        counter.touch(key(number))
+        assert counter.touch(key(0))
+
+
+def test_no_more_than_two_generations_are_kept() -> None:
+    counter = AdmissionFilter(2, generation=10)
+    for number in range(1000):
+        counter.touch(key(number))
+        assert len(counter._younger) + len(counter._older) < 20
+
+
+def chain(counter: AdmissionFilter, numbers: range, **fields: bool) -> list[bool]:
+    """One request passes through blocks that follow each other."""
+    return [
+        counter.touch(key(number), key(number - 1) if number else None, **fields)
+        for number in numbers
+    ]
+
+
+def test_as_much_as_has_come_back_may_follow_it() -> None:
+    counter = AdmissionFilter(2)
+    assert chain(counter, range(3)) == [False] * 3
+    assert chain(counter, range(9)) == [True] * 6 + [False] * 3
+    assert chain(counter, range(9)) == [True] * 9
+
+
+def test_what_is_kept_has_come_back_whatever_is_remembered() -> None:
+    counter = AdmissionFilter(3)
+    chain(counter, range(4), is_kept=True)
+    assert chain(counter, range(4, 10)) == [True] * 4 + [False] * 2
+
+
+def test_little_that_is_shared_does_not_draw_much_after_it() -> None:
+    counter = AdmissionFilter(2)
+    chain(counter, range(2))
+    for request in range(100, 1000, 100):
+        assert chain(counter, range(2)) == [True] * 2
+        own = [key(number) for number in range(request, request + 50)]
+        parents = [key(1), *own[:-1]]
+        written = [counter.touch(one, parent) for one, parent in zip(own, parents, strict=True)]
+        assert written == [True] * 2 + [False] * 48

@@ -1,0 +1,528 @@
+"""The thread finds, removes and tidies up on a real disk, and sleeps while there is nothing to do."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv import disk_scan
+from pagoda.kv.disk_scan import DiskScannerThread
+from pagoda.kv.disk_scanner import (
+    OWN,
+    DirectoryFound,
+    FanOutListed,
+    News,
+    ObjectsFound,
+    ProbeAnswer,
+    Removed,
+    ScanEnded,
+)
+from pagoda.kv.objects import MANIFEST_NAME, Manifest, object_name, open_directory
+from pagoda.messages.transfers import KVDirectory
+
+ReadOnly = Callable[[Path], AbstractContextManager[None]]
+KEYS = [bytes([number % 5]) + bytes([number]) * 31 for number in range(40)]
+
+
+class Keeper:
+    """A housekeeper, and what it has told so far."""
+
+    def __init__(self, *directories: KVDirectory) -> None:
+        self.clock = VirtualClock()
+        self.thread = DiskScannerThread(directories, self.clock)
+        self.poller = select.poll()
+        self.poller.register(self.thread.fileno(), select.POLLIN)
+
+    def until(self, kind: type[News]) -> list[News]:
+        """News up to the first of that kind."""
+        news: list[News] = []
+        while not any(isinstance(item, kind) for item in news):
+            assert self.poller.poll(30_000), f"no {kind.__name__} came"
+            news += self.thread.poll()
+        return news
+
+    def has_news(self) -> bool:
+        return bool(self.poller.poll(0))
+
+
+Open = Callable[..., Keeper]
+
+
+@pytest.fixture
+def keep() -> Iterator[Open]:
+    keepers: list[Keeper] = []
+
+    def opened(*directories: KVDirectory) -> Keeper:
+        keepers.append(Keeper(*directories))
+        return keepers[-1]
+
+    yield opened
+    for keeper in keepers:
+        keeper.thread.close()
+
+
+@pytest.fixture
+def own(tmp_path: Path, manifest: Manifest) -> KVDirectory:
+    return directory_of(tmp_path / "kv", manifest)
+
+
+def directory_of(root: Path, manifest: Manifest, **changes: object) -> KVDirectory:
+    changed = msgspec.structs.replace(manifest, **changes)
+    return KVDirectory(str(open_directory(root, changed)), changed.object_bytes)
+
+
+def put(directory: KVDirectory, keys: Sequence[bytes], *, age_s: float = 0) -> None:
+    """Files of the right length; nobody here looks into them."""
+    for key in keys:
+        path = path_of(directory, key)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.truncate(path, directory.object_bytes)
+        make_old(path, age_s)
+
+
+def make_old(path: Path, age_s: float) -> None:
+    at = time.time() - age_s
+    os.utime(path, (at, at))
+
+
+def path_of(directory: KVDirectory, key: bytes) -> Path:
+    return Path(directory.path) / object_name(key)
+
+
+def found(news: Sequence[News], directory: int = OWN) -> set[bytes]:
+    return {
+        key
+        for item in news
+        if isinstance(item, ObjectsFound) and item.directory == directory
+        for key in item.used_at
+    }
+
+
+def listed(news: Sequence[News], directory: int = OWN) -> dict[int, set[bytes]]:
+    return {
+        item.fan_out: set(item.used_at)
+        for item in news
+        if isinstance(item, FanOutListed) and item.directory == directory
+    }
+
+
+def test_all_objects_are_found_with_the_time_of_their_last_use(
+    own: KVDirectory, keep: Open
+) -> None:
+    for number, key in enumerate(KEYS):
+        put(own, [key], age_s=1000 * number)
+    news = keep(own).until(ScanEnded)
+    assert found(news) == set(KEYS)
+    assert listed(news) == {
+        fan_out: {key for key in KEYS if key[0] == fan_out} for fan_out in range(5)
+    }
+    used_at = {
+        key: at
+        for item in news
+        if isinstance(item, ObjectsFound)
+        for key, at in item.used_at.items()
+    }
+    for number, key in enumerate(KEYS):
+        assert used_at[key] == pytest.approx(time.time() - 1000 * number, abs=30)
+
+
+def test_an_empty_directory_is_scanned_at_once(own: KVDirectory, keep: Open) -> None:
+    news = keep(own).until(ScanEnded)
+    assert [type(item) for item in news] == [ScanEnded]
+
+
+def test_times_that_cannot_be_are_brought_into_range(own: KVDirectory, keep: Open) -> None:
+    put(own, [KEYS[0]], age_s=-(10**9))
+    put(own, [KEYS[5]])
+    os.utime(path_of(own, KEYS[5]), (-5000, -5000))
+    (item,) = [item for item in keep(own).until(ScanEnded) if isinstance(item, ObjectsFound)]
+    assert item.used_at == {KEYS[0]: pytest.approx(time.time(), abs=30), KEYS[5]: 0}
+
+
+def test_foreign_files_are_no_objects_and_are_left_alone(own: KVDirectory, keep: Open) -> None:
+    put(own, KEYS[:1])
+    fan_out = path_of(own, KEYS[0]).parent
+    foreign = [
+        fan_out / "notes.txt",
+        Path(own.path) / "readme",
+        Path(own.path).parent / "other.txt",
+    ]
+    for path in foreign:
+        path.write_text("mine")
+        make_old(path, 10**6)
+    directory = fan_out / KEYS[5].hex()[2:]
+    directory.mkdir()
+    (Path(own.path).parent / ("a" * 64)).mkdir()  # no manifest in it
+    link = fan_out / KEYS[10].hex()[2:]
+    link.symlink_to(path_of(own, KEYS[0]))
+    assert found(keep(own).until(ScanEnded)) == {KEYS[0]}
+    assert all(path.exists() for path in [*foreign, directory, link])
+
+
+def test_files_of_another_length_are_removed_with_a_warning(
+    own: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(own, KEYS)
+    for key in KEYS[1:]:
+        os.truncate(path_of(own, key), 100)
+    assert found(keep(own).until(ScanEnded)) == {KEYS[0]}
+    assert not any(path_of(own, key).exists() for key in KEYS[1:])
+    (message,) = caplog.messages
+    assert f"{len(KEYS) - 1} of a wrong length were removed" in message
+    assert "100 bytes instead of 12288" in message
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(own: KVDirectory, keep: Open) -> None:
+    put(own, KEYS[:1])
+    fan_out = path_of(own, KEYS[0]).parent
+    places = [fan_out, Path(own.path)]
+    for place in places:
+        for name, age_s in ((".tmp-old", 700), (".tmp-new", 500)):
+            (place / name).write_bytes(b"half")
+            make_old(place / name, age_s)
+    keep(own).until(ScanEnded)
+    for place in places:
+        assert [path.name for path in place.glob(".tmp-*")] == [".tmp-new"]
+
+
+def test_directories_of_other_models_are_found_behind_the_own_one(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    root = Path(own.path).parent
+    other = directory_of(root, manifest, model_digest="other", payload_bytes=50_000)
+    put(own, KEYS[:3])
+    put(other, KEYS[2:6])
+    news = keep(own).until(ScanEnded)
+    assert found(news) == set(KEYS[:3])
+    (meeting,) = [item for item in news if isinstance(item, DirectoryFound)]
+    assert meeting == DirectoryFound(1, other.object_bytes)
+    assert found(news, 1) == set(KEYS[2:6])
+    kinds = [item.directory for item in news if isinstance(item, FanOutListed)]
+    assert kinds == sorted(kinds)
+
+
+def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
+    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    put(other, KEYS)
+    (Path(other.path) / MANIFEST_NAME).write_text('{"format_version": 9}')
+    assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
+    assert caplog.text.count("its manifest cannot be understood") == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "\xff"}', b"[" * 60_000, b'{"payload_bytes": -1000000000000}', b""],
+    ids=["no-text", "deep", "negative", "empty"],
+)
+def test_no_content_of_a_manifest_ends_the_thread(
+    own: KVDirectory, manifest: Manifest, keep: Open, content: bytes
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    (Path(other.path) / MANIFEST_NAME).write_bytes(content)
+    put(own, KEYS)
+    keeper = keep(own)
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
+    keeper.thread.probe(1, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, KEYS)]
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    (Path(other.path) / MANIFEST_NAME).unlink()
+    os.mkfifo(Path(other.path) / MANIFEST_NAME)
+    assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
+
+
+def test_work_that_breaks_is_answered_and_other_work_goes_on(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(own, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+
+    def broken(*_: object) -> None:
+        raise ValueError("nobody foresaw this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_scan, "object_name", broken)
+        keeper.thread.probe(1, KEYS)
+        assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, ())]
+        keeper.thread.remove(OWN, KEYS[:1])
+        assert keeper.until(Removed) == [Removed(OWN, KEYS[:1])]
+        patch.setattr(disk_scan, "list_files", broken)
+        keeper.clock.advance_to(11)
+        keeper.thread.rescan()
+        while caplog.text.count("nobody foresaw this") < 3:
+            keeper.thread.probe(2, [])
+            keeper.until(ProbeAnswer)
+    keeper.thread.probe(3, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(3, KEYS)]
+    fresh = bytes(32)
+    put(own, [fresh])
+    keeper.clock.advance_to(22)
+    keeper.thread.rescan()
+    assert fresh in found(keeper.until(ScanEnded))
+
+
+def test_other_ranks_are_part_of_the_own_directory(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    second = directory_of(Path(own.path).parent, manifest, tensor_parallel_rank=1)
+    put(own, KEYS[:4])
+    put(second, KEYS[:4])
+    put(second, KEYS[4:5], age_s=500)
+    put(second, KEYS[5:6], age_s=700)  # of no use without that of rank 0
+    keeper = keep(own, second)
+    news = keeper.until(ScanEnded)
+    assert not any(isinstance(item, DirectoryFound) for item in news)
+    assert found(news) == set(KEYS[:4])
+    assert path_of(second, KEYS[4]).exists()
+    assert not path_of(second, KEYS[5]).exists()
+    keeper.thread.remove(OWN, KEYS[:2])
+    assert keeper.until(Removed) == [Removed(OWN, KEYS[:2])]
+    for directory in (own, second):
+        assert [path_of(directory, key).exists() for key in KEYS[:4]] == [False, False, True, True]
+
+
+def test_objects_are_removed_from_the_directory_that_is_meant(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    put(own, KEYS)
+    put(other, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    keeper.thread.remove(1, KEYS)
+    keeper.until(Removed)
+    assert all(path_of(own, key).exists() for key in KEYS)
+    assert not any(path_of(other, key).exists() for key in KEYS)
+
+
+def test_many_removals_are_told_in_parts(own: KVDirectory, keep: Open) -> None:
+    keys = [number.to_bytes(32) for number in range(600)]
+    put(own, keys)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    keeper.thread.remove(OWN, keys)
+    removed: list[bytes] = []
+    while len(removed) < len(keys):
+        parts = [item for item in keeper.until(Removed) if isinstance(item, Removed)]
+        assert all(len(part.keys) <= 256 for part in parts)
+        removed += [key for part in parts for key in part.keys]
+    assert removed == keys
+    assert not list(Path(own.path).glob("*/*"))
+
+
+def test_what_cannot_be_removed_is_told_as_well(
+    own: KVDirectory, keep: Open, read_only: ReadOnly, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(own, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    with read_only(Path(own.path)):
+        keeper.thread.remove(OWN, [*KEYS, bytes(32)])
+        assert [len(item.keys) for item in keeper.until(Removed)] == [len(KEYS) + 1]
+    assert all(path_of(own, key).exists() for key in KEYS)
+    assert caplog.text.count("WARNING") == 1
+
+
+def test_a_probe_finds_objects_up_to_the_first_that_is_not_there(
+    own: KVDirectory, keep: Open
+) -> None:
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    put(own, [*KEYS[:3], *KEYS[4:6]])
+    keeper.thread.probe(5, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(5, KEYS[:3])]
+    keeper.thread.probe(6, KEYS[3:])
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(6, [])]
+
+
+def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    name = disk_scan.object_name
+
+    def hanging(key: bytes) -> str:
+        has_begun.set()
+        assert may_go_on.wait(30)
+        return name(key)
+
+    monkeypatch.setattr(disk_scan, "object_name", hanging)
+    for number in range(4):
+        keeper.thread.probe(number, KEYS)
+    assert has_begun.wait(30)
+    keeper.thread.forget(0)  # too late
+    keeper.thread.forget(1)
+    keeper.thread.forget(2)
+    may_go_on.set()
+    answers: list[News] = []
+    while ProbeAnswer(3, []) not in answers:
+        answers += keeper.until(ProbeAnswer)
+    assert answers == [ProbeAnswer(0, []), ProbeAnswer(3, [])]
+
+
+def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: Open) -> None:
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    put(own, KEYS[:1])
+    os.truncate(path_of(own, KEYS[0]), 7)
+    path_of(own, KEYS[1]).parent.mkdir()
+    path_of(own, KEYS[1]).mkdir()
+    path_of(own, KEYS[2]).parent.mkdir()
+    path_of(own, KEYS[2]).symlink_to("/dev/zero")
+    for number in range(3):
+        keeper.thread.probe(number, KEYS[number:])
+        assert keeper.until(ProbeAnswer) == [ProbeAnswer(number, [])]
+
+
+def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
+    own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_scan, "_PIECE", 4)
+    monkeypatch.setattr(disk_scan, "_MAX_BACKLOG", 8)
+    monkeypatch.setattr(disk_scan, "_POLL_OBJECTS", 2)
+    put(own, KEYS)
+    keeper = keep(own)
+    keeper.thread.probe(1, KEYS)
+    news = keeper.until(ProbeAnswer)
+    assert not any(isinstance(item, ScanEnded) for item in news)
+    news += keeper.until(ScanEnded)
+    assert found(news) == set(KEYS)
+    assert not keeper.has_news()
+
+
+def test_a_rescan_waits_until_the_last_one_is_long_ago(own: KVDirectory, keep: Open) -> None:
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    put(own, KEYS)
+    keeper.clock.advance_to(9)
+    keeper.thread.rescan()
+    keeper.thread.probe(1, [])
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, [])]
+    keeper.clock.advance_to(11)
+    assert not keeper.has_news()  # nobody has asked
+    keeper.thread.rescan()
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
+
+
+def test_a_rescan_lists_what_has_changed_only(
+    own: KVDirectory, manifest: Manifest, keep: Open
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    for directory in (own, other):
+        put(directory, KEYS)
+        for fan_out in range(5):
+            make_old(Path(directory.path) / f"{fan_out:02x}", 3600)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    path_of(own, KEYS[0]).unlink()
+    path_of(other, KEYS[1]).unlink()
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    news = keeper.until(ScanEnded)
+    assert listed(news) == {0: {key for key in KEYS[1:] if key[0] == 0}}
+    assert listed(news, 1) == {1: {key for key in KEYS[2:] if key[0] == 1}}
+
+
+def test_a_rescan_tells_one_by_one_only_what_was_used_since(own: KVDirectory, keep: Open) -> None:
+    keys = [bytes([0, number]) * 16 for number in range(20)]
+    put(own, keys, age_s=5000)
+    keeper = keep(own)
+    assert found(keeper.until(ScanEnded)) == set(keys)
+    put(own, keys[3:4])  # used by another server
+    new, copied = b"\0" + b"n" * 31, b"\0" + b"c" * 31
+    put(own, [new])
+    put(own, [copied], age_s=9000)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    news = keeper.until(ScanEnded)
+    assert found(news) == {keys[3], new}
+    assert listed(news) == {0: {*keys, new, copied}}
+
+
+def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
+    own: KVDirectory, keep: Open
+) -> None:
+    put(own, KEYS[:1])
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    # Within one tick of the file system's clock a second change leaves the same time.
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    assert listed(keeper.until(ScanEnded)) == {0: {KEYS[0]}}
+
+
+def test_nobody_misses_the_directory_of_another_model(
+    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    put(other, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    shutil.rmtree(other.path)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    assert listed(keeper.until(ScanEnded), 1) == {fan_out: set() for fan_out in range(5)}
+    assert not caplog.messages
+
+
+def test_directories_that_are_gone_are_empty_and_one_warning(
+    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
+    put(own, KEYS)
+    put(other, KEYS)
+    keeper = keep(own)
+    keeper.until(ScanEnded)
+    shutil.rmtree(Path(own.path).parent)
+    keeper.thread.probe(1, KEYS)
+    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, [])]
+    keeper.thread.remove(OWN, KEYS)
+    keeper.until(Removed)
+    keeper.clock.advance_to(11)
+    keeper.thread.rescan()
+    news = keeper.until(ScanEnded)
+    empty: dict[int, set[bytes]] = {fan_out: set() for fan_out in range(5)}
+    assert listed(news) == listed(news, 1) == empty
+    assert not found(news)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len([line for line in warnings if own.path in line]) == 1
+    keeper.clock.advance_to(30)
+    keeper.thread.rescan()
+    assert not listed(keeper.until(ScanEnded))
+    assert len(caplog.records) == len(warnings)
+    put(directory_of(Path(own.path).parent, manifest), KEYS)
+    keeper.clock.advance_to(50)
+    keeper.thread.rescan()
+    assert found(keeper.until(ScanEnded)) == set(KEYS)
+
+
+def test_closing_ends_the_thread_in_the_middle_of_a_scan(
+    own: KVDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_scan, "_PIECE", 2)
+    monkeypatch.setattr(disk_scan, "_MAX_BACKLOG", 4)
+    put(own, KEYS)
+    keeper = Keeper(own)
+    assert keeper.poller.poll(30_000)
+    keeper.thread.close()
+    assert not keeper.thread._thread.is_alive()

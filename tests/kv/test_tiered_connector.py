@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from kv_tiers import DEMAND, READY, end_of, offers_of
+from scripted_tier import ScriptedTier
+
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import Demand
+from pagoda.kv.tiered_connector import PATIENCE_S, LoadEnd, TieredKVConnector, Unknown
+from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer
+
+OTHER = msgspec.structs.replace(DEMAND, request_id="other")
+
+
+class Stack:
+    """Two connectors, near and far, over a pool of 64 blocks."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.clock = VirtualClock()
+        self.pool = BlockPool(64)
+        self.ledger = TransferLedger(self.pool)
+        self.near = ScriptedTier("near", self.ledger)
+        self.far = ScriptedTier("far", self.ledger)
+        self.stack = TieredKVConnector(
+            [self.near, self.far],
+            self.pool,
+            self.ledger,
+            self.clock,
+            fail_on_load_failure=fails,
+        )
+        self.stack.workers_ready(READY)
+
+    def have(self, near: range | list[int], far: range | list[int]) -> None:
+        self.near.has = {DEMAND.keys[index] for index in near}
+        self.far.has = {DEMAND.keys[index] for index in far}
+
+    def lookup(self, demand: Demand, start: int) -> int | None:
+        found = self.stack.lookup(demand, start)
+        return None if isinstance(found, Unknown) else found.num_blocks
+
+    def load(self, count: int, start: int = 0, demand: Demand = DEMAND) -> list[Transfer]:
+        """As a request does that holds the blocks only while it waits."""
+        found = self.stack.lookup(demand, start)
+        assert not isinstance(found, Unknown)
+        end = start + count
+        segments = [s._replace(end=min(s.end, end)) for s in found.segments if s.start < end]
+        self.blocks = self.pool.take(count)
+        self.stack.load(found._replace(segments=segments), self.blocks)
+        return self.stack.take_transfers()
+
+    def end(self, transfer: Transfer, failed: list[int] | None = None, error: str = "") -> None:
+        self.stack.transfer_ended(end_of(transfer, failed, error))
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now() + seconds)
+
+
+def numbers(blocks: list[Block]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+def test_a_prefix_is_found_as_far_as_any_connector_goes_on() -> None:
+    it = Stack()
+    it.have(near=[0, 1, 4], far=range(2, 8))
+    assert it.lookup(DEMAND, 0) == 8
+    assert it.lookup(DEMAND, 5) == 3
+    assert it.lookup(DEMAND, 8) == 0
+    assert it.lookup(DEMAND, 16) == 0
+    assert it.lookup(DEMAND, 17) == 0
+
+
+def test_an_answer_may_be_due_later() -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=[])
+    it.far.is_unsure = True
+    assert it.lookup(DEMAND, 0) is None
+    assert not it.stack.poll()
+    it.far.is_unsure = False
+    it.far.has_news = True
+    assert it.stack.poll()
+    assert not it.stack.poll()
+    assert it.lookup(DEMAND, 0) == 2
+
+
+def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
+    it = Stack()
+    it.have(near=[1, 2, 5], far=[3, 4, 6, 7])
+    first, second, third, fourth = it.load(6, start=1)
+    assert [t.source for t in (first, second, third)] == [
+        DiskObjects(list(DEMAND.keys[1:3])),
+        DiskObjects(list(DEMAND.keys[3:5])),
+        DiskObjects(list(DEMAND.keys[5:6])),
+    ]
+    assert fourth.source == DiskObjects([DEMAND.keys[6]])
+    assert first.target == DeviceBlocks(numbers(it.blocks[:2]))
+    for transfer in (third, first, fourth):
+        it.end(transfer)
+        assert it.stack.take_ended() == []
+    it.end(second)
+    assert it.stack.take_ended() == [LoadEnd("r", 6)]
+    assert it.stack.take_ended() == []
+    assert ("loaded", list(DEMAND.keys[3:5]), []) in it.far.calls
+
+
+def test_what_was_found_is_not_looked_up_again() -> None:
+    it = Stack()
+    it.have(near=[0], far=[1, 2])
+    found = it.stack.lookup(DEMAND, 0)
+    assert found is not None
+    it.have(near=[], far=[])
+    it.stack.load(found, it.pool.take(3))
+    near, far = it.stack.take_transfers()
+    assert near.source == DiskObjects([DEMAND.keys[0]])
+    assert far.source == DiskObjects(list(DEMAND.keys[1:3]))
+
+
+def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=[2])
+    for block, step in zip(it.pool._blocks, (3, 9, 4), strict=False):
+        block.used_by = step
+    assert [transfer.after_step for transfer in it.load(3)] == [9, 4]
+
+
+def test_only_what_was_found_can_be_loaded() -> None:
+    it = Stack()
+    it.have(near=[0], far=[])
+    with pytest.raises(ValueError, match="1 blocks were found, 2 are to be filled"):
+        it.load(2)
+
+
+@pytest.mark.parametrize(
+    ("failed_near", "failed_far", "num_good"),
+    [([], [1], 3), ([1], [], 1), ([1], [0], 1), ([0], [], 0)],
+)
+def test_leading_blocks_that_came_are_good(
+    failed_near: list[int], failed_far: list[int], num_good: int
+) -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=[2, 3, 4])
+    near, far = it.load(5)
+    it.end(far, failed_far, "it rusted")
+    it.end(near, failed_near, "it burnt")
+    assert it.stack.take_ended() == [LoadEnd("r", num_good)]
+
+
+def test_a_request_may_fail_for_what_did_not_come() -> None:
+    it = Stack(fails=True)
+    it.have(near=[0, 1], far=[])
+    (transfer,) = it.load(2)
+    it.end(transfer, [1], "the disk is gone")
+    sentence = "KV that was found for this request could not be loaded: the disk is gone."
+    assert it.stack.take_ended() == [LoadEnd("r", 1, sentence)]
+
+
+def test_two_requests_never_load_the_same_block() -> None:
+    it = Stack()
+    it.have(near=range(8), far=[])
+    (transfer,) = it.load(4)
+    assert it.lookup(OTHER, 0) is None
+    assert it.lookup(OTHER, 2) is None
+    assert it.lookup(OTHER, 4) == 4
+    it.stack.poll()
+    it.end(transfer)
+    assert it.stack.poll()
+    assert it.lookup(OTHER, 0) == 8
+
+
+def test_when_the_first_gives_up_the_second_may_load() -> None:
+    it = Stack()
+    it.have(near=range(4), far=[])
+    (transfer,) = it.load(4)
+    it.stack.poll()
+    it.stack.abandon("r")
+    assert it.stack.poll()
+    assert it.lookup(OTHER, 0) == 4
+    it.pool.release(it.blocks)
+    assert it.pool.num_available == 60
+    it.end(transfer)
+    assert it.pool.num_available == 64
+    assert it.stack.take_ended() == []
+    assert ("loaded", list(DEMAND.keys[:4]), []) in it.near.calls
+
+
+def test_patience_with_an_answer_ends() -> None:
+    it = Stack(fails=True)
+    it.stack.wait("r", Unknown(it.near))
+    it.pass_time(PATIENCE_S / 2)
+    it.stack.wait("r", Unknown(it.near))
+    it.stack.wait("other", Unknown(it.near))
+    assert it.stack.next_event_at() == PATIENCE_S
+    it.pass_time(PATIENCE_S / 2)
+    assert it.stack.take_ended() == [LoadEnd("r", 0)]
+    it.stack.abandon("other")
+    assert it.stack.next_event_at() is None
+    it.stack.wait("other", Unknown(it.near))
+    assert it.stack.next_event_at() == 2 * PATIENCE_S
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_patience_with_a_load_ends_but_blocks_stay_until_the_transfer_does(fails: bool) -> None:
+    it = Stack(fails=fails)
+    it.have(near=[0, 1], far=[2, 3])
+    near, far = it.load(4)
+    it.end(near)
+    it.pass_time(PATIENCE_S)
+    failure = "KV that was found for this request could not be loaded: it took longer than 10 s."
+    assert it.stack.take_ended() == [LoadEnd("r", 2, failure if fails else None)]
+    it.pool.release(it.blocks)
+    assert it.pool.num_available == 62
+    it.end(far)
+    assert it.pool.num_available == 64
+    assert it.stack.take_ended() == []
+
+
+def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=range(2, 16))
+    near, far = it.load(4)
+    it.end(near)
+    it.pass_time(PATIENCE_S)
+    it.stack.take_ended()
+    assert it.lookup(DEMAND, 0) == 2
+    assert it.lookup(DEMAND, 2) == 0
+    it.end(far)
+    assert it.lookup(DEMAND, 0) == 16
+
+
+def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
+    it = Stack()
+    offers = offers_of(it.pool, 0, 12)
+    it.stack.offer(offers)
+    assert it.near.offered == [offer.key for offer in offers[:8]]
+    assert it.far.offered == []
+    (stored,) = it.stack.take_transfers()
+    it.end(stored)
+    assert it.near.offered == [offer.key for offer in offers]
+    assert it.far.offered == [offer.key for offer in offers[:4]]
+    while transfers := it.stack.take_transfers():
+        for transfer in transfers:
+            it.end(transfer)
+    assert it.far.offered == [offer.key for offer in offers]
+    assert it.ledger.num_open == 0
+
+
+def test_a_block_that_is_gone_is_not_offered_again() -> None:
+    it = Stack()
+    offers = offers_of(it.pool, 0, 10)
+    it.stack.offer(offers)
+    it.pool.discard(offers[8].key)
+    for transfer in it.stack.take_transfers():
+        it.end(transfer)
+    assert it.near.offered == [offer.key for offer in offers if offer is not offers[8]]
+
+
+def test_offers_wait_in_line_even_for_a_connector_that_wants_none() -> None:
+    """It counts them, in their order."""
+    it = Stack()
+    it.far.stores = False
+    offers = offers_of(it.pool, 0, 12)
+    it.stack.offer(offers)
+    assert it.far.offered == [offer.key for offer in offers]
+
+
+def test_no_more_offers_are_kept_than_there_are_blocks() -> None:
+    it = Stack()
+    offers = offers_of(it.pool, 0, 16)
+    for _ in range(10):
+        it.stack.offer(offers)
+    assert max(map(len, it.stack._backlog)) == 64
+
+
+def test_prefetching_starts_behind_what_is_nearer() -> None:
+    it = Stack()
+    it.have(near=[2, 3], far=[4, 5])
+    it.stack.prefetch(DEMAND, 2)
+    assert ("prefetch", "r", 2) in it.near.calls
+    assert ("prefetch", "r", 4) in it.far.calls
+
+
+def test_prefetching_is_over_when_all_is_near() -> None:
+    it = Stack()
+    it.have(near=[0, 1], far=[2])
+    assert not it.stack.prefetch(DEMAND, 0)
+    it.near.has.add(DEMAND.keys[2])
+    assert it.stack.prefetch(DEMAND, 0)
+    it.far.is_unsure = True
+    assert not it.stack.prefetch(DEMAND, 0)
+    assert it.stack.prefetch(DEMAND, 16)
+    it.stack.workers_lost()
+    assert not it.stack.prefetch(DEMAND, 0)
+
+
+def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> None:
+    it = Stack()
+    it.have(near=[], far=range(16))
+    (transfer,) = it.load(4)
+    it.pass_time(PATIENCE_S)
+    it.stack.take_ended()
+    assert not it.stack.prefetch(OTHER, 0)
+    assert ("prefetch", "other", 0) not in it.far.calls
+    it.end(transfer)
+    it.stack.prefetch(OTHER, 0)
+    assert ("prefetch", "other", 0) in it.far.calls
+
+
+def test_all_hear_of_a_request_and_of_its_end() -> None:
+    it = Stack()
+    it.stack.announce(DEMAND, 3)
+    it.stack.forget("r")
+    it.stack.close()
+    for tier in (it.near, it.far):
+        assert tier.calls == [("ready", 8), ("announce", "r", 3), ("forget", "r"), ("close",)]
+    assert it.stack.pollables() == ["near", "far"]
+    assert [load.name for load in it.stack.load_report()] == ["near", "far"]
+
+
+def test_nothing_of_lost_workers_remains() -> None:
+    it = Stack()
+    it.have(near=range(4), far=[])
+    (transfer,) = it.load(4)
+    it.stack.offer(offers_of(it.pool, 6, 16))
+    it.pool.release(it.blocks)
+    it.stack.wait("other", Unknown(it.near))
+    it.stack.workers_lost()
+    assert it.near.calls[-2:] == [("lost", 1), ("workers lost",)]
+    assert it.pool.num_available == 64
+    assert it.stack.take_transfers() == []
+    assert it.stack.next_event_at() is None
+    it.end(transfer)
+    it.pass_time(PATIENCE_S)
+    assert it.stack.take_ended() == []
+    assert it.lookup(DEMAND, 0) == 0
+    it.stack.prefetch(DEMAND, 0)
+    it.stack.offer(offers_of(it.pool, 0, 2))
+    assert it.near.calls[-1] == ("workers lost",)
+    assert it.stack.take_transfers() == []
+    it.stack.workers_ready(READY)
+    assert it.lookup(DEMAND, 0) == 4
+    it.load(4)
+    assert it.stack.next_event_at() == 2 * PATIENCE_S
+
+
+def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.stack.wait("r", Unknown(it.near))
+    it.stack.wait("r", Unknown(it.far))
+    assert it.stack.next_event_at() is None
+    it.have(near=[], far=range(4))
+    (transfer,) = it.load(4)
+    assert it.stack.next_event_at() is None
+    it.pass_time(10 * PATIENCE_S)
+    assert it.stack.take_ended() == []
+    it.end(transfer)
+    assert it.stack.take_ended() == [LoadEnd("r", 4)]
+
+
+def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.have(near=range(2), far=range(2, 4))
+    near, far = it.load(4)
+    it.pass_time(PATIENCE_S)
+    assert it.stack.take_ended() == [LoadEnd("r", 0)]
+    assert it.lookup(OTHER, 2) == 2, "only the slow one is not asked any more"
+    it.end(far)
+    it.end(near)
+    assert it.lookup(OTHER, 0) == 4
+
+
+def test_patience_that_ends_when_only_the_patient_part_is_missing_does_not_count() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.have(near=range(2), far=range(2, 4))
+    near, far = it.load(4)
+    it.end(near)
+    it.pass_time(PATIENCE_S)
+    assert it.stack.take_ended() == []
+    assert it.stack.next_event_at() is None
+    it.end(far)
+    assert it.stack.take_ended() == [LoadEnd("r", 4)]
+
+
+def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
+    it = Stack()
+    it.far.gives_up = True
+    it.have(near=range(2), far=range(2, 8))
+    it.load(8)
+    assert it.stack.lookup(OTHER, 0) == Unknown(it.near)
+    assert it.stack.lookup(OTHER, 3) == Unknown(it.far)

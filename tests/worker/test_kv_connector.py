@@ -1,0 +1,427 @@
+"""KV comes to engines of any topology from those of any other, byte for byte; what fails ends a transfer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from kv_ranks import NUM_BLOCKS, Engine, topology
+from tiny_models import make_model, save_model
+
+from pagoda.errors import ConfigError
+from pagoda.messages.transfers import KVPeer
+from pagoda.messages.worker_config import Role
+from pagoda.parallel.config import ParallelConfig
+from pagoda.pd.transport.base import TransportError
+from pagoda.pd.transport.tcp import TcpDescriptor
+from pagoda.worker import kv_connector
+
+MakeEngine = Callable[..., Engine]
+
+SOURCES, TARGETS = [3, 4, 5, 9, 0, 11], [0, 1, 2, 7, 8, 5]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    # Four KV heads, so that four ranks have one each; four layers, for stages.
+    make_model("llama", num_hidden_layers=4).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("two")
+    save_model("qwen3", directory)
+    return directory
+
+
+@pytest.fixture
+def make() -> Iterator[MakeEngine]:
+    made: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        made.append(Engine(*args, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def both(
+    make: MakeEngine,
+    model: Path,
+    prefill: ParallelConfig | None = None,
+    decode: ParallelConfig | None = None,
+    **options: Any,
+) -> tuple[Engine, Engine]:
+    one = make(model, prefill or topology(), Role.PREFILL, **options)
+    other = make(model, decode or topology(), Role.DECODE, **options)
+    assert one.digests == other.digests
+    assert len(one.digests) == 1
+    other.meet(one.peer())
+    return one, other
+
+
+TOPOLOGIES = [
+    (topology(), topology()),
+    (topology(tp=2), topology()),
+    (topology(), topology(tp=2)),
+    (topology(tp=4), topology(tp=2)),
+    (topology(tp=2), topology(tp=4)),
+    (topology(pp=2), topology()),
+    (topology(), topology(pp=2)),
+    (topology(tp=2, pp=2), topology(pp=4)),
+    (topology(pp=2), topology(tp=4)),
+]
+
+
+def names(value: object) -> str:
+    if isinstance(value, ParallelConfig):
+        return f"tp{value.tensor_parallel_size}-pp{value.pipeline_parallel_size}"
+    return str(value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("prefill", "decode"), TOPOLOGIES, ids=names)
+def test_any_topology_reads_any_other(
+    make: MakeEngine,
+    model: Path,
+    prefill: ParallelConfig,
+    decode: ParallelConfig,
+    transport: str,
+) -> None:
+    _, engine = both(make, model, prefill, decode, transports=(transport,))
+    ends = engine.read(SOURCES, TARGETS)
+    assert [end.failed for end in ends] == [[]] * decode.replica_size
+    engine.check(SOURCES, TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(4, 1), (1, 4), (4, 2), (2, 4), (4, 4)],
+)
+def test_heads_that_several_ranks_have(
+    make: MakeEngine, two_heads: Path, prefill: int, decode: int
+) -> None:
+    _, engine = both(make, two_heads, topology(tp=prefill), topology(tp=decode))
+    engine.read(SOURCES, TARGETS)
+    engine.check(SOURCES, TARGETS)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16", "float32"])
+def test_every_layout(make: MakeEngine, model: Path, backend: str, kv_dtype: str) -> None:
+    options = {"backend": backend, "kv_cache_dtype": kv_dtype}
+    _, engine = both(make, model, topology(tp=2), topology(), **options)
+    engine.read(SOURCES, TARGETS)
+    engine.check(SOURCES, TARGETS)
+
+
+def test_several_transfers_come_one_after_the_other(make: MakeEngine, model: Path) -> None:
+    _, engine = both(make, model, topology(tp=2), topology(tp=2))
+    ids = [engine.begin([block], [block]) for block in range(NUM_BLOCKS)]
+    ends = engine.wait(NUM_BLOCKS)
+    assert sorted(ends) == ids
+    assert all(not end.failed for several in ends.values() for end in several)
+    engine.check(range(NUM_BLOCKS), range(NUM_BLOCKS))
+
+
+def test_small_batches_copy_the_same(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_connector, "BATCH_BYTES", 1)
+    _, engine = both(make, model, topology(tp=2), topology())
+    engine.read(SOURCES, TARGETS)
+    engine.check(SOURCES, TARGETS)
+
+
+def test_nothing_is_written_before_the_step_is_done(make: MakeEngine, model: Path) -> None:
+    _, engine = both(make, model)
+    engine.read([], [])
+    transfer_id = engine.begin(SOURCES, TARGETS, after_step=7)
+    engine.step_done(6)
+    assert not engine.has_ended()
+    engine.check([], [])
+    engine.step_done(7)
+    assert engine.wait()[transfer_id][0].failed == []
+    engine.check(SOURCES, TARGETS)
+
+
+# ---- what goes wrong
+
+
+def all_failed(engine: Engine, sources: list[int], targets: list[int]) -> str:
+    (end,) = engine.read(sources, targets)
+    assert end.failed == list(range(len(sources)))
+    assert end.error
+    return end.error
+
+
+def test_a_peer_that_nobody_knows(make: MakeEngine, model: Path) -> None:
+    _, engine = both(make, model)
+    engine.part("prefill-1")
+    engine.part("prefill-1")
+    assert "nobody knows" in all_failed(engine, SOURCES, TARGETS)
+
+
+def test_a_peer_that_has_gone(make: MakeEngine, model: Path) -> None:
+    prefill, engine = both(make, model)
+    engine.read([0], [0])
+    prefill.close_doors()
+    error = all_failed(engine, SOURCES, TARGETS)
+    assert "shm: " in error, error
+    assert "tcp: " in error
+
+
+def test_a_peer_that_is_back_at_once_is_read_again(make: MakeEngine, model: Path) -> None:
+    """The link is gone, but not the memory: a new one is made."""
+    _, engine = both(make, model, transports=("tcp",))
+    engine.read([0], [0])
+    (exchange,) = engine.exchanges
+    (lane,) = exchange._peers["prefill-1"].lanes
+    assert lane._link is not None
+    lane._link.close()
+    assert engine.read(SOURCES, TARGETS)[0].failed == []
+
+
+def test_a_transport_that_does_not_work_is_passed_over(make: MakeEngine, model: Path) -> None:
+    prefill, engine = both(make, model)
+    (rank,) = prefill.described()
+    broken = msgspec.structs.replace(rank, doors=rank.doors | {"shm": b"nonsense"})
+    engine.meet(KVPeer(peer_id="other", ranks=(broken,)))
+    transfer_id = engine.begin(SOURCES, TARGETS, "other")
+    assert engine.wait()[transfer_id][0].failed == []
+    engine.check(SOURCES, TARGETS)
+
+
+def test_what_is_not_named_is_not_used(make: MakeEngine, model: Path) -> None:
+    prefill = make(model, topology(), Role.PREFILL, transports=("shm",))
+    engine = make(model, topology(), Role.DECODE, transports=("tcp",))
+    engine.meet(prefill.peer())
+    assert "over shm, this one reads over tcp" in all_failed(engine, SOURCES, TARGETS)
+
+
+def test_another_secret(make: MakeEngine, model: Path) -> None:
+    prefill = make(model, topology(), Role.PREFILL, secret=b"another secret of theirs")
+    engine = make(model, topology(), Role.DECODE)
+    engine.meet(prefill.peer())
+    assert "cluster's key" in all_failed(engine, SOURCES, TARGETS)
+    engine.check([], [])
+
+
+def test_kv_that_does_not_fit_is_refused(make: MakeEngine, model: Path, two_heads: Path) -> None:
+    prefill = make(model, topology(), Role.PREFILL, kv_cache_dtype="bfloat16")
+    engine = make(model, topology(), Role.DECODE, kv_cache_dtype="float32")
+    assert prefill.digests != engine.digests
+    engine.meet(prefill.peer())
+    assert "bytes per block, here they have" in all_failed(engine, SOURCES, TARGETS)
+    half = make(two_heads, topology(), Role.PREFILL)
+    engine.meet(half.peer("half"))
+    engine.begin([0], [0], "half")
+    ((end,),) = engine.wait().values()
+    assert end.error
+
+
+def test_a_rank_that_is_missing(make: MakeEngine, model: Path) -> None:
+    prefill = make(model, topology(tp=2), Role.PREFILL)
+    engine = make(model, topology(), Role.DECODE)
+    engine.meet(KVPeer(peer_id="prefill-1", ranks=prefill.described()[:1]))
+    assert all_failed(engine, SOURCES, TARGETS) == "it has no keys of head 2 of layer 0"
+
+
+@pytest.mark.parametrize("block", [-1, NUM_BLOCKS, 2**40])
+def test_blocks_that_the_peer_does_not_have(make: MakeEngine, model: Path, block: int) -> None:
+    _, engine = both(make, model)
+    assert "12 blocks" in all_failed(engine, [0, block], [0, 1])
+    engine.check([], [])
+
+
+@pytest.mark.parametrize("block", [-1, NUM_BLOCKS])
+def test_blocks_that_are_not_here_are_an_engines_fault(
+    make: MakeEngine, model: Path, block: int
+) -> None:
+    _, engine = both(make, model)
+    with pytest.raises(ValueError, match="blocks that are not here"):
+        engine.begin([0], [block])
+
+
+def test_a_transfer_may_take_as_long_as_its_batches_come(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch of a large transfer takes nearly as long as it may."""
+    monkeypatch.setattr(kv_connector, "BATCH_BYTES", 1)
+    skipped_s = 0.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + skipped_s
+
+    class SlowLink:
+        def read(self, _spans: object, deadline: float) -> None:
+            nonlocal skipped_s
+            skipped_s += kv_connector.BATCH_LIMIT_S - 1
+            if Clock.monotonic() > deadline:
+                raise TransportError("it took too long")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(kv_connector, "time", Clock)
+    prefill = make(model, topology(), Role.PREFILL)
+    engine = make(model, topology(), Role.DECODE)
+    (exchange,) = engine.exchanges
+    exchange._connect = lambda _rank, _deadline: SlowLink()
+    engine.meet(prefill.peer())
+    assert engine.read(SOURCES, TARGETS)[0].failed == []
+
+
+class Silence:
+    """A door that takes connections and says nothing."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        self.descriptor = msgspec.msgpack.encode(
+            TcpDescriptor("127.0.0.1", port, bytes(16), encrypts=False)
+        )
+        self.has_guest = threading.Event()
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+        self._guests: list[socket.socket] = []
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                guest, _ = self._listener.accept()
+            except OSError:
+                return
+            self._guests.append(guest)
+            self.has_guest.set()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(20)
+        self._listener.close()
+        for guest in self._guests:
+            guest.close()
+
+
+@pytest.fixture
+def silence() -> Iterator[Silence]:
+    silence = Silence()
+    yield silence
+    silence.close()
+
+
+def silent_peer(prefill: Engine, silence: Silence) -> KVPeer:
+    ranks = [
+        msgspec.structs.replace(rank, doors={"tcp": silence.descriptor})
+        for rank in prefill.described()
+    ]
+    return KVPeer(peer_id="silent", ranks=tuple(ranks))
+
+
+def test_a_peer_that_is_silent_does_not_keep_others_waiting(
+    make: MakeEngine, model: Path, silence: Silence
+) -> None:
+    prefill, engine = both(make, model)
+    engine.meet(silent_peer(prefill, silence))
+    engine.begin([0], [11], "silent")
+    assert silence.has_guest.wait(20)
+    assert engine.read(SOURCES, TARGETS)[0].failed == []
+    engine.check(SOURCES, TARGETS)
+
+
+def test_a_silent_peer_that_parts_ends_its_transfers(
+    make: MakeEngine, model: Path, silence: Silence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.pd.transport.tcp.HANDSHAKE_S", 0.5)
+    prefill, engine = both(make, model)
+    engine.meet(silent_peer(prefill, silence))
+    ids = [engine.begin([0, 1], [2, 3], "silent") for _ in range(3)]
+    assert silence.has_guest.wait(20)
+    engine.part("silent")
+    ends = engine.wait(3)
+    assert sorted(ends) == ids
+    assert all(end.failed == [0, 1] for (end,) in ends.values())
+    engine.check([], [])
+
+
+def test_an_idle_link_is_closed_by_the_thread_that_reads(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some need a while for it, and whoever parts does not wait."""
+    _, engine = both(make, model, transports=("tcp",))
+    engine.read([0], [0])
+    (exchange,) = engine.exchanges
+    (lane,) = exchange._peers["prefill-1"].lanes
+    assert lane._link is not None
+    closers: list[threading.Thread] = []
+    monkeypatch.setattr(lane._link, "close", lambda: closers.append(threading.current_thread()))
+    engine.part("prefill-1")
+    lane.join()
+    assert closers == [lane._thread]
+
+
+def test_a_peer_that_dies_in_the_middle(
+    make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came before is good, what did not is told, and nothing is left that writes."""
+    monkeypatch.setattr(kv_connector, "BATCH_BYTES", 1)
+    prefill, engine = both(make, model, topology(tp=2), topology())
+    (exchange,) = engine.exchanges
+    lane = exchange._peers["prefill-1"].lanes[1]
+    read, num_reads = lane._read, 0
+
+    def read_until_the_third(sources: list[int], targets: list[int], deadline: float) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 3:
+            prefill.close_doors()
+        read(sources, targets, deadline)
+
+    monkeypatch.setattr(lane, "_read", read_until_the_third)
+    (end,) = engine.read(SOURCES, TARGETS)
+    assert end.failed, (
+        "the first rank may have failed earlier, the second has from the third block on"
+    )
+    assert end.failed == list(range(end.failed[0], len(SOURCES)))
+    assert end.failed[0] <= 2
+    good = end.failed[0]
+    (rank,) = engine.ranks
+    for layer, kind, tensor in rank.tensors():
+        expected = rank.whole(layer, kind, tensor)[SOURCES[:good]]
+        assert tensor[TARGETS[:good]].equal(expected)
+
+
+def test_ending_the_worker_ends_what_waits(make: MakeEngine, model: Path) -> None:
+    prefill, engine = both(make, model)
+    prefill.close()
+    engine.begin(SOURCES, TARGETS, after_step=3)
+    engine.close()
+    assert [end.failed for (end,) in engine.wait().values()] == [list(range(len(SOURCES)))]
+    engine.check([], [])
+    assert not [thread for thread in threading.enumerate() if "kv-" in thread.name]
+
+
+def test_no_transport_that_works(make: MakeEngine, model: Path) -> None:
+    with pytest.raises(ConfigError, match="no transport of --kv-transports works"):
+        make(model, topology(), Role.PREFILL, transports=())
+
+
+def test_a_rank_on_another_host_is_reached_there(make: MakeEngine, model: Path) -> None:
+    prefill = make(model, topology(), Role.PREFILL, transports=("tcp",), bind_host="127.0.0.2")
+    (rank,) = prefill.described()
+    assert msgspec.msgpack.decode(rank.doors["tcp"], type=TcpDescriptor).host == "127.0.0.2"
+    engine = make(model, topology(), Role.DECODE)
+    engine.meet(prefill.peer())
+    engine.read(SOURCES, TARGETS)
+    engine.check(SOURCES, TARGETS)

@@ -1,0 +1,151 @@
+"""Ranks of a replica that find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu_native import BackendUnavailableError
+from pagoda.errors import ConfigError
+from pagoda.ipc.curve import new_keys
+from pagoda.messages.worker import StepPlan, WorkerHello, WorkerPeers
+from pagoda.messages.worker_config import CurveKeys, WorkerConfig
+from pagoda.parallel.collectives import Collectives
+from pagoda.parallel.config import ParallelConfig
+from pagoda.parallel.distributed import DistributedCollectives
+from pagoda.worker import group
+from pagoda.worker.rendezvous import Rendezvous, host_identity
+from pagoda.worker.stages import StageState
+from pagoda.worker.step_clock import StepTimes
+
+HIDDEN = 8
+
+
+@pytest.fixture
+def contexts() -> Iterator[list[zmq.Context[zmq.Socket[bytes]]]]:
+    contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
+    yield contexts
+    for context in contexts:
+        context.destroy(linger=0)
+
+
+def meetings(
+    contexts: list[zmq.Context[zmq.Socket[bytes]]],
+    directory: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    keys: CurveKeys | None = None,
+    hosts: tuple[str, ...] = ("",),
+) -> list[Rendezvous]:
+    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    made = []
+    for rank, place in enumerate(parallel.places(0)):
+        contexts.append(zmq.Context())
+        config = WorkerConfig(
+            model="m",
+            parallel=parallel,
+            place=place,
+            curve=keys,
+            bind_host=hosts[rank % len(hosts)],
+        )
+        address = f"ipc://{directory / 'w-1'}"
+        made.append(
+            Rendezvous(config, contexts[-1], address, hidden_size=HIDDEN, dtype=torch.float32)
+        )
+    return made
+
+
+def introduce(several: list[Rendezvous]) -> WorkerPeers:
+    return WorkerPeers(hellos=[meeting.hello(5) for meeting in several], num_blocks=5)
+
+
+def all_join(several: list[Rendezvous]) -> list[Collectives]:
+    """Their groups, joined at the same time, as each waits for the others."""
+    peers = introduce(several)
+    with ThreadPoolExecutor(len(several)) as pool:
+        groups = list(pool.map(lambda meeting: meeting.form_group(peers), several))
+        joined = [group for group in groups if group is not None]
+        sums = pool.map(lambda group: group.all_reduce(torch.tensor([1.0 + group.rank])), joined)
+        assert [total.tolist() for total in sums] == [[3.0], [3.0]]
+    return joined
+
+
+def test_ranks_of_one_host_share_memory(
+    contexts: list[zmq.Context[zmq.Socket[bytes]]], tmp_path: Path
+) -> None:
+    several = meetings(contexts, tmp_path, tp=2)
+    path = several[0].hello(5).shared_memory
+    if not path:
+        pytest.skip("the native kernels are not installed")
+    assert Path(path).exists()
+    joined = all_join(several)
+    assert all(isinstance(group, SharedMemoryCollectives) for group in joined)
+    assert not Path(path).exists()  # nobody else can open it
+
+
+@pytest.mark.parametrize(
+    ("hosts", "error"),
+    [
+        (("127.0.0.1", "127.0.0.2"), None),
+        (("",), BackendUnavailableError("the kernels were not built")),
+        (("",), OSError("there is no memory")),
+        (("",), ValueError("too many ranks")),
+    ],
+)
+def test_ranks_that_cannot_share_memory_meet_over_the_network(
+    contexts: list[zmq.Context[zmq.Socket[bytes]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[str, ...],
+    error: Exception | None,
+) -> None:
+    if error is not None:
+
+        def unavailable(size: int) -> SharedMemory:  # noqa: ARG001
+            raise error
+
+        monkeypatch.setattr(group, "SharedMemory", unavailable)
+    several = meetings(contexts, tmp_path, tp=2, hosts=hosts, keys=new_keys() if hosts[0] else None)
+    joined = all_join(several)
+    assert all(isinstance(group, DistributedCollectives) for group in joined)
+
+
+def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
+    hello = WorkerHello(host="h", shared_memory="/nowhere", num_blocks=5)
+    with pytest.raises(ConfigError, match="cannot open the memory that another one"):
+        group.form_group(1, [hello, hello], torch.device("cpu"), "", None)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_each_stage_passes_on_to_the_next(
+    contexts: list[zmq.Context[zmq.Socket[bytes]]], tmp_path: Path, secure: bool
+) -> None:
+    keys, hosts = (new_keys(), ("127.0.0.1", "127.0.0.2")) if secure else (None, ("",))
+    several = meetings(contexts, tmp_path, pp=3, keys=keys, hosts=hosts)
+    peers = introduce(several)
+    assert [meeting.form_group(peers) for meeting in several] == [None] * 3
+    first, second, third = several
+    targets = [meeting.target(peers) for meeting in several]
+    assert first.source is None
+    assert targets[2] is None
+    assert targets[0] is not None
+    assert targets[1] is not None
+    assert second.source is not None
+    assert third.source is not None
+    targets[0].send(0, StageState(torch.zeros(1, HIDDEN), [], StepTimes(0.5)))
+    targets[1].send(0, StageState(torch.ones(1, HIDDEN), [], StepTimes(0.5)))
+    plan = StepPlan(0, [0], [1])
+    assert second.source.receive(plan).hidden.sum() == 0
+    assert third.source.receive(plan).hidden.sum() == HIDDEN
+
+
+def test_one_host_has_one_identity_for_each_address() -> None:
+    assert host_identity("") == host_identity("")
+    assert host_identity("10.0.0.1") != host_identity("10.0.0.2")
