@@ -11,7 +11,7 @@ import aiohttp
 
 import pagoda
 
-HELD_OUT = Path(pagoda.__file__).parent / "models" / "pagoda_tiny" / "heldout.jsonl"
+HELD_OUT = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny" / "heldout.jsonl"
 
 Disturbance = Callable[[aiohttp.ClientSession], Awaitable[None]]
 

@@ -25,7 +25,7 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprob
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams
 
-MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+MODEL = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
 LEASE_S = 2.0

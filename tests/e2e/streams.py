@@ -12,7 +12,7 @@ import psutil
 
 import pagoda
 
-HELD_OUT = Path(pagoda.__file__).parent / "models" / "pagoda_tiny" / "heldout.jsonl"
+HELD_OUT = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny" / "heldout.jsonl"
 
 Disturb = Callable[[Callable[[], int]], Awaitable[None]]
 """Harms the server; it is told how many events have arrived so far."""

@@ -23,7 +23,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
-EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+EMBEDDED = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 MAX_TOKENS = 48
 REQUESTS = [

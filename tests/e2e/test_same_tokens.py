@@ -29,7 +29,7 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 
-MODEL = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+MODEL = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 MAX_TOKENS = {"cpu": 32, "reference": 20}
 """Of each answer; plain PyTorch is slow."""
 NUM_REQUESTS = 32

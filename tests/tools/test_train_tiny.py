@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
 
 from tools.train_tiny import checks, heldout, skills, tokenizer  # noqa: E402
 
-MODEL = ROOT / "pagoda" / "models" / "pagoda_tiny"
+MODEL = ROOT / "pagoda" / "checkpoints" / "pagoda_tiny"
 RECIPE = json.loads((ROOT / "tools" / "train_tiny" / "recipe.json").read_text(encoding="utf-8"))
 WEIGHTS: dict[str, float] = RECIPE["stages"][-1]["weights"]
 TOKENIZER = tokenizer.build_tokenizer()

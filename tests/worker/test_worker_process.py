@@ -32,7 +32,7 @@ from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.pinning import part_of_cores
 
-EMBEDDED = Path(pagoda.__file__).parent / "models" / "pagoda_tiny"
+EMBEDDED = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
 SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=64)
 
 
