@@ -16,7 +16,6 @@ from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.cpu.native import BackendUnavailableError
 from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
-    GROUP_SIZES,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
@@ -24,6 +23,7 @@ from pagoda.backend.weights import (
     dequantize,
     weight_shape,
 )
+from pagoda.checkpoints.weight_formats import GROUP_SIZES
 
 
 def _sets() -> list[str]:
