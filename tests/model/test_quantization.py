@@ -14,7 +14,6 @@ from torch import Tensor
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
-    GROUP_SIZES,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
@@ -23,7 +22,7 @@ from pagoda.backend.weights import (
 )
 from pagoda.checkpoints.model_config import LinearMap, Split, parse_model_config
 from pagoda.checkpoints.presets import PRESETS
-from pagoda.checkpoints.weight_formats import format_bytes
+from pagoda.checkpoints.weight_formats import GROUP_SIZES, format_bytes
 from pagoda.errors import ConfigError
 from pagoda.model.quantization import (
     Int4OnLoad,
