@@ -97,7 +97,7 @@ class HostServer:
         tracer: Tracer | None = None,
         book: RequestTracker | None = None,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper. `tracer` is that of this
+        """Binds `address`, whose port may be `*`. `context` must have an authenticator. `tracer` is that of this
         process, `book` is told of each answer.
 
         Raises:
