@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,12 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq.asyncio
+from fragment_files import read_fragments
 from linked_hosts import until
 from scripted_endpoint import ScriptedEndpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
-from fragment_files import read_fragments
 
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
