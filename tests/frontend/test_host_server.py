@@ -20,7 +20,8 @@ from fragment_files import read_fragments
 
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_link import HostClient, HostServer, Identity
+from pagoda.frontend.host_client import HostClient, Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
 from pagoda.messages.frontend import (
