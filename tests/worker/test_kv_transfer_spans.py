@@ -16,7 +16,7 @@ from pagoda.messages.transfers import (
     TransferEnd,
 )
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
-from pagoda.worker.transfer_spans import TransferSpans
+from pagoda.worker.kv.transfer_spans import TransferSpans
 
 STORE = Transfer(1, 0, DeviceBlocks([4, 5]), HostSlots([0, 1]))
 LOAD = Transfer(2, 0, DiskObjects([b"key"]), DeviceBlocks([6]))

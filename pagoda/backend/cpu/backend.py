@@ -25,11 +25,11 @@ from pagoda.backend.base import (
     TokenBatch,
     new_tensor,
 )
-from pagoda.backend.cpu_collectives import SharedMemoryCollectives
-from pagoda.backend.cpu_memory import WeightMemory
-from pagoda.backend.cpu_native import load_native
-from pagoda.backend.cpu_program import CompiledForward
-from pagoda.backend.cpu_types import (
+from pagoda.backend.cpu.collectives import SharedMemoryCollectives
+from pagoda.backend.cpu.memory import WeightMemory
+from pagoda.backend.cpu.native import load_native
+from pagoda.backend.cpu.program import CompiledForward
+from pagoda.backend.cpu.weights import (
     DTYPES,
     KV_DTYPES,
     UNLIMITED,
@@ -43,7 +43,7 @@ from pagoda.backend.cpu_types import (
 )
 from pagoda.backend.direct import DirectForward
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.reference import ReferenceBackend, check_token_ids, highest_outputs
+from pagoda.backend.reference.backend import ReferenceBackend, check_token_ids, highest_outputs
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pagoda.errors import ConfigError
-from pagoda.model.fields import Fields
-from pagoda.model.weight_formats import (
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.weight_formats import (
     DenseFormat,
     GroupedFormat,
     Int8Format,
     WeightFormat,
     held_group_size,
 )
+from pagoda.errors import ConfigError
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"

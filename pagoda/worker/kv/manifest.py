@@ -11,7 +11,7 @@ import msgspec
 from pagoda.backend.base import KVCache
 from pagoda.checkpoints.fingerprint import weights_digest
 from pagoda.kv.objects import Manifest
-from pagoda.worker.kv_memory import KVMemory
+from pagoda.worker.kv.memory import KVMemory
 from pagoda.worker.loading import WorkerPlan
 
 

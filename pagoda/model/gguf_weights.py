@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import GroupedWeight, LinearWeight
-from pagoda.checkpoints.gguf import GgufFile, GgufTensor
-from pagoda.checkpoints.gguf_config import FREQUENCY_FACTORS, config_values
+from pagoda.checkpoints.gguf.config import FREQUENCY_FACTORS, config_values
+from pagoda.checkpoints.gguf.reader import GgufFile, GgufTensor
+from pagoda.checkpoints.model_config import FrequencyFactors, ModelConfig, parse_model_config
+from pagoda.checkpoints.weight_formats import WeightFormat
 from pagoda.errors import ConfigError
-from pagoda.model.config import FrequencyFactors, ModelConfig, parse_model_config
 from pagoda.model.ggml_blocks import DENSE, floats, held_as, linear_weight
-from pagoda.model.weight_formats import WeightFormat
 
 _NAMES = {
     "model.embed_tokens": "token_embd",

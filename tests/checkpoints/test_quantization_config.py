@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from pagoda.errors import ConfigError
-from pagoda.model.fields import Fields
-from pagoda.model.quantization_config import (
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.quantization_config import (
     CheckpointQuantization,
     CompressedTensors,
     GroupScheme,
     Int8Scheme,
     parse_quantization,
 )
-from pagoda.model.weight_formats import DenseFormat, GroupedFormat, Int8Format
+from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, Int8Format
+from pagoda.errors import ConfigError
 
 LAYER = "model.layers.3.mlp.up_proj"
 TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}

@@ -20,9 +20,9 @@ from pagoda.pd.transport.base import (
     TransportError,
 )
 from pagoda.pd.transport.choose import TRANSPORTS
-from pagoda.worker.kv_connector import KVConnectorWorker
-from pagoda.worker.kv_manifest import kv_digest
-from pagoda.worker.kv_plan import OwnPart, own_parts
+from pagoda.worker.kv.connector import KVConnectorWorker
+from pagoda.worker.kv.manifest import kv_digest
+from pagoda.worker.kv.plan import OwnPart, own_parts
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
 
 _log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferPlace,
 )
-from pagoda.worker.host_arena import HostArena
-from pagoda.worker.kv_memory import copy_bytes
-from pagoda.worker.steps import Steps
+from pagoda.worker.kv.host_arena import HostArena
+from pagoda.worker.kv.memory import copy_bytes
+from pagoda.worker.kv.steps import Steps
 
 NUM_READERS = 2
 NUM_WRITERS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from pagoda.worker.host_arena import HostArena, slot_bytes
+from pagoda.worker.kv.host_arena import HostArena, slot_bytes
 
 
 def test_slots_do_not_overlap() -> None:

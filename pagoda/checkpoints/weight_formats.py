@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pagoda.backend.weights import GROUP_SIZES
 from pagoda.errors import ConfigError
+
+GROUP_SIZES = (32, 64, 128)
+"""Numbers of inputs that may share a scale in a grouped weight, in memory."""
 
 
 @dataclass(frozen=True)

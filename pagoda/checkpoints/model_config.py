@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.quantization_config import parse_quantization
+from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
-from pagoda.model.fields import Fields
-from pagoda.model.quantization_config import parse_quantization
-from pagoda.model.weight_formats import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_EXPERTS = 1024

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pagoda.backend.cpu_native import choose_instruction_set, load_native
-from pagoda.backend.cpu_types import DTYPES
+from pagoda.backend.cpu.native import choose_instruction_set, load_native
+from pagoda.backend.cpu.weights import DTYPES
 
 if TYPE_CHECKING:
     from pagoda.backend import _native

@@ -24,8 +24,8 @@ from pagoda.messages.transfers import (
 from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.transfer_link import TransferThread
-from pagoda.worker.transfer_spans import TransferSpans
+from pagoda.worker.kv.transfer_link import TransferThread
+from pagoda.worker.kv.transfer_spans import TransferSpans
 
 PARALLEL = ParallelConfig(tensor_parallel_size=2)
 FIRST, SECOND = (Transfer(n, 3, DeviceBlocks([n]), HostSlots([n])) for n in (7, 8))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pagoda.messages.transfers import KVPeer, RemoteBlocks, Transfer, TransferEnd
-from pagoda.worker.kv_handoff import KVHandoff
-from pagoda.worker.kv_tiers import KVTiers
+from pagoda.worker.kv.handoff import KVHandoff
+from pagoda.worker.kv.tiers import KVTiers
 
 
 class KVPlaces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.checkpoints.gguf import GgufFile, Metadata
+from pagoda.checkpoints.gguf.reader import GgufFile, Metadata
 from pagoda.errors import ConfigError
 
 ARCHITECTURES = {

@@ -9,7 +9,7 @@ import torch
 
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.pd.transport.base import Region
-from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
+from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
 
 
 def test_tensors_lie_in_the_file_where_it_is_said() -> None:

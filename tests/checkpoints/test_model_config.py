@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from pagoda.checkpoints.presets import PRESETS
-from pagoda.errors import ConfigError
-from pagoda.model.config import (
+from pagoda.checkpoints.model_config import (
     LinearScaling,
     Llama3Scaling,
     YarnScaling,
     parse_model_config,
     read_model_config,
 )
+from pagoda.checkpoints.presets import PRESETS
+from pagoda.errors import ConfigError
 from pagoda.model.sharding import whole
 
 BASE: dict[str, Any] = {

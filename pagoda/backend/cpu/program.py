@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
-from pagoda.backend.cpu_types import (
+from pagoda.backend.cpu.weights import (
     DTYPES,
     UNLIMITED,
     AttentionPlan,

@@ -14,7 +14,7 @@ from pagoda.kv.connector import TransferWorker
 from pagoda.messages.transfers import TransferLink, TransferMessage, Transfers
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.worker.engine_link import connect
-from pagoda.worker.transfer_spans import TransferSpans
+from pagoda.worker.kv.transfer_spans import TransferSpans
 
 _FAREWELL_S = 5.0
 

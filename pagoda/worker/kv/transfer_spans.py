@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.telemetry.tracer import Args, Tracer
-from pagoda.worker.transfers import num_blocks
+from pagoda.worker.kv.transfers import num_blocks
 
 _ROW = "kv transfers"
 

@@ -22,9 +22,9 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferPlace,
 )
-from pagoda.worker import transfers
-from pagoda.worker.host_arena import HostArena
-from pagoda.worker.transfers import Transfers
+from pagoda.worker.kv import transfers
+from pagoda.worker.kv.host_arena import HostArena
+from pagoda.worker.kv.transfers import Transfers
 
 BLOCK_BYTES = 5000
 NUM_BLOCKS = 8

@@ -9,7 +9,7 @@ import torch
 from test_invariance import _random, assert_row_independent
 from torch import Tensor
 
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,

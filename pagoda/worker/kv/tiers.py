@@ -12,11 +12,11 @@ from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import open_directory
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker import WorkerReady
-from pagoda.worker.host_arena import HostArena
-from pagoda.worker.kv_manifest import make_manifest
-from pagoda.worker.kv_memory import KVMemory
+from pagoda.worker.kv.host_arena import HostArena
+from pagoda.worker.kv.manifest import make_manifest
+from pagoda.worker.kv.memory import KVMemory
+from pagoda.worker.kv.transfers import Transfers
 from pagoda.worker.loading import LoadedWorker, WorkerPlan
-from pagoda.worker.transfers import Transfers
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.checkpoints.gguf import BLOCK_TYPES, is_gguf, model_name, read_gguf
+from pagoda.checkpoints.gguf.reader import BLOCK_TYPES, is_gguf, model_name, read_gguf
 from pagoda.errors import ConfigError
 
 TENSORS = {
@@ -379,7 +379,7 @@ def test_flipped_bytes_are_refused_or_read(
 
 def test_neither_torch_nor_numpy_is_needed() -> None:
     code = (
-        "import sys, pagoda.checkpoints.gguf_config, pagoda.checkpoints.resolve;"
+        "import sys, pagoda.checkpoints.gguf.config, pagoda.checkpoints.resolve;"
         "print(sorted({'torch', 'numpy', 'gguf'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,8 +23,8 @@ from pagoda.messages.transfers import (
     TransferEnd,
 )
 from pagoda.pd.transport.base import BATCH_BYTES, BATCH_LIMIT_S, MemoryLink, TransportError
-from pagoda.worker.kv_plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
-from pagoda.worker.steps import Steps
+from pagoda.worker.kv.plan import OwnPart, PlanError, Slice, find_runs, make_spans, plan_slices
+from pagoda.worker.kv.steps import Steps
 
 Connect = Callable[[KVRank, float], MemoryLink]
 """A link to one rank of a peer, by the best transport that works, before a deadline. Raises TransportError."""

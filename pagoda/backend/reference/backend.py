@@ -30,8 +30,13 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.direct import DirectForward
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.quantized import PackedGroups, num_rows, quantized_product, weight_rows
-from pagoda.backend.rounding import quantize_int4, quantize_int8
+from pagoda.backend.reference.quantized import (
+    PackedGroups,
+    num_rows,
+    quantized_product,
+    weight_rows,
+)
+from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.messages.worker import Capabilities
 from pagoda.parallel.collectives import Alone, Collectives
