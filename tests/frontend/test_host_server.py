@@ -16,7 +16,8 @@ from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.host_link import HostClient, HostServer, Identity
+from pagoda.frontend.host_client import HostClient, Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
 from pagoda.messages.frontend import (
