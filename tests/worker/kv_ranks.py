@@ -25,10 +25,10 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv_connector import KVConnectorWorker
-from pagoda.worker.kv_handoff import KVHandoff, open_handoff
+from pagoda.worker.kv.connector import KVConnectorWorker
+from pagoda.worker.kv.handoff import KVHandoff, open_handoff
+from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
-from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
 
 NUM_BLOCKS = 12
 SECRET = b"a secret of the cluster"
@@ -102,13 +102,13 @@ class Engine:
     def digests(self) -> set[str]:
         return {rank.handoff.digest for rank in self.ranks}
 
-    def meet(self, peer: KVPeer) -> None:
+    def add_peer(self, peer: KVPeer) -> None:
         for exchange in self.exchanges:
-            exchange.meet([peer])
+            exchange.add_peers([peer])
 
-    def part(self, peer_id: str) -> None:
+    def remove_peer(self, peer_id: str) -> None:
         for exchange in self.exchanges:
-            exchange.part([peer_id])
+            exchange.remove_peers([peer_id])
 
     def step_done(self, step: int) -> None:
         for exchange in self.exchanges:
