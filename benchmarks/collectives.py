@@ -22,7 +22,7 @@ import torch.distributed
 from cyclopts import App
 from torch import Tensor
 
-from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
 from pagoda.cli import output
 from pagoda.parallel.distributed import GroupStore
 from pagoda.worker.threads import set_thread_waiting

@@ -37,7 +37,8 @@ from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.discovery.joins import Membership
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.fleet import read_cluster_key
-from pagoda.frontend.host_link import HostServer, Identity
+from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.token_stream import TokenStream
 from pagoda.ipc.curve import keep_door

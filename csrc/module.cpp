@@ -1,4 +1,4 @@
-// The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu.py.
+// The Python module. Tensors come as addresses: what lies there is checked by pagoda/backend/cpu/backend.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import ExpertRouting, Experts
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_types import PackedLinear
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.weights import PackedLinear
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.cli import output
 

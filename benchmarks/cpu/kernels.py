@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.cpu.limits import Limits, median_seconds, start
 from pagoda.backend.base import HeadNorms, KVCache, TokenBatch
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_types import PackedLinear
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.weights import PackedLinear
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
 from pagoda.cli import output
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_native import choose_instruction_set
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.backend.weights import DenseWeight
 from pagoda.cli import output
 from pagoda.cli.bandwidth import measure_read_bandwidth

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.cpu.random_model import MERGE, WEIGHTS_FILE, GgufType, vocabulary
-from pagoda.model.gguf import ggml_name
+from pagoda.model.gguf_weights import ggml_name
 
 _TYPES = {
     "bf16": gguf.GGMLQuantizationType.BF16,

@@ -23,8 +23,9 @@ import torch
 from cyclopts import App
 
 from benchmarks.cpu.limits import measure_limits
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_native import choose_instruction_set
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.checkpoints.model_config import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 from pagoda.cli.weight_traffic import weight_traffic
@@ -32,7 +33,6 @@ from pagoda.ipc.machine import available_cores
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart, StepPlan
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.config import parse_model_config
 from pagoda.worker.loading import load_runner, plan_worker
 from pagoda.worker.runner import Runner, StageRunner
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from pagoda.backend.base import KVCache
+from pagoda.checkpoints.model_config import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import Manifest, open_directory
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferPlace
-from pagoda.model.config import parse_model_config
-from pagoda.worker.kv_memory import KVMemory
-from pagoda.worker.transfers import Transfers
+from pagoda.worker.kv.memory import KVMemory
+from pagoda.worker.kv.transfers import Transfers
 
 
 class Blocks:

@@ -22,7 +22,7 @@ async def live(context: RequestContext) -> web.StreamResponse:
     endpoint = service.ready_generator().endpoint
 
     async def send(stream: EventStream) -> None:
-        snapshots = cast(AsyncGenerator[LiveSnapshot, None], service.sampler.watch(endpoint))
+        snapshots = cast(AsyncGenerator[LiveSnapshot, None], service.live_stats.watch(endpoint))
         async with aclosing(snapshots):
             async for snapshot in snapshots:
                 server = {

@@ -1,4 +1,4 @@
-"""What a server does, once a second, for whoever looks on: one sampler for all pages, and none without a page."""
+"""Live statistics of a server: one snapshot a second for all open pages, and no work while no page is open."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By replica, those that have ended since the last snapshot; `age_s` is as of this one."""
 
 
-class Sampler:
+class LiveStats:
     """Makes a snapshot a second while somebody watches. Belongs to one event loop."""
 
     def __init__(self, tracker: RequestTracker) -> None:
@@ -110,10 +110,14 @@ class Sampler:
         self._feed: _Feed | None = None
         self._closed = False
 
-    async def watch(self, endpoint: Endpoint) -> AsyncIterator[LiveSnapshot]:
-        """The first one at once, if nobody else watches; ends when the sampler is closed or `endpoint` has ended.
+    @property
+    def is_watched(self) -> bool:
+        return self._feed is not None
 
-        A watcher that takes its time misses snapshots.
+    async def watch(self, endpoint: Endpoint) -> AsyncIterator[LiveSnapshot]:
+        """Yields snapshots until `close` is called or `endpoint` has ended; a slow watcher misses some.
+
+        The first watcher gets its first snapshot at once.
         """
         if self._closed:
             return

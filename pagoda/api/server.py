@@ -130,7 +130,7 @@ async def serve(
             await dispatcher.drain(0.0)
     finally:
         service.draining = True
-        service.sampler.close()
+        service.live_stats.close()
         await runner.cleanup()
         await signals.hurried(_stop_trace(tracing))
         await fleet.close()

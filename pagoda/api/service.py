@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pagoda.api.answer_log import log_answer
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
-from pagoda.api.live_stats import Sampler
+from pagoda.api.live_stats import LiveStats
 from pagoda.api.request_metrics import RequestMetrics
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.registry import Registry
@@ -49,13 +49,13 @@ class Service:
     """The answers that are being given."""
     tracing: TraceControl | None = None
     """None in a server that cannot be traced."""
-    sampler: Sampler = field(init=False)
+    live_stats: LiveStats = field(init=False)
     """What pages are shown."""
     request_metrics: RequestMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.tracker)
+        self.live_stats = LiveStats(self.tracker)
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
         self.request_metrics.follow(self.tracker)
         self.tracker.subscribe(on_finish=log_answer)

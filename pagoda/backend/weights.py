@@ -13,9 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP_SIZES = (32, 64, 128)
-"""Inputs that share a scale in a `GroupedWeight`."""
-
 
 @dataclass(frozen=True)
 class DenseWeight:
@@ -51,7 +48,7 @@ class GroupedWeight:
     bits: int
     """4 or 8."""
     group_size: int
-    """One of `GROUP_SIZES`; divides the number of inputs."""
+    """One of `weight_formats.GROUP_SIZES`; divides the number of inputs."""
     input_order: Tensor | None = None
     """[in] int64: the map's input `i` is the activation's element `input_order[i]` (GPTQ's act-order)."""
 

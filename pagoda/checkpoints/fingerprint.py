@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pagoda.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, weight_files
-from pagoda.checkpoints.gguf import GgufFile, is_gguf, read_gguf
+from pagoda.checkpoints.gguf.reader import GgufFile, is_gguf, read_gguf
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError

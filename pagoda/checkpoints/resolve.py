@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.checkpoints.gguf import SUFFIX, is_gguf, model_name
+from pagoda.checkpoints.gguf.reader import SUFFIX, is_gguf, model_name
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.checkpoints.gguf import is_gguf, read_gguf
-from pagoda.checkpoints.gguf_config import config_values
+from pagoda.checkpoints.gguf.config import config_values
+from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig, can_share_heads

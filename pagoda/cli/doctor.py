@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts, output

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.checkpoints.gguf import GgufFile
-from pagoda.checkpoints.gguf_config import DTYPE, EMBEDDING, HEAD, HELD_AS, config_values
+from pagoda.checkpoints.gguf.config import DTYPE, EMBEDDING, HEAD, HELD_AS, config_values
+from pagoda.checkpoints.gguf.reader import GgufFile
 from pagoda.errors import ConfigError
 
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "float16": 2}

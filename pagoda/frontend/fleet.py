@@ -19,7 +19,8 @@ from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Discover, Register, Registration
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.host_link import HostServer, Identity
+from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry

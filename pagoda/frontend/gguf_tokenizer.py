@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.checkpoints.gguf import Metadata
+from pagoda.checkpoints.gguf.reader import Metadata
 from pagoda.errors import ConfigError
 from pagoda.frontend.tokenizer import Tokenizer
 

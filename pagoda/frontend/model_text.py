@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.chat_template import ChatTemplate, read_template

@@ -27,8 +27,8 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.weights import GroupedWeight, LinearWeight, weight_bytes
+from pagoda.checkpoints.model_config import LinearMap
 from pagoda.errors import ConfigError
-from pagoda.model.config import LinearMap
 from pagoda.model.experts import DenseMlp, SparseMlp, compute_mlp, load_experts
 from pagoda.model.rotary import rotary_frequencies
 from pagoda.model.sharding import PartialWeights, Shard

@@ -22,7 +22,7 @@ from pagoda.backend.base import (
     PlanT,
     ValueT,
 )
-from pagoda.model.config import ExpertMaps, ExpertsConfig, LinearMap
+from pagoda.checkpoints.model_config import ExpertMaps, ExpertsConfig, LinearMap
 
 
 @dataclass(frozen=True)

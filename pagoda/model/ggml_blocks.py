@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
-from pagoda.checkpoints.gguf import BlockType
-from pagoda.checkpoints.gguf_config import GROUP_SIZE, HELD_AS
-from pagoda.model.weight_formats import DenseFormat, GroupedFormat, WeightFormat
+from pagoda.checkpoints.gguf.config import GROUP_SIZE, HELD_AS
+from pagoda.checkpoints.gguf.reader import BlockType
+from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, WeightFormat
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

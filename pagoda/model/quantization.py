@@ -12,12 +12,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagoda.backend.weights import GROUP_SIZES, DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
+from pagoda.checkpoints.model_config import LinearMap
+from pagoda.checkpoints.quantization_config import EMBEDDING, HEAD, ROUTERS
+from pagoda.checkpoints.weight_formats import (
+    GROUP_SIZES,
+    DenseFormat,
+    GroupedFormat,
+    Int8Format,
+    WeightFormat,
+)
 from pagoda.errors import ConfigError
-from pagoda.model.config import LinearMap
-from pagoda.model.quantization_config import EMBEDDING, HEAD, ROUTERS
 from pagoda.model.sharding import Part, PartialWeights, format_of_part
-from pagoda.model.weight_formats import DenseFormat, GroupedFormat, Int8Format, WeightFormat
 
 QUANTIZATIONS = ("none", "int8", "int4")
 
@@ -71,7 +77,7 @@ def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | N
 
 
 class Quantizer(Protocol):
-    """What a backend offers; see `pagoda.backend.rounding`."""
+    """What a backend offers; see `pagoda.backend.reference.rounding`."""
 
     def quantize_int8(self, values: Tensor) -> Int8Weight: ...
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
-from pagoda.errors import ConfigError
-from pagoda.model.quantization_config import (
+from pagoda.checkpoints.quantization_config import (
     Awq,
     CheckpointQuantization,
     CompressedTensors,
     GroupScheme,
     Int8Scheme,
 )
-from pagoda.model.weight_formats import held_group_size
+from pagoda.checkpoints.weight_formats import held_group_size
+from pagoda.errors import ConfigError
 from pagoda.model.weights import READABLE, CheckpointWeights
 
 _INT8 = {"I8": "int8"}

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pagoda.model.config import (
+from pagoda.checkpoints.model_config import (
     FrequencyFactors,
     LinearScaling,
     Llama3Scaling,

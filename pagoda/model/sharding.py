@@ -22,6 +22,7 @@ from pagoda.backend.weights import (
     dequantize,
     weight_shape,
 )
+from pagoda.checkpoints.model_config import ExpertMaps, LinearMap, ModelConfig, Split
 from pagoda.checkpoints.topology import (
     EXPERT_INNER,
     INNER,
@@ -30,9 +31,7 @@ from pagoda.checkpoints.topology import (
     check_sizes,
     nearest_sizes,
 )
-from pagoda.errors import ConfigError
-from pagoda.model.config import ExpertMaps, LinearMap, ModelConfig, Split
-from pagoda.model.weight_formats import (
+from pagoda.checkpoints.weight_formats import (
     DenseFormat,
     GroupedFormat,
     Quantization,
@@ -40,6 +39,7 @@ from pagoda.model.weight_formats import (
     format_bytes,
     part_format,
 )
+from pagoda.errors import ConfigError
 from pagoda.model.weights import WeightSource
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, expert_share
 

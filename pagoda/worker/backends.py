@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from pagoda.backend.base import Backend
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores
 from pagoda.parallel.collectives import Collectives

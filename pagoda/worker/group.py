@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
 from pagoda.errors import ConfigError
 from pagoda.messages.worker import WorkerHello
 from pagoda.parallel.collectives import Collectives

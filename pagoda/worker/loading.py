@@ -11,15 +11,22 @@ from typing import NamedTuple
 import torch
 
 from pagoda.backend.base import KVCache, new_tensor
-from pagoda.checkpoints.gguf import is_gguf, read_gguf
+from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
+from pagoda.checkpoints.model_config import (
+    DTYPES,
+    ModelConfig,
+    parse_model_config,
+    read_model_config,
+)
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.quantization_config import CheckpointQuantization
+from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores, available_memory_bytes
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.config import DTYPES, ModelConfig, parse_model_config, read_model_config
 from pagoda.model.decoder import Decoder
-from pagoda.model.gguf import GgufWeights, gguf_model_config
+from pagoda.model.gguf_weights import GgufWeights, gguf_model_config
 from pagoda.model.quantization import (
     QUANTIZATIONS,
     QuantizationOnLoad,
@@ -27,7 +34,6 @@ from pagoda.model.quantization import (
     Quantizer,
     quantization_on_load,
 )
-from pagoda.model.quantization_config import CheckpointQuantization
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import (
     CutWeights,
@@ -36,7 +42,6 @@ from pagoda.model.sharding import (
     check_quantized_parts,
     shard_of,
 )
-from pagoda.model.weight_formats import Quantization
 from pagoda.model.weights import DummyWeights, WeightSource, open_checkpoint
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
@@ -44,11 +49,11 @@ from pagoda.worker.backends import choose_backend
 from pagoda.worker.description import ModelDescription
 from pagoda.worker.heads import FollowingHead, Head, LeadingHead, OwnHead
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
+from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
 from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
 from pagoda.worker.progress import loading_weights
 from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
-from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
 
 _TENSORS_PER_LAYER = 4
 """Of a KV cache, at most."""

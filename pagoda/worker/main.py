@@ -31,11 +31,11 @@ from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
     from pagoda.worker.description import ModelDescription
+    from pagoda.worker.kv.transfer_link import TransferThread
     from pagoda.worker.loading import LoadedWorker, WorkerPlan
     from pagoda.worker.rendezvous import Rendezvous
     from pagoda.worker.runner import Runner, StageRunner
     from pagoda.worker.stages import StageInput, StageOutput
-    from pagoda.worker.transfer_link import TransferThread
 
 _log = logging.getLogger("pagoda.worker")
 
@@ -215,11 +215,11 @@ def _with_transfers(
     tracer: Tracer,
 ) -> _Worker:
     """The worker with the KV tiers, and the part in handoff, that it is to have."""
-    from pagoda.worker.kv_handoff import open_handoff
-    from pagoda.worker.kv_places import KVPlaces
-    from pagoda.worker.kv_tiers import open_tiers
-    from pagoda.worker.transfer_link import TransferThread
-    from pagoda.worker.transfer_spans import TransferSpans
+    from pagoda.worker.kv.handoff import open_handoff
+    from pagoda.worker.kv.places import KVPlaces
+    from pagoda.worker.kv.tiers import open_tiers
+    from pagoda.worker.kv.transfer_link import TransferThread
+    from pagoda.worker.kv.transfer_spans import TransferSpans
 
     tiers = open_tiers(plan, loaded)
     handoff = None if plan.config.kv_handoff is None else open_handoff(plan, loaded)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "frontend"))
-
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.app import make_server

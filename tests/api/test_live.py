@@ -237,7 +237,7 @@ async def test_one_sampler_for_all_and_none_without_a_page(api, monkeypatch) -> 
         assert await anext(other)
         assert len(api.endpoint.step_listeners) == 1
         assert tracker.num_listeners == others + 1
-    await until(lambda: api.service.sampler._feed is None)
+    await until(lambda: not api.service.live_stats.is_watched)
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     before = loads
     await asyncio.sleep(0.05)
@@ -253,7 +253,7 @@ async def test_streams_end_with_the_server(api) -> None:
         async for told in snapshots:
             if told["draining"]:
                 break
-        api.service.sampler.close()
+        api.service.live_stats.close()
         async for _ in snapshots:
             pass
     assert (await api.get("/v1/live")).status == 503
@@ -262,7 +262,7 @@ async def test_streams_end_with_the_server(api) -> None:
 async def test_a_stream_has_no_head(api) -> None:
     answer = await api.request("HEAD", "/v1/live")
     assert (answer.status, answer.headers["Allow"]) == (405, "GET")
-    assert api.service.sampler._feed is None
+    assert not api.service.live_stats.is_watched
     assert (await api.request("HEAD", "/v1/requests")).status == 200
 
 

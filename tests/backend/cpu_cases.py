@@ -7,15 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend import cpu_native
 from pagoda.backend.base import TokenBatch
-from pagoda.backend.cpu_native import BackendUnavailableError
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.cpu import native
+from pagoda.backend.cpu.native import BackendUnavailableError
+from pagoda.backend.reference.backend import ReferenceBackend
 
 
 def _sets() -> list[str]:
     try:
-        return cpu_native.available_instruction_sets()
+        return native.available_instruction_sets()
     except BackendUnavailableError:
         return []
 

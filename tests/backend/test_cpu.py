@@ -23,8 +23,8 @@ from cpu_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.backend import cpu_native
-from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu import native
+from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight
 from pagoda.errors import ConfigError
 
@@ -144,12 +144,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 
 
 def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(cpu_native.INSTRUCTION_SET_ENV, raising=False)
-    assert cpu_native.choose_instruction_set() == SETS[-1]
-    monkeypatch.setenv(cpu_native.INSTRUCTION_SET_ENV, SETS[0])
-    assert cpu_native.choose_instruction_set() == SETS[0]
-    monkeypatch.setenv(cpu_native.INSTRUCTION_SET_ENV, "mmx")
+    monkeypatch.delenv(native.INSTRUCTION_SET_ENV, raising=False)
+    assert native.choose_instruction_set() == SETS[-1]
+    monkeypatch.setenv(native.INSTRUCTION_SET_ENV, SETS[0])
+    assert native.choose_instruction_set() == SETS[0]
+    monkeypatch.setenv(native.INSTRUCTION_SET_ENV, "mmx")
     with pytest.raises(ConfigError, match=r"PAGODA_CPU_ISA must be one of avx2.*, got 'mmx'"):
-        cpu_native.choose_instruction_set()
+        native.choose_instruction_set()
     with pytest.raises(ValueError, match="this CPU has no mmx"):
         CpuBackend("mmx")

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.reference.backend import ReferenceBackend
 
 KV_DTYPES = [*DTYPES, torch.int8]
 

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.base import Operations, StepInput, ValueT
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu_types import AttentionPlan, PackedLinear
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu.weights import AttentionPlan, PackedLinear
 from pagoda.backend.weights import DenseWeight
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore

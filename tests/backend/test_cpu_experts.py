@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.base import ExpertRouting, Experts, StepInput
-from pagoda.backend.cpu import CpuBackend
+from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
 
 needs_kernels = pytest.mark.skipif(

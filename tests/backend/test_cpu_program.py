@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, ValueT
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.cpu_types import AttentionPlan, PackedLinear
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.cpu.weights import AttentionPlan, PackedLinear
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.telemetry.tracer import Tracer
 

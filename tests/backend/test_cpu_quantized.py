@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend import cpu_native
-from pagoda.backend.cpu import MAX_INT8_INPUTS, CpuBackend
-from pagoda.backend.cpu_native import BackendUnavailableError
-from pagoda.backend.rounding import quantize_int4, quantize_int8
+from pagoda.backend.cpu import native
+from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
+from pagoda.backend.cpu.native import BackendUnavailableError
+from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
-    GROUP_SIZES,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
@@ -24,11 +23,12 @@ from pagoda.backend.weights import (
     dequantize,
     weight_shape,
 )
+from pagoda.checkpoints.weight_formats import GROUP_SIZES
 
 
 def _sets() -> list[str]:
     try:
-        return cpu_native.available_instruction_sets()
+        return native.available_instruction_sets()
     except BackendUnavailableError:
         return []
 

@@ -10,7 +10,7 @@ from cpu_cases import token_batch
 from torch import Tensor
 
 from pagoda.backend.base import KVCache
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from pagoda.checkpoints.gguf import read_gguf
-from pagoda.checkpoints.gguf_config import config_values
+from pagoda.checkpoints.gguf.config import config_values
+from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.errors import ConfigError
 
 KEYS: dict[str, Any] = {

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import machine_facts
 from pagoda.cli.bandwidth import measure_read_bandwidth

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from pathlib import Path
 
 import aiohttp
-from sim_hosts import VOCAB_SIZE, ask, expected, router_process, write_key
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import assert_nested, fragments_of, read_fragments
+from sim_hosts import VOCAB_SIZE, ask, expected, router_process, write_key
 
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model

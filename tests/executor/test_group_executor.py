@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,11 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from worker_double import kv_rank
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import read_fragments
+from worker_double import kv_rank
 
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost

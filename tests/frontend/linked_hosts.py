@@ -13,7 +13,8 @@ from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
-from pagoda.frontend.host_link import HostServer, Identity
+from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.registry import Registry

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_endpoint import TEXT, ScriptedEndpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import Fragment, assert_nested, end_of, read_fragments
+from scripted_endpoint import TEXT, ScriptedEndpoint
 from ticking_clock import TickingClock
 
 from pagoda.errors import OverloadedError

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import Qwen2Tokenizer
 
-from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.resolve import EMBEDDED_MODEL, resolve_model
 from pagoda.errors import ConfigError, InvalidRequestError
 from pagoda.frontend.gguf_tokenizer import Vocabulary, build_tokenizer

@@ -16,7 +16,8 @@ from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet
-from pagoda.frontend.host_link import HostClient, HostServer, Identity
+from pagoda.frontend.host_client import HostClient, Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.ipc.curve import keep_door, keys_of

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend.reference import ReferenceBackend
-from pagoda.backend.rounding import quantize_int4, quantize_int8
+from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
-    GROUP_SIZES,
     DenseWeight,
     GroupedWeight,
     Int8Weight,
     LinearWeight,
     dequantize,
 )
+from pagoda.checkpoints.model_config import LinearMap, Split, parse_model_config
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.weight_formats import GROUP_SIZES, format_bytes
 from pagoda.errors import ConfigError
-from pagoda.model.config import LinearMap, Split, parse_model_config
 from pagoda.model.quantization import (
     Int4OnLoad,
     Int8OnLoad,
@@ -31,7 +31,6 @@ from pagoda.model.quantization import (
     quantization_on_load,
 )
 from pagoda.model.sharding import CutWeights, Part, whole
-from pagoda.model.weight_formats import format_bytes
 from pagoda.model.weights import DummyWeights
 
 seeds = st.integers(0, 2**31)

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
+from pagoda.checkpoints.model_config import ModelConfig, parse_model_config
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.quantization_config import Gptq, GroupScheme
+from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
-from pagoda.model.config import ModelConfig, parse_model_config
 from pagoda.model.quantization import Int4OnLoad, Int8OnLoad
-from pagoda.model.quantization_config import Gptq, GroupScheme
 from pagoda.model.sharding import (
     Part,
     Shard,
@@ -27,7 +28,6 @@ from pagoda.model.sharding import (
     take_part,
     whole,
 )
-from pagoda.model.weight_formats import Quantization
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share
 
 

@@ -12,7 +12,7 @@ import time
 import torch
 from torch import Tensor
 
-from pagoda.backend.cpu_collectives import SharedMemoryCollectives
+from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.parallel.collectives import Collectives
 from pagoda.parallel.distributed import DistributedCollectives
 

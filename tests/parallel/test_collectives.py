@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
-from pagoda.backend.cpu_collectives import SharedMemory
-from pagoda.backend.cpu_native import BackendUnavailableError
+from pagoda.backend.cpu.collectives import SharedMemory
+from pagoda.backend.cpu.native import BackendUnavailableError
 from pagoda.parallel.collectives import Alone
 from pagoda.parallel.distributed import GroupStore
 

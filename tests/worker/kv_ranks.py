@@ -25,10 +25,10 @@ from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv_connector import KVConnectorWorker
-from pagoda.worker.kv_handoff import KVHandoff, open_handoff
+from pagoda.worker.kv.connector import KVConnectorWorker
+from pagoda.worker.kv.handoff import KVHandoff, open_handoff
+from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
 from pagoda.worker.loading import LoadedWorker, WorkerPlan, plan_worker
-from pagoda.worker.shared_kv import SharedKVMemory, shares_kv
 
 NUM_BLOCKS = 12
 SECRET = b"a secret of the cluster"

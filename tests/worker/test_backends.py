@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from pagoda.backend import cpu_native
-from pagoda.backend.cpu import CpuBackend
-from pagoda.backend.reference import ReferenceBackend
+from pagoda.backend.cpu import native
+from pagoda.backend.cpu.backend import CpuBackend
+from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.errors import ConfigError
 from pagoda.worker.backends import choose_backend
 
@@ -49,7 +49,7 @@ def test_an_instruction_set_that_is_not_there_is_refused(
 ) -> None:
     if backend != "cpu":
         pytest.skip("needs the kernels")
-    monkeypatch.setenv(cpu_native.INSTRUCTION_SET_ENV, "mmx")
+    monkeypatch.setenv(native.INSTRUCTION_SET_ENV, "mmx")
     with pytest.raises(ConfigError, match="PAGODA_CPU_ISA must be one of avx2"):
         choose_backend("auto")
 

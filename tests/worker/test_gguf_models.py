@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_model
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
-from pagoda.checkpoints.gguf import read_gguf
+from pagoda.checkpoints.gguf.reader import read_gguf
+from pagoda.checkpoints.model_config import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.config import read_model_config
-from pagoda.model.gguf import GgufWeights, gguf_model_config
+from pagoda.model.gguf_weights import GgufWeights, gguf_model_config
 from pagoda.model.sharding import whole
 
 IN_GGUF = [name for name in FAMILIES if name not in ("qwen2-windowed", *WITH_EXPERTS)]

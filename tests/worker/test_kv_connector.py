@@ -20,7 +20,7 @@ from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.transport.base import TransportError
 from pagoda.pd.transport.tcp import TcpDescriptor
-from pagoda.worker import kv_connector
+from pagoda.worker.kv import connector
 
 MakeEngine = Callable[..., Engine]
 
@@ -136,7 +136,7 @@ def test_several_transfers_come_one_after_the_other(make: MakeEngine, model: Pat
 def test_small_batches_copy_the_same(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_connector, "BATCH_BYTES", 1)
+    monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     _, engine = both(make, model, topology(tp=2), topology())
     engine.read(SOURCES, TARGETS)
     engine.check(SOURCES, TARGETS)
@@ -256,7 +256,7 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch of a large transfer takes nearly as long as it may."""
-    monkeypatch.setattr(kv_connector, "BATCH_BYTES", 1)
+    monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     skipped_s = 0.0
 
     class Clock:
@@ -267,14 +267,14 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     class SlowLink:
         def read(self, _spans: object, deadline: float) -> None:
             nonlocal skipped_s
-            skipped_s += kv_connector.BATCH_LIMIT_S - 1
+            skipped_s += connector.BATCH_LIMIT_S - 1
             if Clock.monotonic() > deadline:
                 raise TransportError("it took too long")
 
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(kv_connector, "time", Clock)
+    monkeypatch.setattr(connector, "time", Clock)
     prefill = make(model, topology(), Role.PREFILL)
     engine = make(model, topology(), Role.DECODE)
     (exchange,) = engine.exchanges
@@ -375,7 +375,7 @@ def test_a_peer_that_dies_in_the_middle(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came before is good, what did not is told, and nothing is left that writes."""
-    monkeypatch.setattr(kv_connector, "BATCH_BYTES", 1)
+    monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     prefill, engine = both(make, model, topology(tp=2), topology())
     (exchange,) = engine.exchanges
     lane = exchange._peers["prefill-1"].lanes[1]

@@ -16,8 +16,8 @@ from pagoda.kv.objects import Manifest
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv_manifest import kv_digest, make_manifest
-from pagoda.worker.kv_memory import KVMemory
+from pagoda.worker.kv.manifest import kv_digest, make_manifest
+from pagoda.worker.kv.memory import KVMemory
 from pagoda.worker.loading import WorkerPlan, plan_worker
 
 

@@ -7,7 +7,7 @@ import torch
 
 from pagoda.backend.base import KVCache
 from pagoda.worker.backends import choose_backend
-from pagoda.worker.kv_memory import KVMemory
+from pagoda.worker.kv.memory import KVMemory
 
 NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_DIM, LAYERS = 6, 16, 2, 32, 3
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.messages.transfers import KVPart, KVPeer, KVRank
-from pagoda.worker.kv_plan import (
+from pagoda.worker.kv.plan import (
     OwnPart,
     PlanError,
     Run,

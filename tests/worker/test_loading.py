@@ -10,9 +10,9 @@ import torch
 from driver import Driver, load_config
 from tiny_models import FAMILIES, save_model
 
+from pagoda.checkpoints.model_config import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.config import read_model_config
 from pagoda.model.sharding import whole
 from pagoda.worker.memory import choose_num_blocks, format_bytes, left_for_kv_cache
 

@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequantize
+from pagoda.checkpoints.model_config import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.config import read_model_config
 from pagoda.model.quantized_checkpoint import QuantizedCheckpoint
 from pagoda.model.sharding import whole
 from pagoda.model.weights import open_checkpoint

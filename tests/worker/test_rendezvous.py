@@ -10,8 +10,8 @@ import pytest
 import torch
 import zmq
 
-from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu_native import BackendUnavailableError
+from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu.native import BackendUnavailableError
 from pagoda.errors import ConfigError
 from pagoda.ipc.curve import new_keys
 from pagoda.messages.worker import StepPlan, WorkerHello, WorkerPeers

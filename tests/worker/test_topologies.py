@@ -11,9 +11,9 @@ from distributions import differences, log_probabilities
 from in_process import InProcessEngine
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
 
+from pagoda.checkpoints.model_config import read_model_config
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.model.config import read_model_config
 from pagoda.parallel.config import ParallelConfig
 
 LENGTH = 24

@@ -8,8 +8,8 @@ import threading
 import torch
 from torch import Tensor
 
-from pagoda.backend.cpu_collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu_native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
+from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
 from pagoda.parallel.collectives import Alone, Collectives
 
 

@@ -1,0 +1,570 @@
+"""The operations as native kernels for x86-64 CPUs; see csrc/.
+
+The kernels keep one order of summation whatever the step holds: a linear map adds up along its inputs, attention
+over cached tokens in tiles and splits at fixed positions. Threads share out panels of outputs and parts of
+contexts, never a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import (
+    UNNAMED,
+    Compiled,
+    Experts,
+    ForwardPass,
+    HeadNorms,
+    KVCache,
+    NewTensor,
+    TokenBatch,
+    new_tensor,
+)
+from pagoda.backend.cpu.collectives import SharedMemoryCollectives
+from pagoda.backend.cpu.memory import WeightMemory
+from pagoda.backend.cpu.native import load_native
+from pagoda.backend.cpu.program import CompiledForward
+from pagoda.backend.cpu.weights import (
+    DTYPES,
+    KV_DTYPES,
+    UNLIMITED,
+    AttentionPlan,
+    DenseSegment,
+    PackedLinear,
+    QuantizedSegment,
+    Segment,
+    address,
+    check_experts,
+)
+from pagoda.backend.direct import DirectForward
+from pagoda.backend.operation import WeightNames
+from pagoda.backend.reference.backend import ReferenceBackend, check_token_ids, highest_outputs
+from pagoda.backend.weights import (
+    DenseWeight,
+    GroupedWeight,
+    Int8Weight,
+    LinearWeight,
+    total_outputs,
+    weight_shape,
+)
+from pagoda.errors import ConfigError
+from pagoda.messages.worker import Capabilities
+from pagoda.parallel.collectives import Alone, Collectives
+
+if TYPE_CHECKING:
+    from pagoda.backend import _native
+
+MAX_INT8_INPUTS = 65536
+"""A sum of this many products of 8-bit codes still fits 32 bits."""
+
+
+class CpuBackend:
+    """Native kernels of one instruction set."""
+
+    def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
+        """Without a group, alone.
+
+        Raises:
+        BackendUnavailableError: the kernels are not installed.
+        ValueError: the CPU does not have the instruction set.
+        """
+        self._native = load_native()
+        self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
+        self._instruction_set = instruction_set
+        self._reference = ReferenceBackend()
+        self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
+            WeakKeyDictionary()
+        )
+        self._memory = WeightMemory(self._native.advise_large_pages)
+        self.device = torch.device("cpu")
+        self.group = group or Alone()
+        self.capabilities: Capabilities = self._reference.capabilities
+
+    @property
+    def arithmetic(self) -> str:
+        return f"cpu ({self._instruction_set})"
+
+    @property
+    def summary(self) -> str:
+        threads = torch.get_num_threads()
+        return f"{self.arithmetic}, {threads} thread{'s' if threads > 1 else ''}"
+
+    def allocate_kv_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        new: NewTensor = new_tensor,
+    ) -> KVCache:
+        """Keys are [num_blocks, num_kv_heads, head_dim / p, block_size, p]: vectors hold an element of many keys.
+
+        Values are [num_blocks, num_kv_heads, block_size / q, head_dim, q]. p and q are 2 where one instruction
+        multiplies pairs, else 1.
+
+        Raises:
+            ConfigError: no kernel takes heads of this size.
+        """
+        if head_dim % 2 or head_dim > self._native.MAX_HEAD_DIM:
+            raise ConfigError(
+                f"the cpu backend takes even head sizes up to {self._native.MAX_HEAD_DIM}, "
+                f"not {head_dim}; --backend reference takes any."
+            )
+        kv_dtype = kv_dtype or dtype
+        dtypes = DTYPES[dtype], KV_DTYPES[kv_dtype]
+        p = self._kernels.key_pair(*dtypes)
+        q = self._kernels.value_pair(*dtypes, block_size)
+        blocks = (num_blocks, num_kv_heads)
+        keys = new((*blocks, head_dim // p, block_size, p), kv_dtype)
+        values = new((*blocks, block_size // q, head_dim, q), kv_dtype)
+        for part in (keys, values):
+            self._native.advise_large_pages(part.data_ptr(), part.nbytes)
+        if kv_dtype != torch.int8:
+            return KVCache(keys, values)
+        scales = (new((*blocks, block_size), torch.float32) for _ in range(2))
+        return KVCache(keys, values, *scales)
+
+    # ---- token by token
+
+    def quantize_int8(self, values: Tensor) -> Int8Weight:
+        dtype, values = DTYPES[values.dtype], values.contiguous()
+        outputs, inputs = values.shape
+        codes = torch.empty((outputs, inputs), dtype=torch.int8)
+        scales = torch.empty(outputs)
+        self._kernels.quantize_int8(
+            dtype, outputs, inputs, values.data_ptr(), codes.data_ptr(), scales.data_ptr()
+        )
+        return Int8Weight(codes, scales)
+
+    def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
+        dtype, values = DTYPES[values.dtype], values.contiguous()
+        outputs, inputs = values.shape
+        codes = torch.empty((outputs, inputs), dtype=torch.uint8)
+        scales = torch.empty((outputs, inputs // group_size), dtype=torch.float16)
+        self._kernels.quantize_int4(
+            dtype,
+            outputs,
+            inputs,
+            group_size,
+            values.data_ptr(),
+            codes.data_ptr(),
+            scales.data_ptr(),
+        )
+        return GroupedWeight(codes, scales, None, bits=4, group_size=group_size)
+
+    def prepare_linear(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> PackedLinear:
+        """Parts of one format, one after the other, become one map.
+
+        Raises:
+            ValueError: an int8 part has more than `MAX_INT8_INPUTS` inputs.
+        """
+        segments: list[Segment] = []
+        first = 0
+        for alike in _runs_of_one_format(parts):
+            outputs = total_outputs(alike)
+            own_bias = None if bias is None else bias[first : first + outputs]
+            segments.append(self._pack(alike, own_bias, dtype))
+            first += outputs
+        return PackedLinear(tuple(segments), dtype, first, weight_shape(parts[0])[1])
+
+    def _pack(
+        self, parts: Sequence[LinearWeight], bias: Tensor | None, dtype: torch.dtype
+    ) -> Segment:
+        """Parts of one format."""
+        if bias is not None:
+            bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
+        if isinstance(parts[0], DenseWeight):
+            return self._pack_dense(_join(parts, "values").to(dtype), bias)
+        if isinstance(parts[0], Int8Weight):
+            return self._pack_int8(_join(parts, "values"), _join(parts, "scales"), bias, dtype)
+        return self._pack_grouped(parts[0], parts, bias, dtype)
+
+    def _pack_dense(self, weight: Tensor, bias: Tensor | None) -> DenseSegment:
+        outputs, inputs = weight.shape
+        dtype = DTYPES[weight.dtype]
+        size = self._native.packed_bytes(dtype, outputs, inputs)
+        panels = self._memory.take(size)
+        self._kernels.pack_weight(dtype, outputs, inputs, weight.data_ptr(), panels.data_ptr())
+        return DenseSegment(panels, bias, outputs)
+
+    def _pack_int8(
+        self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> QuantizedSegment:
+        outputs, inputs = values.shape
+        if inputs > MAX_INT8_INPUTS:
+            raise ValueError(
+                f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
+            )
+        shape = self._native.QuantizedShape.int8(DTYPES[dtype], outputs, inputs)
+        panels = self._pack_codes(shape, values, scales, None)
+        return QuantizedSegment(panels, bias, outputs, shape, None)
+
+    def _pack_grouped(
+        self,
+        first: GroupedWeight,
+        parts: Sequence[LinearWeight],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> QuantizedSegment:
+        codes, scales = _join(parts, "codes"), _join(parts, "scales")
+        offsets = None if first.offsets is None else _join(parts, "offsets")
+        outputs, inputs = codes.shape
+        shape = self._native.QuantizedShape.grouped(
+            DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
+        )
+        panels = self._pack_codes(shape, codes, scales, offsets)
+        order = None if first.input_order is None else first.input_order.contiguous()
+        return QuantizedSegment(panels, bias, outputs, shape, order)
+
+    def _pack_codes(
+        self, shape: _native.QuantizedShape, codes: Tensor, scales: Tensor, offsets: Tensor | None
+    ) -> Tensor:
+        panels = self._memory.take(shape.bytes)
+        self._native.pack_quantized(
+            shape, codes.data_ptr(), scales.data_ptr(), address(offsets), panels.data_ptr()
+        )
+        return panels
+
+    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        x = self._fitting(x, weight)
+        out = x.new_empty((x.shape[0], weight.outputs))
+        first = 0
+        for segment in weight.segments:
+            self._multiply(x, segment, out[:, first:])
+            first += segment.outputs
+        return out
+
+    def _fitting(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        """x as rows that kernels can read."""
+        self._checked(x, weight.dtype)
+        x = x.flatten(1)
+        if x.shape[1] != weight.inputs:
+            raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
+        return x if x.stride(1) == 1 else x.contiguous()
+
+    def _multiply(self, x: Tensor, segment: Segment, out: Tensor) -> None:
+        """To the first columns of `out`."""
+        num_tokens, inputs = x.shape
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
+        rows = (x.data_ptr(), x.stride(0), num_tokens, out.data_ptr(), out.stride(0))
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[x.dtype]
+            self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
+        else:
+            order = address(segment.input_order)
+            self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
+
+    def linear_rows(
+        self,
+        token_ids: Tensor,
+        weight: PackedLinear,
+        first_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        check_token_ids(token_ids, first_id + weight.outputs if vocab_size is None else vocab_size)
+        if len(weight.segments) == 1:
+            return self._rows(token_ids, first_id, weight.segments[0], weight)
+        out = torch.zeros((len(token_ids), weight.inputs), dtype=weight.dtype)
+        for segment in weight.segments:
+            own = (token_ids >= first_id) & (token_ids < first_id + segment.outputs)
+            out[own] = self._rows(token_ids[own], first_id, segment, weight)
+            first_id += segment.outputs
+        return out
+
+    def _rows(
+        self, token_ids: Tensor, first_id: int, segment: Segment, weight: PackedLinear
+    ) -> Tensor:
+        """Of one segment."""
+        ids = token_ids.contiguous()
+        out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
+        panels, rows = (
+            segment.panels.data_ptr(),
+            (first_id, ids.data_ptr(), len(ids), out.data_ptr()),
+        )
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[weight.dtype]
+            self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
+        else:
+            order = address(segment.input_order)
+            self._kernels.quantized_rows(segment.shape, panels, order, *rows)
+        return out
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(x)
+
+    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
+        if len(weight.segments) > 1:
+            return highest_outputs(self.linear(x, weight))
+        x = self._fitting(x, weight)
+        columns = torch.empty(len(x), dtype=torch.int64)
+        values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
+        (segment,) = weight.segments
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
+        results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
+        rows = (x.data_ptr(), x.stride(0), len(x), *results)
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[x.dtype]
+            self._kernels.linear_highest(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
+        else:
+            order = address(segment.input_order)
+            self._kernels.quantized_highest(segment.shape, panels, order, bias, *rows)
+        return columns, values, finite
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        dtype, x, delta = self._checked(x, delta.dtype), x.contiguous(), delta.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.add(
+            dtype, x.data_ptr(), delta.data_ptr(), x.numel() // width, width, out.data_ptr()
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype, x = self._checked(x, weight.dtype), x.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.add_rms_norm(
+            dtype,
+            x.data_ptr(),
+            0,
+            weight.data_ptr(),
+            eps,
+            x.numel() // width,
+            width,
+            0,
+            out.data_ptr(),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype, x, delta = self._checked(x, weight.dtype), x.contiguous(), delta.contiguous()
+        self._checked(delta, weight.dtype)
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        width = x.shape[-1]
+        self._kernels.add_rms_norm(
+            dtype,
+            x.data_ptr(),
+            delta.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            x.numel() // width,
+            width,
+            total.data_ptr(),
+            out.data_ptr(),
+        )
+        return total, out
+
+    def rotary_table(
+        self, positions: Tensor, frequencies: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._reference.rotary_table(positions, frequencies, scale)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        dtype, gate_up = self._checked(gate_up, gate_up.dtype), gate_up.contiguous()
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((num_tokens, width))
+        self._kernels.silu_and_mul(dtype, gate_up.data_ptr(), num_tokens, width, out.data_ptr())
+        return out
+
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts[PackedLinear]) -> Tensor:
+        x = self._fitting(x, experts.gate[0])
+        self._checked(logits, x.dtype)
+        if logits.shape != (len(x), experts.routing.num_experts):
+            raise ValueError(f"Logits of {list(logits.shape)} are not of {len(x)} tokens.")
+        logits, out = logits.contiguous(), x.new_empty(x.shape)
+        self._kernels.experts(
+            self._native_experts(experts),
+            x.data_ptr(),
+            x.stride(0),
+            logits.data_ptr(),
+            len(x),
+            out.data_ptr(),
+        )
+        return out
+
+    def _native_experts(self, experts: Experts[PackedLinear]) -> _native.Experts:
+        known = self._known_experts.get(experts)
+        if known is not None:
+            return known
+        check_experts(experts, self._native.MAX_EXPERTS)
+        routing = experts.routing
+        native: _native.Experts = self._native.Experts(
+            self._kernels,
+            DTYPES[experts.gate[0].dtype],
+            experts.gate[0].inputs,
+            routing.num_experts,
+            routing.experts_per_token,
+            routing.renormalize,
+            experts.first,
+            experts.counts.data_ptr(),
+        )
+        for maps in zip(experts.gate, experts.up, experts.down, strict=True):
+            native.add(*map(self._native_map, maps))
+        self._known_experts[experts] = native
+        return native
+
+    def _native_map(self, weight: PackedLinear) -> _native.LinearMap:
+        (segment,) = weight.segments
+        panels, kind = segment.panels.data_ptr(), self._native.LinearMap
+        native: _native.LinearMap
+        if isinstance(segment, DenseSegment):
+            native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
+        else:
+            native = kind.quantized(segment.shape, panels, address(segment.input_order))
+        return native
+
+    # ---- attention
+
+    def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
+        _, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
+        query_lens, context_lens, block_tables = (
+            part.contiguous() for part in (batch.query_lens, batch.context_lens, batch.block_tables)
+        )
+        native = self._native.AttentionPlan(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_pairs * pair,
+            len(query_lens),
+            query_lens.data_ptr(),
+            context_lens.data_ptr(),
+            block_tables.data_ptr(),
+            block_tables.shape[1],
+        )
+        return AttentionPlan(native, num_heads, head_dim)
+
+    def _native_cache(self, cache: KVCache) -> _native.Cache:
+        scales = (cache.key_scales, cache.value_scales)
+        native: _native.Cache = self._native.Cache(
+            KV_DTYPES[cache.keys.dtype],
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            *(0 if part is None else part.data_ptr() for part in scales),
+        )
+        return native
+
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        cache: KVCache,
+        plan: AttentionPlan,
+        table: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        qkv = qkv.contiguous()
+        self._check_tokens(qkv, plan)
+        cosines, sines = (part.contiguous() for part in table)
+        queries = qkv.new_empty((len(qkv), plan.num_heads, plan.head_dim))
+        self._kernels.rotate_and_cache(
+            plan.native,
+            self._checked_for(cache, qkv),
+            self._native_cache(cache),
+            qkv.data_ptr(),
+            0 if norms is None else norms.queries.data_ptr(),
+            0 if norms is None else norms.keys.data_ptr(),
+            0.0 if norms is None else norms.eps,
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            queries.data_ptr(),
+        )
+        return queries
+
+    def attention(
+        self,
+        queries: Tensor,
+        cache: KVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        queries = queries.contiguous()
+        self._check_tokens(queries, plan)
+        out = torch.empty_like(queries)
+        self._kernels.attention(
+            plan.native,
+            self._checked_for(cache, queries),
+            self._native_cache(cache),
+            queries.data_ptr(),
+            scale,
+            UNLIMITED if window is None else window,
+            out.data_ptr(),
+        )
+        return out
+
+    # ---- all at once
+
+    def compile(
+        self,
+        forward: ForwardPass[PackedLinear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None = None,
+        names: WeightNames = UNNAMED,
+    ) -> Compiled[AttentionPlan]:
+        # Only what shares memory can be met in the middle of a native call.
+        native = self.group.native if isinstance(self.group, SharedMemoryCollectives) else None
+        if native is None and self.group.size > 1:
+            return DirectForward(self, forward, names)
+        program = self._native.Program(self._kernels)
+        return CompiledForward(
+            program, self._native_cache, self._native_experts, native, forward, hidden, names
+        )
+
+    def _checked(self, x: Tensor, expected: torch.dtype) -> int:
+        """The number that kernels know a dtype by."""
+        if x.dtype != expected:
+            raise ValueError(f"Values are {x.dtype}, but {expected} is needed.")
+        return DTYPES[expected]
+
+    def _checked_for(self, cache: KVCache, x: Tensor) -> int:
+        """The number of activations' dtype, for which the cache was laid out."""
+        dtype = DTYPES[x.dtype]
+        pair = cache.keys.shape[4]
+        if self._kernels.key_pair(dtype, KV_DTYPES[cache.keys.dtype]) != pair:
+            raise ValueError(f"This cache of {cache.keys.dtype} is not for values of {x.dtype}.")
+        return dtype
+
+    def _check_tokens(self, x: Tensor, plan: AttentionPlan) -> None:
+        if len(x) != plan.native.num_tokens:
+            raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
+
+
+def _runs_of_one_format(parts: Sequence[LinearWeight]) -> list[list[LinearWeight]]:
+    runs: list[list[LinearWeight]] = []
+    for part in parts:
+        if runs and _same_format(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _same_format(one: LinearWeight, other: LinearWeight) -> bool:
+    if not (isinstance(one, GroupedWeight) and isinstance(other, GroupedWeight)):
+        return type(one) is type(other)
+    return (
+        (one.bits, one.group_size) == (other.bits, other.group_size)
+        and (one.offsets is None) == (other.offsets is None)
+        and _same_order(one.input_order, other.input_order)
+    )
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _join(parts: Sequence[LinearWeight], field: str) -> Tensor:
+    tensors = [getattr(part, field) for part in parts]
+    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,107 @@
+"""Collectives of processes on one host, through memory that they share; see csrc/collectives.h."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.cpu.native import choose_instruction_set, load_native
+from pagoda.backend.cpu.weights import DTYPES
+
+if TYPE_CHECKING:
+    from pagoda.backend import _native
+
+_LENGTH_BYTES = 8
+
+
+class SharedMemory:
+    """Memory for the ranks of one group.
+
+    It has no name in any file system: it is gone when the processes that have it open or mapped are.
+    """
+
+    def __init__(self, size: int) -> None:
+        """For a group of so many ranks.
+
+        Raises:
+            BackendUnavailableError: the kernels are not installed.
+            OSError: there is no memory left, or the system has no such memory.
+            ValueError: a group cannot have so many ranks.
+        """
+        native = load_native()
+        if size > native.Collectives.max_ranks:
+            most = native.Collectives.max_ranks
+            raise ValueError(f"A group on one host has at most {most} ranks, not {size}.")
+        num_bytes = native.Collectives.bytes(size)
+        self._descriptor = os.memfd_create("pagoda-collectives", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._descriptor, num_bytes)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Where processes of the same user open it until it is closed."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Once all ranks have opened it. May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SharedMemoryCollectives:
+    """One rank. Sums have the same bits whatever the instruction set and the number of threads."""
+
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        """Opens `SharedMemory.path`; does not wait for the other ranks.
+
+        Raises:
+            BackendUnavailableError: the kernels are not installed, or not for this CPU.
+            OSError: there is no such memory.
+            ValueError: it is not that of a group of this size, or this is none of its ranks.
+        """
+        native = load_native()
+        self.rank = rank
+        self.size = size
+        self._kernels: _native.Kernels = native.Kernels(choose_instruction_set())
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.native: _native.Collectives = native.Collectives(descriptor, rank, size)
+            """What a recorded forward pass meets the other ranks with, and keeps."""
+        finally:
+            os.close(descriptor)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        self.native.all_reduce(self._kernels, DTYPES[x.dtype], x.data_ptr(), x.numel())
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty((self.size, *x.shape))
+        self.native.all_gather(x.data_ptr(), x.nbytes, out.data_ptr())
+        return out
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        if self.rank == 0:
+            if payload is None:
+                raise ValueError("Rank 0 gives what is broadcast.")
+            self._broadcast(bytearray(len(payload).to_bytes(_LENGTH_BYTES, "little")))
+            self._broadcast(bytearray(payload))
+            return payload
+        length = bytearray(_LENGTH_BYTES)
+        self._broadcast(length)
+        received = bytearray(int.from_bytes(length, "little"))
+        self._broadcast(received)
+        return bytes(received)
+
+    def _broadcast(self, data: bytearray) -> None:
+        if data:
+            address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+            self.native.broadcast(address, len(data))

@@ -1,0 +1,303 @@
+"""A forward pass of the cpu backend as one native call; see csrc/program.h."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepInput
+from pagoda.backend.cpu.weights import (
+    DTYPES,
+    UNLIMITED,
+    AttentionPlan,
+    DenseSegment,
+    PackedLinear,
+    Segment,
+    address,
+    segment_bytes,
+)
+from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
+from pagoda.telemetry.tracer import Tracer
+
+if TYPE_CHECKING:
+    from pagoda.backend import _native
+
+
+@dataclass(frozen=True)
+class Value:
+    """Stands for the activations that an operation will compute, a row for each token."""
+
+    index: int
+    dtype: torch.dtype
+    width: int
+
+
+_TOKEN_IDS = Value(-1, torch.int64, 1)
+_COSINES = Value(-2, torch.float32, 0)
+_SINES = Value(-3, torch.float32, 0)
+
+
+class _Recorder:
+    """Takes operations down instead of computing them."""
+
+    def __init__(
+        self,
+        program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
+        group: _native.Collectives | None,
+        names: WeightNames,
+    ) -> None:
+        self._program = program
+        self._group = group
+        self._make_native_cache = native_cache
+        self._native_experts = native_experts
+        self._namer = OperationNamer(names)
+        self.operations: list[Operation] = []
+        """One for each of the program's."""
+        self.kept: list[object] = []
+        """What the program has only the address of."""
+
+    def input(self, width: int, dtype: torch.dtype) -> Value:
+        return Value(self._program.input(DTYPES[dtype], width), dtype, width)
+
+    def linear(self, x: Value, weight: PackedLinear) -> Value:
+        _expect(x, weight.dtype, weight.inputs)
+        self.kept.append(weight)
+        out = self._value(weight.dtype, weight.outputs)
+        column = 0
+        for segment in weight.segments:
+            self._multiply(x, segment, out, column)
+            flops = 2 * segment.outputs * weight.inputs
+            self._note("linear", weight, segment_bytes(segment), flops)
+            column += segment.outputs
+        return out
+
+    def _multiply(self, x: Value, segment: Segment, out: Value, column: int) -> None:
+        """To the columns of `out` from `column` on."""
+        where = (x.index, out.index, column)
+        panels, bias = segment.panels.data_ptr(), address(segment.bias)
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[x.dtype]
+            self._program.linear(*where, dtype, segment.outputs, x.width, panels, bias)
+        else:
+            order = address(segment.input_order)
+            self._program.quantized_linear(*where, segment.shape, panels, order, bias)
+
+    def linear_rows(
+        self,
+        token_ids: Value,
+        weight: PackedLinear,
+        first_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> Value:
+        if token_ids != _TOKEN_IDS:
+            raise ValueError("Rows are looked up by the token ids of the step only.")
+        (segment,) = weight.segments
+        self.kept.append(weight)
+        out = self._value(weight.dtype, weight.inputs)
+        panels = segment.panels.data_ptr()
+        ids = (first_id, first_id + weight.outputs if vocab_size is None else vocab_size)
+        if isinstance(segment, DenseSegment):
+            dtype = DTYPES[weight.dtype]
+            self._program.weight_rows(
+                out.index, dtype, segment.outputs, weight.inputs, panels, *ids
+            )
+        else:
+            order = address(segment.input_order)
+            self._program.quantized_rows(out.index, segment.shape, panels, order, *ids)
+        self._note("embedding", weight)
+        return out
+
+    def all_reduce(self, x: Value) -> Value:
+        if self._group is not None:
+            self._program.all_reduce(x.index, self._group)
+            self._note("all_reduce")
+            self.kept.append(self._group)
+        return x
+
+    def add(self, x: Value, delta: Value) -> Value:
+        _expect(delta, x.dtype, x.width)
+        index = self._program.add(x.index, delta.index)
+        self._note("add")
+        return Value(index, x.dtype, x.width)
+
+    def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
+        _expect(x, weight.dtype, len(weight))
+        index = self._program.rms_norm(x.index, self._keep(weight), eps)
+        self._note("norm", weight, weight.nbytes)
+        return Value(index, x.dtype, x.width)
+
+    def add_rms_norm(
+        self, x: Value, delta: Value, weight: Tensor, eps: float
+    ) -> tuple[Value, Value]:
+        _expect(x, weight.dtype, len(weight))
+        _expect(delta, weight.dtype, len(weight))
+        total, out = self._program.add_rms_norm(x.index, delta.index, self._keep(weight), eps)
+        self._note("norm", weight, weight.nbytes)
+        return Value(total, x.dtype, x.width), Value(out, x.dtype, x.width)
+
+    def silu_and_mul(self, gate_up: Value) -> Value:
+        index = self._program.silu_and_mul(gate_up.index)
+        self._note("activation")
+        return Value(index, gate_up.dtype, gate_up.width // 2)
+
+    def experts(self, x: Value, logits: Value, experts: Experts[PackedLinear]) -> Value:
+        weight = experts.gate[0]
+        _expect(x, weight.dtype, weight.inputs)
+        _expect(logits, weight.dtype, experts.routing.num_experts)
+        self.kept.append(experts)
+        index = self._program.experts(x.index, logits.index, self._native_experts(experts))
+        maps = [m for part in (experts.gate, experts.up, experts.down) for m in part]
+        flops = sum(2 * m.outputs * m.inputs for m in maps) * experts.routing.experts_per_token
+        num_bytes = sum(segment_bytes(segment) for m in maps for segment in m.segments)
+        self._note("experts", None, num_bytes, flops // experts.routing.num_experts)
+        return Value(index, x.dtype, x.width)
+
+    def rotate_and_cache(
+        self,
+        qkv: Value,
+        cache: KVCache,
+        plan: AttentionPlan,  # noqa: ARG002 - it comes with every step
+        table: tuple[Value, Value],
+        norms: HeadNorms | None,
+    ) -> Value:
+        if table != (_COSINES, _SINES):
+            raise ValueError("The rotary table of the step is the only one.")
+        _, num_kv_heads, _, head_dim, _ = cache.values.shape
+        width = qkv.width - 2 * num_kv_heads * head_dim
+        index = self._program.rotate_and_cache(
+            qkv.index,
+            self._native_cache(cache),
+            width,
+            self._keep(norms.queries) if norms else 0,
+            self._keep(norms.keys) if norms else 0,
+            norms.eps if norms else 0.0,
+        )
+        norm_bytes = norms.queries.nbytes + norms.keys.nbytes if norms else 0
+        self._note("rotary", None, norm_bytes)
+        return Value(index, qkv.dtype, width)
+
+    def attention(
+        self,
+        queries: Value,
+        cache: KVCache,
+        plan: AttentionPlan,  # noqa: ARG002 - it comes with every step
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Value:
+        index = self._program.attention(
+            queries.index,
+            self._native_cache(cache),
+            scale,
+            UNLIMITED if window is None else window,
+        )
+        self._note("attention")
+        return Value(index, queries.dtype, queries.width)
+
+    def _note(
+        self, kind: Kind, weight: object = None, weight_bytes: int = 0, flops_per_token: int = 0
+    ) -> None:
+        """What the operation is that was recorded last."""
+        name = self._namer.name(kind, weight)
+        self.operations.append(Operation(name, kind, weight_bytes, flops_per_token))
+
+    def _value(self, dtype: torch.dtype, width: int) -> Value:
+        return Value(self._program.value(DTYPES[dtype], width), dtype, width)
+
+    def _native_cache(self, cache: KVCache) -> _native.Cache:
+        self.kept.append(cache)
+        return self._make_native_cache(cache)
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that must stay where it is."""
+        if not tensor.is_contiguous():
+            raise ValueError("Weights and caches must be contiguous.")
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _expect(x: Value, dtype: torch.dtype, width: int) -> None:
+    if (x.dtype, x.width) != (dtype, width):
+        raise ValueError(
+            f"Rows of {x.width} in {x.dtype} do not fit a weight of {width} in {dtype}."
+        )
+
+
+class CompiledForward:
+    """Runs a recorded forward pass."""
+
+    def __init__(
+        self,
+        program: _native.Program,
+        native_cache: Callable[[KVCache], _native.Cache],
+        native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
+        group: _native.Collectives | None,
+        forward: ForwardPass[PackedLinear, AttentionPlan],
+        hidden: tuple[int, torch.dtype] | None,
+        names: WeightNames,
+    ) -> None:
+        """Records `forward` of a rank of the group, or alone, in the empty `program`.
+
+        `hidden` and `names` are as in `Backend.compile`.
+        """
+        self._program = program
+        recorder = _Recorder(program, native_cache, native_experts, group, names)
+        self._hidden = None if hidden is None else recorder.input(*hidden)
+        no_plan = cast("AttentionPlan", None)
+        step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)
+        self._result = forward(recorder, step)
+        self._kept = recorder.kept
+        program.finish(self._result.index)
+        self.operations: Sequence[Operation] = recorder.operations
+        self._times = torch.empty(program.size, dtype=torch.int64)
+
+    def __call__(self, step: StepInput[Tensor, AttentionPlan]) -> Tensor:
+        return self._run(step, None)
+
+    def traced(
+        self,
+        step: StepInput[Tensor, AttentionPlan],
+        tracer: Tracer,  # noqa: ARG002 - the program keeps the time
+    ) -> tuple[Tensor, Sequence[int]]:
+        out = self._run(step, self._times)
+        times: list[int] = self._times.tolist()
+        return out, times
+
+    def _run(self, step: StepInput[Tensor, AttentionPlan], times: Tensor | None) -> Tensor:
+        num_tokens = len(step.token_ids)
+        cosines, sines = (part.contiguous() for part in step.rotary_table)
+        if num_tokens != step.plan.native.num_tokens or len(cosines) != num_tokens:
+            raise ValueError(f"{num_tokens} tokens do not fit the plan or the rotary table.")
+        token_ids = step.token_ids.contiguous()
+        hidden = self._checked_hidden(step.hidden, num_tokens)
+        out = torch.empty((num_tokens, self._result.width), dtype=self._result.dtype)
+        self._program.run(
+            num_tokens,
+            step.plan.native,
+            token_ids.data_ptr(),
+            address(hidden),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            out.data_ptr(),
+            address(times),
+        )
+        return out
+
+    def _checked_hidden(self, hidden: Tensor | None, num_tokens: int) -> Tensor | None:
+        """As the program reads them."""
+        if self._hidden is None:
+            return None
+        if hidden is None:
+            raise ValueError(
+                "A step without hidden states does not fit a stage that starts from them."
+            )
+        _expect(Value(-1, hidden.dtype, hidden.shape[1]), self._hidden.dtype, self._hidden.width)
+        if len(hidden) != num_tokens:
+            raise ValueError(f"Hidden states of {len(hidden)} tokens do not fit {num_tokens}.")
+        return hidden.contiguous()

@@ -1,0 +1,1 @@
+"""The reference backend: plain PyTorch, the specification of the others."""

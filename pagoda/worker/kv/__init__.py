@@ -1,0 +1,1 @@
+"""Copies of KV blocks between the device, its tiers and other engines."""

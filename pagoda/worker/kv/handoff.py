@@ -1,0 +1,126 @@
+"""A worker's part in prefill/decode handoff: doors to its KV for others, and what fetches theirs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pagoda.errors import ConfigError
+from pagoda.messages.transfers import KVRank
+from pagoda.messages.worker import WorkerReady
+from pagoda.pd.transport.base import (
+    Access,
+    ExportedMemory,
+    MemoryLink,
+    OwnMemory,
+    Transport,
+    TransportError,
+)
+from pagoda.pd.transport.choose import TRANSPORTS
+from pagoda.worker.kv.connector import KVConnectorWorker
+from pagoda.worker.kv.manifest import kv_digest
+from pagoda.worker.kv.plan import OwnPart, own_parts
+from pagoda.worker.loading import LoadedWorker, WorkerPlan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KVHandoff:
+    """What one rank offers, and how it reaches what others do."""
+
+    parts: tuple[OwnPart, ...]
+    rank: int
+    transports: dict[str, Transport]
+    """The best first."""
+    doors: dict[str, ExportedMemory]
+    digest: str
+    fetches: bool
+
+    def exchange(self, on_end: Callable[[], None]) -> KVConnectorWorker | None:
+        """Ready to start the threads that fetch; `on_end` as there. None where nothing is to be fetched."""
+        if not self.fetches:
+            return None
+        return KVConnectorWorker(self.parts, self.rank, self._connect, on_end)
+
+    def _connect(self, rank: KVRank, deadline: float) -> MemoryLink:
+        """
+        Raises:
+            TransportError: no transport reaches it; says what went wrong with each.
+        """
+        problems = []
+        for name, transport in self.transports.items():
+            if name in rank.doors:
+                try:
+                    link = transport.connect(rank.doors[name], deadline)
+                except TransportError as error:
+                    problems.append(f"{name}: {error}")
+                    continue
+                _log.info("reading KV over %s", name)
+                return link
+        offered = ", ".join(sorted(rank.doors)) or "none"
+        own = ", ".join(self.transports)
+        raise TransportError(
+            "; ".join(problems)
+            or f"the other side offers its KV over {offered}, this one reads over {own}"
+        )
+
+    def described(self, ready: WorkerReady) -> WorkerReady:
+        """What the engine is told of it."""
+        rank = KVRank(
+            parts=tuple(own.part for own in self.parts),
+            num_blocks=self.parts[0].num_blocks,
+            doors={name: door.descriptor for name, door in self.doors.items()},
+        )
+        return msgspec.structs.replace(ready, kv_ranks=(rank,), kv_digest=self.digest)
+
+    def close(self) -> None:
+        for door in self.doors.values():
+            door.close()
+
+
+def open_handoff(plan: WorkerPlan, loaded: LoadedWorker) -> KVHandoff:
+    """
+    Raises:
+        ConfigError: none of the transports works here.
+    """
+    handoff = plan.config.kv_handoff
+    if handoff is None:
+        raise ValueError("This worker has no part in handoff.")
+    parts = own_parts(loaded.caches, plan.shard)
+    regions = tuple(own.region for own in parts)
+    file = None if loaded.shared is None else loaded.shared.file(regions)
+    memory = OwnMemory(regions, file)
+    host = (
+        plan.config.bind_host or handoff.host
+    )  # where ranks are on several hosts, each has its own
+    access = Access(host, handoff.secret, handoff.encrypts)
+    transports: dict[str, Transport] = {}
+    doors: dict[str, ExportedMemory] = {}
+    problems = []
+    for name in handoff.transports:
+        try:
+            transport = TRANSPORTS[name](memory, access)
+            if handoff.role.holds_kv:
+                doors[name] = transport.open_door()
+            transports[name] = transport
+        except TransportError as error:
+            problems.append(f"{name}: {error}")
+    if not transports:
+        raise ConfigError(
+            f"no transport of --kv-transports works on this host ({'; '.join(problems)})."
+        )
+    for problem in problems:
+        _log.warning("no KV goes over %s", problem)
+    config = plan.config
+    return KVHandoff(
+        parts=parts,
+        rank=config.parallel.rank_in_replica(config.place),
+        transports=transports,
+        doors=doors,
+        digest=kv_digest(plan, loaded.caches),
+        fetches=handoff.role.fetches_kv,
+    )

@@ -1,0 +1,62 @@
+"""What a worker holds of the KV tiers: places in host memory, a directory on disk, and who copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pagoda.kv.object_files import ObjectFiles
+from pagoda.kv.objects import open_directory
+from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.worker import WorkerReady
+from pagoda.worker.kv.host_arena import HostArena
+from pagoda.worker.kv.manifest import make_manifest
+from pagoda.worker.kv.memory import KVMemory
+from pagoda.worker.kv.transfers import Transfers
+from pagoda.worker.loading import LoadedWorker, WorkerPlan
+
+
+@dataclass(frozen=True)
+class KVTiers:
+    """The places that one rank has besides its device."""
+
+    memory: KVMemory
+    arena: HostArena | None
+    files: ObjectFiles | None
+
+    def transfers(self, on_end: Callable[[], None]) -> Transfers:
+        """Starts the threads that copy; `on_end` as there."""
+        return Transfers(self.memory, self.arena, self.files, on_end)
+
+    def described(self, ready: WorkerReady) -> WorkerReady:
+        """What the engine is told of them."""
+        directories: tuple[KVDirectory, ...] = ()
+        if self.files is not None:
+            directories = (KVDirectory(str(self.files.directory), self.files.object_bytes),)
+        return msgspec.structs.replace(
+            ready,
+            kv_host_slots=0 if self.arena is None else self.arena.num_slots,
+            kv_directories=directories,
+        )
+
+
+def open_tiers(plan: WorkerPlan, loaded: LoadedWorker) -> KVTiers:
+    """The tiers that the configuration asks for.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    config = plan.config
+    memory = KVMemory(loaded.caches)
+    arena: HostArena | None = None
+    if config.kv_host_bytes:
+        arena = HostArena(config.kv_host_bytes, memory.block_bytes)
+    files: ObjectFiles | None = None
+    if config.kv_disk_path is not None:
+        manifest = make_manifest(plan, memory, loaded.ready.arithmetic)
+        directory = open_directory(Path(config.kv_disk_path), manifest)
+        files = ObjectFiles(directory, manifest)
+    return KVTiers(memory, arena, files)

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.checkpoints.model_config import (
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+    parse_model_config,
+    read_model_config,
+)
+from pagoda.checkpoints.presets import PRESETS
+from pagoda.errors import ConfigError
+from pagoda.model.sharding import whole
+
+BASE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+
+
+def parse(**changes: Any) -> Any:
+    values = {name: value for name, value in (BASE | changes).items() if value is not ...}
+    return parse_model_config(values, source="config.json")
+
+
+def test_a_minimal_file_takes_the_usual_values() -> None:
+    config = parse()
+    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 10_000.0, None)
+    assert (config.tie_word_embeddings, config.dtype) == (False, "float32")
+    assert config.sliding_windows == (None, None, None)
+    assert config.num_heads == 2 * config.num_kv_heads
+
+
+@pytest.mark.parametrize(
+    ("name", "biases"),
+    [
+        ("Qwen3ForCausalLM", (False, False, False)),
+        ("Qwen2ForCausalLM", (True, False, False)),
+        ("LlamaForCausalLM", (False, False, False)),
+        ("MistralForCausalLM", (False, False, False)),
+        ("MixtralForCausalLM", (False, False, False)),
+        ("Qwen3MoeForCausalLM", (False, False, False)),
+    ],
+)
+def test_families(name: str, biases: tuple[bool, ...]) -> None:
+    config = parse(architectures=[name])
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == biases
+    assert config.qk_norm is name.startswith("Qwen3")
+    assert (config.experts is not None) is (name in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"))
+
+
+def test_biases_that_are_switched_on() -> None:
+    llama = parse(architectures=["LlamaForCausalLM"], attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+def test_absent_head_dim_and_kv_heads() -> None:
+    config = parse(architectures=["LlamaForCausalLM"], head_dim=..., num_key_value_heads=...)
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)
+    assert parse(head_dim=...).head_dim == 128  # a Qwen3 head, as in transformers
+
+
+@pytest.mark.parametrize("spelling", ["old", "older", "new"])
+def test_rope_scaling_spelled_in_three_ways(spelling: str) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    changes: dict[str, Any] = {
+        "old": {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}},
+        "older": {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}},
+        "new": {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}},
+    }[spelling]
+    config = parse(**changes)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 64)
+    assert config.max_position_embeddings == 512
+
+
+def test_scalings_that_lengthen_the_context() -> None:
+    linear = parse(rope_scaling={"type": "linear", "factor": 2})
+    assert linear.rope_scaling == LinearScaling(2.0)
+    assert linear.max_position_embeddings == 1024
+    yarn = parse(
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    )
+    assert isinstance(yarn.rope_scaling, YarnScaling)
+    assert yarn.max_position_embeddings == 1024
+
+
+def test_sliding_windows() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert parse(**mistral, sliding_window=100).sliding_windows == (100,) * 3
+    assert parse(**mistral, sliding_window=None).sliding_windows == (None,) * 3
+    assert parse(**mistral).sliding_windows == (4096,) * 3
+    assert parse(sliding_window=100).sliding_windows == (None,) * 3
+    used = {"use_sliding_window": True, "sliding_window": 100}
+    assert parse(**used, max_window_layers=1).sliding_windows == (None, 100, 100)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert parse(**used, layer_types=kinds).sliding_windows == (100, None, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": ...}, "config.json lacks vocab_size, a positive integer."),
+        ({"vocab_size": "x"}, "config.json: vocab_size must be a positive integer, got 'x'."),
+        ({"vocab_size": True}, "config.json: vocab_size must be a positive integer, got True."),
+        ({"hidden_size": -4}, "config.json: hidden_size must be a positive integer, got -4."),
+        ({"head_dim": 31}, "config.json: head_dim must be even, got 31."),
+        (
+            {"num_key_value_heads": 3},
+            "config.json: num_key_value_heads must divide num_attention_heads (4), got 3.",
+        ),
+        ({"rms_norm_eps": 0}, "config.json: rms_norm_eps must be a positive number, got 0."),
+        (
+            {"tie_word_embeddings": "yes"},
+            "config.json: tie_word_embeddings must be true or false, got 'yes'.",
+        ),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act must be 'silu', got 'gelu'."),
+        (
+            {"torch_dtype": "float64"},
+            "config.json: torch_dtype must be one of float32, bfloat16, float16, got 'float64'.",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "config.json: rope_scaling.type must be one of default, linear, llama3, yarn, "
+            "got 'dynamic'.",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "config.json lacks rope_scaling.factor, a positive number.",
+        ),
+        ({"rope_scaling": 3}, "config.json: rope_scaling must be a JSON object, got 3."),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "config.json: rope_parameters.partial_rotary_factor must be 1.0, got 0.5.",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "config.json: architecture 'GPT2LMHeadModel' is not supported; Pagoda runs models of "
+            "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM.",
+        ),
+        (
+            {"architectures": ...},
+            "config.json names no architectures; Pagoda runs models of "
+            "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen3MoeForCausalLM.",
+        ),
+        (
+            {"quantization_config": [4]},
+            "config.json: quantization_config must be a JSON object, got [4].",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            "config.json: layer_types must be a list of 3 of full_attention, sliding_attention, "
+            "got ['full_attention'].",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "config.json: num_experts_per_tok must be at most num_local_experts (8), got 9.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
+            "config.json: num_experts_per_tok must be at most num_experts (4), got None.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4096},
+            "config.json: num_experts must be at most 1024, got 4096.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [3]},
+            "config.json: mlp_only_layers must be a list of layers from 0 to 2, got [3].",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0},
+            "config.json: decoder_sparse_step must be a positive integer, got 0.",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": "wide"},
+            "config.json: moe_intermediate_size must be a positive integer, got 'wide'.",
+        ),
+    ],
+)
+def test_wrong_values_are_one_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**changes)
+    assert str(caught.value) == message
+
+
+def test_layers_with_experts() -> None:
+    def layers(**changes: Any) -> list[int]:
+        config = parse(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, **changes)
+        return [layer for layer in range(6) if config.expert_maps(layer) is not None]
+
+    assert layers() == [0, 1, 2, 3, 4, 5]
+    assert layers(decoder_sparse_step=2) == [1, 3, 5]
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == [1, 5]
+    assert layers(mlp_only_layers=[]) == [0, 1, 2, 3, 4, 5]
+    assert layers(num_experts=0) == []
+
+
+def test_experts_and_their_names() -> None:
+    qwen = parse(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2)
+    assert qwen.experts.intermediate_size == 768
+    assert not qwen.experts.renormalize
+    new = parse(architectures=["Qwen3MoeForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
+    assert new == qwen
+    maps = qwen.expert_maps(1)
+    assert (maps.router.name, maps.router.outputs) == ("model.layers.1.mlp.gate", 4)
+    assert [m.name for m in maps.experts[3]] == [
+        f"model.layers.1.mlp.experts.3.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    assert qwen.weights_per_token(1) == 2 * 64 * 768 * 3 + 4 * 64 + 64 * 32 * (4 + 2 + 2 + 4)
+    mixtral = parse(architectures=["MixtralForCausalLM"], sliding_window=16)
+    assert mixtral.experts.renormalize
+    assert (mixtral.experts.num_experts, mixtral.experts.experts_per_token) == (8, 2)
+    assert mixtral.sliding_windows == (16, 16, 16)
+    assert parse(architectures=["MixtralForCausalLM"]).sliding_windows == (None, None, None)
+    maps = mixtral.expert_maps(0)
+    assert maps.router.name == "model.layers.0.block_sparse_moe.gate"
+    assert [m.name for m in maps.experts[7]] == [
+        f"model.layers.0.block_sparse_moe.experts.7.{name}" for name in ("w1", "w3", "w2")
+    ]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match=r"config.json is missing; give a Hugging Face model"):
+        read_model_config(tmp_path)
+    for content in (b"{", b"\xff\xfe", b"[" * 100_000):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"config.json is not valid JSON"):
+            read_model_config(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"config.json must hold a JSON object"):
+        read_model_config(tmp_path)
+    path.write_text(json.dumps(BASE))
+    assert read_model_config(tmp_path) == parse()
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [
+        ("qwen3-0.6b", 596),
+        ("qwen3-4b", 4022),
+        ("qwen3-14b", 14768),
+        ("llama-3.2-1b", 1236),
+        ("llama-3.1-8b", 8030),
+        ("qwen3-30b-a3b", 30532),
+        ("mixtral-8x7b", 46703),
+    ],
+)
+def test_presets_have_the_size_that_is_published(preset: str, millions: int) -> None:
+    config = parse_model_config(PRESETS[preset], source=preset)
+    assert round(whole(config).weight_bytes(None, 1) / 1e6) == pytest.approx(millions, abs=1)

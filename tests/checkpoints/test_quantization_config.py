@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.quantization_config import (
+    CheckpointQuantization,
+    CompressedTensors,
+    GroupScheme,
+    Int8Scheme,
+    parse_quantization,
+)
+from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, Int8Format
+from pagoda.errors import ConfigError
+
+LAYER = "model.layers.3.mlp.up_proj"
+TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+CHANNEL_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+GROUP_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+W8A8 = {"targets": ["Linear"], "weights": CHANNEL_INT8, "input_activations": TOKEN_INT8}
+W4A16 = {"targets": ["Linear"], "weights": GROUP_INT4, "input_activations": None}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": W8A8},
+    "ignore": ["lm_head"],
+}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def _parse(values: dict[str, Any]) -> CheckpointQuantization:
+    parsed = parse_quantization(Fields({"quantization_config": values}, "config.json"))
+    assert parsed is not None
+    return parsed
+
+
+def test_no_quantization() -> None:
+    assert parse_quantization(Fields({}, "config.json")) is None
+
+
+def test_an_older_name_of_the_field() -> None:
+    values = {name: value for name, value in COMPRESSED.items() if name != "quant_method"}
+    parsed = parse_quantization(Fields({"compression_config": values}, "config.json"))
+    assert parsed == _parse(COMPRESSED)
+
+
+def test_compressed_tensors_chooses_by_name_before_kind() -> None:
+    groups = {
+        "group_0": W8A8 | {"format": "int-quantized"},
+        "group_1": W4A16 | {"targets": ["re:.*down_proj$", "model.layers.0.mlp.up_proj"]},
+    }
+    ignore = ["lm_head", "re:.*self_attn.*"]
+    parsed = _parse(
+        COMPRESSED | {"format": "pack-quantized", "config_groups": groups, "ignore": ignore}
+    )
+    assert isinstance(parsed, CompressedTensors)
+    packed = GroupScheme(bits=4, group_size=128, symmetric=True, act_order=False)
+    assert parsed.scheme_of("model.layers.7.mlp.down_proj") == packed
+    assert parsed.scheme_of("model.layers.0.mlp.up_proj") == packed
+    assert parsed.scheme_of(LAYER) == Int8Scheme()
+    for dense in ("lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"):
+        assert parsed.scheme_of(dense) is None
+    assert parsed.summary == "compressed-tensors int8 weights and int4 weights (groups of 128)"
+    assert parsed.format_of(LAYER, 512) == Int8Format()
+    assert parsed.format_of("lm_head", 512) == DenseFormat()
+
+
+def test_awq_keeps_named_parts_dense() -> None:
+    parsed = _parse(AWQ | {"version": "GEMM", "modules_to_not_convert": ["layers.0.", "visual"]})
+    assert parsed.scheme_of("model.layers.0.mlp.up_proj") is None
+    assert parsed.scheme_of("lm_head") is None
+    assert parsed.format_of(LAYER, 512) == GroupedFormat(4, 128, offsets=True, input_order=False)
+    assert parsed.summary == "awq int4 weights (groups of 128)"
+
+
+def test_gptq() -> None:
+    modules = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.up_proj"]]
+    parsed = _parse(
+        GPTQ
+        | {"desc_act": True, "group_size": -1, "bits": 8, "modules_in_block_to_quantize": modules}
+    )
+    assert parsed.format_of(LAYER, 96) == GroupedFormat(8, 32, offsets=False, input_order=True)
+    assert parsed.scheme_of("model.layers.0.mlp.down_proj") is None
+    assert parsed.scheme_of("lm_head") is None
+    assert parsed.summary == "gptq int8 weights (one group)"
+    assert _parse(GPTQ | {"lm_head": True}).scheme_of("lm_head") is not None
+    assert _parse(GPTQ | {"lm_head": True}).scheme_of("model.embed_tokens") is None
+
+
+def test_larger_groups_are_held_as_several() -> None:
+    def size(stored: int, inputs: int) -> int:
+        held = _parse(GPTQ | {"group_size": stored}).format_of(LAYER, inputs)
+        assert isinstance(held, GroupedFormat)
+        return held.group_size
+
+    assert [size(32, 768), size(64, 768), size(128, 768)] == [32, 64, 128]
+    assert [size(256, 768), size(96, 768), size(-1, 768), size(-1, 160)] == [128, 32, 128, 32]
+    with pytest.raises(ConfigError, match=r"up_proj.weight has 100 inputs in one group; Pagoda"):
+        size(-1, 100)
+
+
+SUPPORTED = (
+    "must be one that Pagoda reads, compressed-tensors (int8 weights and inputs, or packed int4 and int8 "
+    "weights), awq (4 bits) and gptq (4 and 8 bits)"
+)
+GROUP = "config.json: quantization_config.config_groups.group_0"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"quant_method": "fp8"},
+            f"config.json: quantization_config.quant_method {SUPPORTED}, got 'fp8'.",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            f"config.json: quantization_config.quant_method {SUPPORTED}, got 'bitsandbytes'.",
+        ),
+        (
+            {"bits": 4},
+            f"config.json: quantization_config.quant_method {SUPPORTED}, got None.",
+        ),
+        (AWQ | {"bits": 3}, "config.json: quantization_config.bits must be 4, got 3."),
+        (
+            AWQ | {"version": "gemv"},
+            "config.json: quantization_config.version must be 'gemm', got 'gemv'.",
+        ),
+        (
+            AWQ | {"group_size": 0},
+            "config.json: quantization_config.group_size must be a positive integer, got 0.",
+        ),
+        (
+            AWQ | {"modules_to_not_convert": [1]},
+            "config.json: quantization_config.modules_to_not_convert must be a list of strings, got [1].",
+        ),
+        (GPTQ | {"bits": 2}, "config.json: quantization_config.bits must be 4 or 8, got 2."),
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            "config.json: quantization_config.checkpoint_format must be 'gptq' or 'gptq_v2', got 'marlin'.",
+        ),
+        (
+            GPTQ | {"dynamic": {"-:.*": {}}},
+            "config.json: quantization_config.dynamic must be empty: rules for single modules are not "
+            "supported, got {'-:.*': {}}.",
+        ),
+        (
+            COMPRESSED | {"config_groups": {}},
+            "config.json: quantization_config.config_groups must name at least one group of weights, got {}.",
+        ),
+        (
+            COMPRESSED | {"format": "marlin-24"},
+            "config.json: quantization_config.format must be 'int-quantized' or 'pack-quantized', "
+            "got 'marlin-24'.",
+        ),
+        (
+            COMPRESSED | {"ignore": ["re:("]},
+            "config.json: quantization_config.ignore must hold valid regular expressions, "
+            "not 're:(', got ['re:('].",
+        ),
+        (
+            COMPRESSED | {"sparsity_config": {"format": "sparse-bitmask"}},
+            "config.json: quantization_config.sparsity_config.format must be 'dense', got 'sparse-bitmask'.",
+        ),
+        (
+            COMPRESSED | {"transform_config": {"R1": {}}},
+            "config.json: quantization_config.transform_config must be empty, got {'R1': {}}.",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_one_sentence(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _parse(values)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (
+            {"weights": CHANNEL_INT8 | {"type": "float"}},
+            f".weights.type must be 'int'; Pagoda reads {SUPPORTED.partition('reads, ')[2]}, got 'float'.",
+        ),
+        ({"weights": CHANNEL_INT8 | {"num_bits": 4}}, ".weights.num_bits must be 8 in the format "),
+        (
+            {"weights": CHANNEL_INT8 | {"symmetric": False}},
+            ".weights.symmetric must be true in the format int-quantized, got False.",
+        ),
+        (
+            {"weights": CHANNEL_INT8 | {"strategy": "tensor"}},
+            ".weights.strategy must be 'channel' in the format int-quantized, got 'tensor'.",
+        ),
+        (
+            {"input_activations": TOKEN_INT8 | {"dynamic": False}},
+            ".input_activations.dynamic must be true: static scales of inputs are not supported, got False.",
+        ),
+        (
+            {"input_activations": TOKEN_INT8 | {"symmetric": False}},
+            ".input_activations.symmetric must be true: zero points of inputs are not supported, got False.",
+        ),
+        (
+            {"input_activations": TOKEN_INT8 | {"type": "float"}},
+            ".input_activations.type must be 'int', got 'float'.",
+        ),
+        (
+            {"format": "pack-quantized", "weights": GROUP_INT4 | {"num_bits": 3}},
+            ".weights.num_bits must be 4 or 8, got 3.",
+        ),
+        (
+            {"format": "pack-quantized", "weights": GROUP_INT4 | {"strategy": "block"}},
+            ".weights.strategy must be 'group' or 'channel' in the format pack-quantized, got 'block'.",
+        ),
+    ],
+)
+def test_groups_that_are_not_supported(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _parse(COMPRESSED | {"config_groups": {"group_0": W8A8 | group}})
+    assert str(caught.value).startswith(GROUP + message)

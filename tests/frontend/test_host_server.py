@@ -1,0 +1,245 @@
+"""What a host says to a router, besides tokens, and what it does with what it hears. Over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq.asyncio
+from fragment_files import read_fragments
+from linked_hosts import until
+from scripted_endpoint import ScriptedEndpoint
+
+from pagoda.engine.config import EngineConfig
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.host_client import HostClient, Identity
+from pagoda.frontend.host_server import HostServer
+from pagoda.frontend.policies import POLICIES
+from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
+from pagoda.messages.frontend import (
+    AbortRequests,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    SubscribeCache,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.messages.hosts import HostMessage
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.sim.endpoint import SimEndpoint
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
+
+KEYS = keys_of(b"a secret of all hosts and routers")
+HOST = Identity("host", "m", "digest", is_router=False)
+ROUTER = Identity("router", "m", "digest", is_router=True)
+
+
+@asynccontextmanager
+async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
+    """A router's dispatcher over one host, whose own is over one engine."""
+    context = zmq.asyncio.Context()
+    keep_door(context, KEYS)
+    host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
+    await host.start()
+    door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER)
+    router = Dispatcher([remote], POLICIES["round-robin"])
+    try:
+        await router.start()
+        yield router
+    finally:
+        await router.close()
+        await door.close()
+        await host.close()
+        context.term()
+
+
+async def test_a_router_sees_how_far_a_prompt_is() -> None:
+    config = EngineConfig(
+        worker=WorkerConfig(model="sim"),
+        executor="sim",
+        sim=SimConfig(base_s=0.001, vocab_size=100),
+        max_num_batched_tokens=32,
+    )
+    request = GenerateRequest(
+        request_id="r",
+        prompt_token_ids=list(range(100)),
+        sampling=SamplingParams(seed=1, max_tokens=2),
+    )
+    async with routed(config) as router:
+        seen = [
+            (chunk.num_computed_tokens, router.ledger.pending_tokens[0])
+            async for chunk in router.generate(request)
+            if chunk.is_news
+        ]
+        assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
+        assert router.ledger.pending_tokens == [0]
+
+
+class Door:
+    """A host's door, and a router's socket at it that says whatever a test wants."""
+
+    def __init__(self, endpoint: ScriptedEndpoint) -> None:
+        self.context = zmq.asyncio.Context()
+        keep_door(self.context, KEYS)
+        self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        encrypt_client(self.socket, KEYS)
+        self.socket.connect(f"tcp://127.0.0.1:{self.door.port}")
+
+    async def say(self, message: FrontendMessage) -> None:
+        await self.socket.send(msgspec.msgpack.encode(message))
+
+    async def last_chunk(self) -> TokenChunk:
+        """Of the request that ends next."""
+        async with asyncio.timeout(20):
+            while True:
+                said = msgspec.msgpack.decode(await self.socket.recv(), type=HostMessage)
+                for chunk in said.chunks if isinstance(said, TokenChunks) else ():
+                    if chunk.finish_reason is not None:
+                        return chunk
+
+    async def close(self) -> None:
+        self.socket.close()
+        await self.door.close()
+        self.context.term()
+
+
+@asynccontextmanager
+async def doored(endpoint: ScriptedEndpoint) -> AsyncIterator[Door]:
+    door = Door(endpoint)
+    try:
+        yield door
+    finally:
+        await door.close()
+
+
+def request(request_id: str) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=[65], sampling=SamplingParams(max_tokens=9)
+    )
+
+
+async def test_a_request_with_which_the_host_fails_is_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endpoint = ScriptedEndpoint("ok")
+    async with doored(endpoint) as door:
+        endpoint.raises = RuntimeError("nobody has thought of this")
+        await door.say(request("r"))
+        chunk = await door.last_chunk()
+        assert chunk.finish_reason is FinishReason.ERROR
+        assert chunk.error == "The host failed with this request; its log says why."
+        assert "nobody has thought of this" in caplog.text
+
+
+async def test_a_message_of_more_frames_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with doored(ScriptedEndpoint("ok")) as door:
+        await door.socket.send_multipart([b"one", b"two"])
+        await door.say(request("r"))
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+        assert "a router sent what is not a message" in caplog.text
+
+
+async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(request("r"))
+        await endpoint.paused.wait()
+        endpoint.pause_after = None
+        # As if they came in one batch: the first has not ended when the second one begins.
+        door.door._handle(key := next(iter(door.door._requests))[0], AbortRequests(["r"]))
+        door.door._handle(key, request("r"))
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+        assert endpoint.aborted == ["r"]
+        assert not door.door._requests
+
+
+async def test_an_id_that_is_taken_is_refused() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(request("r"))
+        await door.say(request("r"))
+        chunk = await door.last_chunk()
+        assert chunk.error == "A request with this id is already running."
+        endpoint.go_on.set()
+        assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
+
+
+async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
+    endpoint = ScriptedEndpoint("ok")
+    endpoint.pause_after = 0
+    async with doored(endpoint) as door:
+        await door.say(SubscribeCache())
+        await door.say(request("r"))
+        await endpoint.paused.wait()
+        assert door.door._followed
+        door.socket.close()
+        await until(lambda: endpoint.aborted == ["r"])
+        assert not door.door._followed
+
+
+# ---- traces
+
+
+async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    keep_door(context, KEYS)
+    host, asleep = Tracer("frontend"), Tracer("router")
+    session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
+    door = HostServer(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
+    address = f"tcp://127.0.0.1:{door.port}"
+    before, after = (HostClient(context, address, KEYS, ROUTER, asleep) for _ in range(2))
+    try:
+        await before.start()
+        host.start(session)
+        door.compare_clocks()
+        await until_clocks(tmp_path, 1)
+        await after.start()  # a router that comes later is asked as well
+        await until_clocks(tmp_path, 2)
+    finally:
+        for remote in (before, after):
+            await remote.close()
+        await door.close()
+        context.term()
+        host.stop()
+    (fragment,) = read_fragments(tmp_path)
+    assert {clock["peer"] for clock in fragment.clocks} == {asleep.process.uid}
+    for clock in fragment.clocks:
+        assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
+
+
+async def until_clocks(directory: Path, count: int) -> None:
+    async with asyncio.timeout(20):
+        while [len(it.clocks) for it in read_fragments(directory)] != [count]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    keep_door(context, KEYS)
+    router = Tracer("router")
+    router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
+    door = HostServer(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)
+    remote = HostClient(context, f"tcp://127.0.0.1:{door.port}", KEYS, ROUTER, router)
+    try:
+        await remote.start()
+        sampling = SamplingParams(seed=1, max_tokens=3)
+        request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
+        assert [chunk async for chunk in remote.generate(request)]
+    finally:
+        await remote.close()
+        await door.close()
+        context.term()
+        router.stop()
+    (fragment,) = read_fragments(tmp_path)
+    assert sum(event["args"]["chunks"] for event in fragment.named("chunks")) == 3

@@ -1,0 +1,165 @@
+"""The second connection of a worker: transfers come, ends go, and it sleeps between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import pytest
+import zmq
+
+from pagoda.ipc.codec import Codec
+from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.messages.transfers import (
+    DeviceBlocks,
+    HostSlots,
+    KVPeer,
+    Transfer,
+    TransferEnd,
+    TransferLink,
+    TransferMessage,
+    Transfers,
+)
+from pagoda.messages.worker_config import CurveKeys, WorkerConfig
+from pagoda.parallel.config import ParallelConfig, RankPlace
+from pagoda.telemetry.tracer import Tracer
+from pagoda.worker.kv.transfer_link import TransferThread
+from pagoda.worker.kv.transfer_spans import TransferSpans
+
+PARALLEL = ParallelConfig(tensor_parallel_size=2)
+FIRST, SECOND = (Transfer(n, 3, DeviceBlocks([n]), HostSlots([n])) for n in (7, 8))
+
+
+class Half:
+    """Ends what it is told to end."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._ends: list[TransferEnd] = []
+        self.begun: list[Transfer] = []
+        self.told: list[tuple[str, str]] = []
+        self.has_parted = threading.Event()
+        self.has_begun = threading.Semaphore(0)
+        self.is_closed = False
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        self.begun += transfers
+        self.told += [("begun", str(transfer.transfer_id)) for transfer in transfers]
+        self.has_begun.release()
+
+    def meet(self, peers: Sequence[KVPeer]) -> None:
+        self.told += [("met", peer.peer_id) for peer in peers]
+
+    def part(self, peer_ids: Sequence[str]) -> None:
+        self.told += [("parted", peer_id) for peer_id in peer_ids]
+        if peer_ids:
+            self.has_parted.set()
+
+    def end(self, *ids: int) -> None:
+        self._ends += [TransferEnd(transfer_id, 3) for transfer_id in ids]
+        self._on_end()
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def poll(self) -> list[TransferEnd]:
+        ends, self._ends = self._ends, []
+        return ends
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Engine:
+    """The socket that a worker's link connects to."""
+
+    def __init__(self, address: str, keys: CurveKeys | None) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        if keys is not None:
+            keep_door(self.context, keys)
+            encrypt_server(self.socket, keys)
+        self.socket.bind(address)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._decode = Codec[TransferMessage](TransferMessage).decode
+
+    def receive(self) -> TransferMessage:
+        identity, payload = self.socket.recv_multipart()
+        assert identity == b"kv-1"
+        return self._decode(payload)
+
+    def send(
+        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+    ) -> None:
+        payload = msgspec.msgpack.encode(Transfers(transfers, list(met), list(parted)))
+        self.socket.send_multipart([b"kv-1", payload])
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def keys(request: pytest.FixtureRequest) -> CurveKeys | None:
+    return new_keys() if request.param == "encrypted" else None
+
+
+@pytest.fixture
+def engine(keys: CurveKeys | None) -> Iterator[Engine]:
+    engine = Engine("tcp://127.0.0.1:*", keys)
+    yield engine
+    engine.context.destroy(linger=0)
+
+
+@pytest.fixture
+def link(engine: Engine, keys: CurveKeys | None) -> Iterator[TransferThread]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    config = WorkerConfig(model="m", parallel=PARALLEL, place=RankPlace(tp=1), curve=keys)
+    spans = TransferSpans(Tracer("worker"), 1)
+    link = TransferThread(context, engine.address, config, Half, spans)
+    yield link
+    link.close()
+    context.term()  # no socket of the thread is left
+
+
+def half(link: TransferThread) -> Half:
+    assert isinstance(link.half, Half)
+    return link.half
+
+
+def test_it_says_first_that_it_is_there(engine: Engine, link: TransferThread) -> None:  # noqa: ARG001
+    assert engine.receive() == TransferLink()
+
+
+def test_transfers_begin_in_order_and_end_in_any(engine: Engine, link: TransferThread) -> None:
+    engine.receive()
+    engine.send([FIRST])
+    engine.send([SECOND])
+    for _ in range(2):
+        assert half(link).has_begun.acquire(timeout=20)
+    assert half(link).begun == [FIRST, SECOND]
+    half(link).end(8)
+    assert engine.receive() == TransferEnd(8, 3)
+    half(link).end(7)
+    assert engine.receive() == TransferEnd(7, 3)
+
+
+def test_peers_are_met_before_transfers_begin_and_parted_from_behind(
+    engine: Engine, link: TransferThread
+) -> None:
+    engine.receive()
+    engine.send([FIRST], met=[KVPeer(peer_id="p", ranks=())], parted=["q"])
+    assert half(link).has_parted.wait(20)
+    assert half(link).told == [("met", "p"), ("begun", "7"), ("parted", "q")]
+
+
+def test_ends_that_come_together_are_all_sent(engine: Engine, link: TransferThread) -> None:
+    engine.receive()
+    half(link).end(1, 2, 3)
+    half(link).end(4)
+    assert [engine.receive() for _ in range(4)] == [TransferEnd(n, 3) for n in (1, 2, 3, 4)]
+
+
+def test_closing_it_closes_the_workers_half(engine: Engine, link: TransferThread) -> None:
+    engine.receive()
+    link.close()
+    assert half(link).is_closed
+    assert "kv-link" not in [thread.name for thread in threading.enumerate()]
