@@ -25,7 +25,7 @@ from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
@@ -163,7 +163,7 @@ class JoinedFleet:
     async def start(self) -> None:
         await self._inner.start()
         join = self._join
-        keep_door(self._context, join.keys)
+        start_authenticator(self._context, join.keys)
         identity = Identity(
             id=self.host_id,
             model=join.model,
@@ -246,7 +246,7 @@ class RoutedFleet:
 
     async def start(self) -> None:
         config = self._config
-        keep_door(self._context, config.keys)
+        start_authenticator(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
             self._pod,

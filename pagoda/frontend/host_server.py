@@ -80,8 +80,8 @@ class HostServer:
         tracer: Tracer | None = None,
         tracker: RequestTracker | None = None,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper. `tracer` is that of this
-        process, `tracker` is told of each answer.
+        """Binds `address`, whose port may be `*`. `context` must have an authenticator. `tracer` is that of this
+        process, `tracker` records each answer.
 
         Raises:
             ConfigError: it cannot be bound.

@@ -410,9 +410,11 @@ def test_workers_are_told_of_peers(make_executor: MakeExecutor) -> None:
     transfers = [
         Transfer(number, 0, RemoteBlocks("p", [5]), DeviceBlocks([7])) for number in range(3)
     ]
-    executor.submit_transfers([transfers[0]], met=[KVPeer(peer_id="p", ranks=(kv_rank(0),))])
+    executor.submit_transfers(
+        [transfers[0]], added_peers=[KVPeer(peer_id="p", ranks=(kv_rank(0),))]
+    )
     assert next_event(executor) == TransferEnd(0, 0)
-    executor.submit_transfers([transfers[1]], parted=["p"])
+    executor.submit_transfers([transfers[1]], removed_peers=["p"])
     assert next_event(executor) == TransferEnd(1, 0)
     executor.submit_transfers([transfers[2]])
     assert next_event(executor) == TransferEnd(2, 0, [0], "who is that?")
