@@ -155,9 +155,10 @@ class TextGenerator:
         now.
 
         Raises:
-            InvalidRequestError: something does not fit the model; names the field.
+            InvalidRequestError: a value is out of range or does not fit the model; names the field.
         """
         limits = self.endpoint.limits
+        sampling = sampling.checked()
         if origin is None:
             origin = Origin(name=uuid.uuid4().hex, arrived_ns=self.book.clock_ns())
         text = prompt if isinstance(prompt, str) else None

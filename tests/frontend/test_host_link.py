@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
 
 from fragment_files import read_fragments
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.host_link import HostClient, HostServer, Identity
 from pagoda.frontend.policies import POLICIES
@@ -34,7 +34,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
