@@ -15,7 +15,7 @@ from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import (
     KVPeer,
@@ -123,13 +123,16 @@ class GroupExecutor:
             group.deadline = now + self._step_timeout_s
 
     def submit_transfers(
-        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+        self,
+        transfers: list[Transfer],
+        added_peers: Sequence[KVPeer] = (),
+        removed_peers: Sequence[str] = (),
     ) -> None:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        message = Transfers(transfers, list(met), list(parted))
+        message = Transfers(transfers, list(added_peers), list(removed_peers))
         group.send_to_links(self._encode_transfers(message), now)
         group.transfers.begin(transfers, now)
 
@@ -262,7 +265,7 @@ class _Group:
         # What cannot be sent is known, instead of lost in silence.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
-            keep_door(self._context, keys)
+            start_authenticator(self._context, keys)
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
         ranks = range(len(configs))

@@ -10,7 +10,7 @@ from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace,
 from pagoda.messages.transfers import KVDirectory, KVRank
 
 PROTOCOL_VERSION = 1
-"""Version of this wire and of `pagoda.messages.transfers`, raised whenever a message changes in a way that an older
+"""Version of this wire and of `pagoda.messages.transfers`, raised when a message changes in a way that an older
 process would misread. A Ray worker on another host may have another installation than its engine."""
 
 

@@ -15,11 +15,8 @@ from typing import cast
 import openai
 import psutil
 import pytest
-from scripted_endpoint import ScriptedEndpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import assert_nested, end_of, read_fragments
+from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.server import ProfileConfig, ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process

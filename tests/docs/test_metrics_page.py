@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.core import Metric
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "frontend"))
-
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.exposition import families

@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def always_true(self) -> None:
         scheduler = self.scheduler
         scheduler.kv.pool.check()
-        self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.take(), 0)))
+        self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
         assert self.cached.keys == scheduler.kv.pool._by_key.keys()
         assert len(scheduler._running) + len(scheduler._free_slots) == self.limits.max_num_seqs
         assert set(scheduler._requests) == set(self.requests)

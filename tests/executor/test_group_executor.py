@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,11 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from worker_double import kv_rank
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import read_fragments
+from worker_double import kv_rank
 
 from pagoda.engine.config import SimConfig
 from pagoda.executor import group
@@ -432,9 +428,11 @@ def test_workers_are_told_of_peers(make_executor: MakeExecutor) -> None:
     transfers = [
         Transfer(number, 0, RemoteBlocks("p", [5]), DeviceBlocks([7])) for number in range(3)
     ]
-    executor.submit_transfers([transfers[0]], met=[KVPeer(peer_id="p", ranks=(kv_rank(0),))])
+    executor.submit_transfers(
+        [transfers[0]], added_peers=[KVPeer(peer_id="p", ranks=(kv_rank(0),))]
+    )
     assert next_event(executor) == TransferEnd(0, 0)
-    executor.submit_transfers([transfers[1]], parted=["p"])
+    executor.submit_transfers([transfers[1]], removed_peers=["p"])
     assert next_event(executor) == TransferEnd(1, 0)
     executor.submit_transfers([transfers[2]])
     assert next_event(executor) == TransferEnd(2, 0, [0], "who is that?")

@@ -127,7 +127,7 @@ def _with_tiers(ready: WorkerReady, config: WorkerConfig, rank: int, behaviour: 
 def kv_rank(rank: int) -> KVRank:
     """What the worker says of its KV."""
     part = KVPart(layer=rank, kind="keys", first_head=0, num_heads=1, head_bytes=64)
-    return KVRank(parts=(part,), num_blocks=64, doors={"tcp": str(rank).encode()})
+    return KVRank(parts=(part,), num_blocks=64, descriptors={"tcp": str(rank).encode()})
 
 
 def _copy(
@@ -149,9 +149,9 @@ def _copy(
         if behaviour == "hangs-up-copying":
             socket.close(linger=0)
             return
-        known |= {peer.peer_id for peer in message.met}
+        known |= {peer.peer_id for peer in message.added_peers}
         ends = [_end(transfer, known) for transfer in message.transfers]
-        known -= set(message.parted)
+        known -= set(message.removed_peers)
         if behaviour == "fails-copying":
             # Of each transfer the block with its rank's number, and the last one.
             lost = sorted({rank, 3})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,9 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import assert_nested, phases_of, read_fragments
 
 from pagoda.engine.config import EngineConfig, HandoffConfig, SimConfig
