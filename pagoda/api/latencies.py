@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from itertools import accumulate
 
 import msgspec
 
-from pagoda.frontend.request_tracker import Growth, RequestStatistics
+from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 
 _PER_DOUBLING = 16
 """Counts for each doubling of a time; it is known to 4 %."""
@@ -62,16 +63,20 @@ class Latencies:
         self._ttft = deque([TimeCounts()], maxlen=num_windows)
         self._itl = deque([TimeCounts()], maxlen=num_windows)
 
-    def began(self, record: RequestStatistics) -> None:
-        """Nothing is known yet."""
+    def follow(self, tracker: RequestTracker) -> Callable[[], None]:
+        """Counts the tokens that `tracker` records, until the returned function is called."""
+        return tracker.subscribe(on_tokens=self._on_tokens)
 
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:  # noqa: ARG002
-        self.num_tokens += growth.num_tokens
-        windows = self._ttft if growth.is_first else self._itl
-        windows[-1].add(growth.waited_ns)
-
-    def ended(self, record: RequestStatistics) -> None:
-        """All has been said."""
+    def _on_tokens(
+        self,
+        record: RequestStatistics,  # noqa: ARG002
+        num_tokens: int,
+        waited_ns: int,
+        is_first: bool,
+    ) -> None:
+        self.num_tokens += num_tokens
+        windows = self._ttft if is_first else self._itl
+        windows[-1].add(waited_ns)
 
     def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:
         """TTFT and ITL of the windows that are kept; a new one begins."""

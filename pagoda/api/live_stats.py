@@ -104,8 +104,8 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class LiveStats:
     """Makes a snapshot a second while somebody watches. Belongs to one event loop."""
 
-    def __init__(self, book: RequestTracker) -> None:
-        self._book = book
+    def __init__(self, tracker: RequestTracker) -> None:
+        self._tracker = tracker
         self._progress = Progress()
         self._feed: _Feed | None = None
         self._closed = False
@@ -122,7 +122,7 @@ class LiveStats:
         if self._closed:
             return
         if self._feed is None:
-            self._feed = _Feed(_View(endpoint, self._book, self._progress))
+            self._feed = _Feed(_View(endpoint, self._tracker, self._progress))
         feed = self._feed
         feed.num_watchers += 1
         try:
@@ -174,9 +174,9 @@ class _Feed:
 class _View:
     """What is seen from one snapshot to the next."""
 
-    def __init__(self, endpoint: Endpoint, book: RequestTracker, progress: Progress) -> None:
+    def __init__(self, endpoint: Endpoint, tracker: RequestTracker, progress: Progress) -> None:
         self._endpoint = endpoint
-        self._book = book
+        self._tracker = tracker
         self._progress = progress
         self._clock = asyncio.get_running_loop().time
         self._latencies = Latencies(round(WINDOW_S / INTERVAL_S))
@@ -188,11 +188,11 @@ class _View:
         """Of the last snapshot; nothing is said of the time before the first."""
         self._tokens_before = 0
         self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
-        self._unobserve = book.observe(self._latencies)
+        self._unsubscribe = self._latencies.follow(tracker)
         self._unfollow = endpoint.subscribe_steps(self._hear)
 
     def close(self) -> None:
-        self._unobserve()
+        self._unsubscribe()
         self._unfollow()
 
     def _hear(self, news: StepStatistics) -> None:
@@ -246,8 +246,8 @@ class _View:
             tiers=_tiers(report),
             num_replicas=len(report.replicas),
             replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
-            num_answers=len(self._book.live),
-            answers=live_answers(self._book),
+            num_answers=len(self._tracker.running),
+            answers=live_answers(self._tracker),
             steps=self._take_steps(),
         )
 
@@ -259,23 +259,23 @@ class _View:
         return round((self._tokens_before - before) / max(now - self._at, 1e-3), 1)
 
 
-def live_answers(book: RequestTracker) -> list[LiveAnswer]:
+def live_answers(tracker: RequestTracker) -> list[LiveAnswer]:
     """The oldest of those that are being given."""
-    now_ns = book.clock_ns()
-    return [_answer(record, now_ns) for record in islice(book.live.values(), MAX_ANSWERS)]
+    now_ns = tracker.clock_ns()
+    return [_answer(record, now_ns) for record in islice(tracker.running.values(), MAX_ANSWERS)]
 
 
 def _answer(record: RequestStatistics, now_ns: int) -> LiveAnswer:
     return LiveAnswer(
         id=record.request_id,
-        name=record.origin.name,
-        key=record.origin.key,
+        name=record.client_request.id,
+        key=record.client_request.key_name,
         state="waiting" if record.first_token_ns is None else "generating",
         prompt_tokens=record.num_prompt_tokens,
         cached_tokens=record.num_cached_tokens,
         output_tokens=record.num_output_tokens,
         max_tokens=record.max_tokens,
-        age_s=round((now_ns - record.origin.arrived_ns) / 1e9, 2),
+        age_s=round((now_ns - record.client_request.arrived_ns) / 1e9, 2),
     )
 
 

@@ -131,7 +131,7 @@ class JoinConfig:
     advertised: Advertised
     model: str
     model_digest: str
-    book: RequestTracker = field(default_factory=RequestTracker)
+    tracker: RequestTracker = field(default_factory=RequestTracker)
     """Is told of each answer to a router."""
 
 
@@ -179,7 +179,7 @@ class JoinedFleet:
             join.keys,
             identity,
             self._tracer,
-            join.book,
+            join.tracker,
         )
         record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)

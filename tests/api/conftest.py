@@ -93,7 +93,7 @@ class ApiFactory:
         endpoint = ScriptedEndpoint(answer, max_model_len=max_model_len, role=role)
         service = Service(ApiConfig(served_model_name="tiny", **config))
         if not loading:
-            service.generator = TextGenerator(endpoint, text, service.book)
+            service.generator = TextGenerator(endpoint, text, service.tracker)
         runner = web.ServerRunner(make_server(service), shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -19,7 +19,7 @@ async def traced(serve_api: Any, tmp_path: Path) -> Any:
 
 def with_control(api: Any, directory: Path) -> Any:
     service = api.service
-    service.tracing = TraceControl(Tracer("frontend"), [service.book], directory, "serve-1")
+    service.tracing = TraceControl(Tracer("frontend"), [service.tracker], directory, "serve-1")
     return api
 
 

@@ -84,7 +84,7 @@ class Host:
         endpoint: Endpoint,
         keys: CurveKeys = KEYS,
         port: str = "*",
-        book: RequestTracker | None = None,
+        tracker: RequestTracker | None = None,
         **identity: object,
     ) -> None:
         self.context = zmq.asyncio.Context()
@@ -92,7 +92,9 @@ class Host:
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
-        self.door = HostServer(endpoint, self.context, address, keys, self.identity, book=book)
+        self.door = HostServer(
+            endpoint, self.context, address, keys, self.identity, tracker=tracker
+        )
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from fragment_files import assert_nested, phases_of, read_fragments
 
-from pagoda.engine.config import EngineConfig, HandoffConfig
+from pagoda.engine.config import EngineConfig, HandoffConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend import engine_client
@@ -24,7 +24,7 @@ from pagoda.ipc.curve import keys_of
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.worker_config import Role, SimConfig, WorkerConfig
+from pagoda.messages.worker_config import Role, WorkerConfig
 from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.pd.peers import SocketPeers
 from pagoda.telemetry.tracer import TraceLevel, TraceSession

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.load_reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.executor.sim import sim_token
@@ -27,7 +27,7 @@ from pagoda.frontend.prefix_index import PrefixIndex, short_keys
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.load import LoadReport, TierLoad
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
