@@ -10,7 +10,7 @@ was killed is all that its frontend does not know."""
 
 
 class LoadReportSchedule:
-    """Due at once when the worker is lost or replaced, and `REPORT_INTERVAL_S` after a step that was not reported."""
+    """Decides when a report is due: at once when the worker changes, and `REPORT_INTERVAL_S` after a step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
