@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from operations import assert_linear
+
 from pagoda.frontend.totals import CounterHistory, counters_of, sum_of_loads
 from pagoda.messages.load import LoadReport, ProcessMemory, ReplicaLoad, StepTotals, TierLoad
 
@@ -84,3 +88,11 @@ def test_a_replica_that_does_not_answer_still_counts() -> None:
     assert total.tiers[0].num_blocks == 5
     assert total.num_running == 2
     assert len(total.processes) == 1
+
+
+def test_sums_take_work_in_proportion_to_the_fleet() -> None:
+    def add_up(num_replicas: int) -> Callable[[], object]:
+        replicas = tuple(replica(str(number), counters(1)) for number in range(num_replicas))
+        return lambda: sum_of_loads(replicas, num_held=0)
+
+    assert_linear(add_up, (50, 100, 200))
