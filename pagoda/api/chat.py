@@ -22,13 +22,13 @@ from pagoda.api.protocol import (
     sampling_params,
     session_of,
 )
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
 from pagoda.api.usage import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_utils import merge
 from pagoda.frontend.conversation import render_conversation
-from pagoda.frontend.request_tracker import Origin
+from pagoda.frontend.request_tracker import ClientRequest
 from pagoda.frontend.text_generator import (
     TextDelta,
     TextGenerator,
@@ -37,7 +37,7 @@ from pagoda.frontend.text_generator import (
 from pagoda.messages.frontend import FinishReason
 
 
-async def chat_completions(call: Call) -> web.StreamResponse:
+async def chat_completions(call: RequestContext) -> web.StreamResponse:
     """Answers a conversation, in one piece or as a stream."""
     body = await call.parse(ChatRequest)
     generator = call.service.admit(body.model)
@@ -45,7 +45,7 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     role, is_router = generator.endpoint.limits.role, call.service.is_router
     handoff = handoff_of(body, role, is_router=is_router)
     model = call.service.config.served_model_name
-    job = await _prepare(body, generator, model, session, handoff, call.origin)
+    job = await _prepare(body, generator, model, session, handoff, call.client_request)
     if body.stream:
         return await call.stream(job.stream)
     return call.json(await job.whole())
@@ -57,7 +57,7 @@ async def _prepare(
     model: str,
     session: str | None,
     handoff: Handoff,
-    origin: Origin,
+    client_request: ClientRequest,
 ) -> _Job:
     template = generator.text.require_template()
     tools = body.tools if body.tool_choice != "none" else None
@@ -92,7 +92,7 @@ async def _prepare(
             session=session,
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
-            origin=origin,
+            client_request=client_request,
         )
     return _Job(
         body=body,

@@ -21,28 +21,28 @@ from pagoda.api.protocol import (
     sampling_params,
     session_of,
 )
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
 from pagoda.api.usage import SYSTEM_FINGERPRINT, Usage, check_delta, for_all
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_utils import merge
-from pagoda.frontend.request_tracker import Origin
+from pagoda.frontend.request_tracker import ClientRequest
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.messages.frontend import TokenLogprobs
 
 
-async def completions(call: Call) -> web.StreamResponse:
+async def completions(context: RequestContext) -> web.StreamResponse:
     """Completes text, in one piece or as a stream."""
-    body = await call.parse(CompletionRequest)
-    generator = call.service.admit(body.model)
-    session = session_of(body, call.session_header)
-    role, is_router = generator.endpoint.limits.role, call.service.is_router
+    body = await context.parse(CompletionRequest)
+    generator = context.service.admit(body.model)
+    session = session_of(body, context.session_header)
+    role, is_router = generator.endpoint.limits.role, context.service.is_router
     handoff = handoff_of(body, role, is_router=is_router)
-    model = call.service.config.served_model_name
-    job = await _prepare(body, generator, model, session, handoff, call.origin)
+    model = context.service.config.served_model_name
+    job = await _prepare(body, generator, model, session, handoff, context.client_request)
     if body.stream:
-        return await call.stream(job.stream)
-    return call.json(await job.whole())
+        return await context.stream(job.stream)
+    return context.json(await job.whole())
 
 
 async def _prepare(
@@ -51,7 +51,7 @@ async def _prepare(
     model: str,
     session: str | None,
     handoff: Handoff,
-    origin: Origin,
+    client_request: ClientRequest,
 ) -> _Job:
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
@@ -80,7 +80,7 @@ async def _prepare(
             session=session,
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
-            origin=origin,
+            client_request=client_request,
         )
     return _Job(body, generator, requests, model)
 

@@ -15,7 +15,7 @@ from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.protocol import parse_body
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, error_event
-from pagoda.frontend.request_tracker import Origin
+from pagoda.frontend.request_tracker import ClientRequest
 
 _log = logging.getLogger(__name__)
 
@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class RequestContext:
     """A request, the server's state, and who asks."""
 
     http: web.BaseRequest
     service: Service
     key_name: str | None
     """Of the API key that it came with; empty if none is asked for, None if it lacks one."""
-    origin: Origin
+    client_request: ClientRequest
     """What its answers are known by."""
     path_argument: str = ""
     """What stands in the path where the route has a `*`."""
 
     @property
     def request_id(self) -> str:
-        return self.origin.name
+        return self.client_request.id
 
     @property
     def session_header(self) -> str | None:

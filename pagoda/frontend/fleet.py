@@ -19,12 +19,13 @@ from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Discover, Register, Registration
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.host_link import HostServer, Identity
+from pagoda.frontend.host_client import Identity
+from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
@@ -130,7 +131,7 @@ class JoinConfig:
     advertised: Advertised
     model: str
     model_digest: str
-    book: RequestTracker = field(default_factory=RequestTracker)
+    tracker: RequestTracker = field(default_factory=RequestTracker)
     """Is told of each answer to a router."""
 
 
@@ -162,7 +163,7 @@ class JoinedFleet:
     async def start(self) -> None:
         await self._inner.start()
         join = self._join
-        keep_door(self._context, join.keys)
+        start_authenticator(self._context, join.keys)
         identity = Identity(
             id=self.host_id,
             model=join.model,
@@ -178,7 +179,7 @@ class JoinedFleet:
             join.keys,
             identity,
             self._tracer,
-            join.book,
+            join.tracker,
         )
         record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)
@@ -245,7 +246,7 @@ class RoutedFleet:
 
     async def start(self) -> None:
         config = self._config
-        keep_door(self._context, config.keys)
+        start_authenticator(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
             self._pod,

@@ -17,7 +17,7 @@ from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.base import Discovery
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.host_link import HostClient, Identity
+from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.pods import Members
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport

@@ -17,7 +17,7 @@ from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_tracker import Delivery, Origin, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
@@ -64,7 +64,7 @@ class TextRequest:
     """As the user gave it, with stop strings."""
     prompt: str | None
     """The prompt's text, where it was given as text."""
-    origin: Origin
+    client_request: ClientRequest
     index: int = 0
     """Which of the `sampling.n` answers to the prompt."""
 
@@ -79,7 +79,7 @@ class TextRequest:
 
 
 async def start_generator(
-    fleet: Fleet, load: Callable[[], ModelText], book: RequestTracker
+    fleet: Fleet, load: Callable[[], ModelText], tracker: RequestTracker
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
@@ -94,17 +94,17 @@ async def start_generator(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(fleet.dispatcher, text, book)
+    return TextGenerator(fleet.dispatcher, text, tracker)
 
 
 class TextGenerator:
     """Makes requests of prompts, and text of their tokens."""
 
-    def __init__(self, endpoint: Endpoint, text: ModelText, book: RequestTracker) -> None:
-        """`book` is told of each answer."""
+    def __init__(self, endpoint: Endpoint, text: ModelText, tracker: RequestTracker) -> None:
+        """`tracker` is told of each answer."""
         self.endpoint = endpoint
         self.text = text
-        self.book = book
+        self.tracker = tracker
         self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
 
     async def encode(
@@ -145,21 +145,22 @@ class TextGenerator:
         session: str | None = None,
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
-        origin: Origin | None = None,
+        client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
         `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
         fit into the context instead of refusing it. `session` is what requests have in common that one replica
-        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`. Without an `origin` it comes from here,
-        now.
+        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`. Without a `client_request` one is
+        made here.
 
         Raises:
-            InvalidRequestError: something does not fit the model; names the field.
+            InvalidRequestError: a value is out of range or does not fit the model; names the field.
         """
         limits = self.endpoint.limits
-        if origin is None:
-            origin = Origin(name=uuid.uuid4().hex, arrived_ns=self.book.clock_ns())
+        sampling = sampling.checked()
+        if client_request is None:
+            client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
         text = prompt if isinstance(prompt, str) else None
         token_ids = (
             await self.encode(prompt, add_special_tokens=add_special_tokens, param=param)
@@ -179,7 +180,7 @@ class TextGenerator:
             TextRequest(
                 request=GenerateRequest(
                     # Names are the clients' to choose, and may be those of others.
-                    request_id=f"{origin.name}-{secrets.token_hex(4)}",
+                    request_id=f"{client_request.id}-{secrets.token_hex(4)}",
                     prompt_token_ids=token_ids,
                     sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
                     eos_token_ids=eos,
@@ -188,12 +189,12 @@ class TextGenerator:
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
-                    traceparent=origin.traceparent,
-                    tracestate=origin.tracestate,
+                    traceparent=client_request.traceparent,
+                    tracestate=client_request.tracestate,
                 ),
                 sampling=sampling,
                 prompt=text,
-                origin=origin,
+                client_request=client_request,
                 index=index,
             )
             for index in range(sampling.n)
@@ -210,26 +211,27 @@ class TextGenerator:
         record = self._open(request)
         reason, error = str(FinishReason.ABORT), ""
         try:
-            value = record.carried_by(request.request)
+            value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     source = chunk.kv_source or source
                     if chunk.is_news:
-                        self.book.note(record, chunk, 0)
+                        self.tracker.on_chunk(record, chunk, 0)
                         continue
-                    deliveries = self.book.deliveries
-                    taken_ns = 0 if deliveries is None else self.book.clock_ns()
+                    deliveries = self.tracker.delivery_listeners
+                    taken_ns = self.tracker.clock_ns() if deliveries else 0
                     delta = assembler.push(chunk)
                     self._note(record, chunk, delta)
-                    made_ns = 0 if deliveries is None else self.book.clock_ns()
+                    made_ns = self.tracker.clock_ns() if deliveries else 0
                     if delta.finish_reason is not None:
                         reason, error = delta.finish_reason, delta.error or ""
                         delta = msgspec.structs.replace(delta, kv_source=source)
                     yield delta
-                    if deliveries is not None:
-                        delivery = Delivery(taken_ns, made_ns, self.book.clock_ns())
-                        deliveries.delivered(record, delivery)
+                    if deliveries:
+                        written_ns = self.tracker.clock_ns()
+                        for listener in list(deliveries):
+                            listener(record, taken_ns, made_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
         except OverloadedError as refusal:
@@ -239,19 +241,19 @@ class TextGenerator:
             reason, error = str(FinishReason.ERROR), str(death)
             raise
         finally:
-            self.book.close(record, reason, error)
+            self.tracker.finish(record, reason, error)
 
     def _open(self, request: TextRequest) -> RequestStatistics:
         value = request.request
-        return self.book.open(
+        return self.tracker.start(
             value.request_id,
-            request.origin,
+            request.client_request,
             num_prompt_tokens=len(value.prompt_token_ids),
             max_tokens=value.sampling.max_tokens or 0,
         )
 
     def _note(self, record: RequestStatistics, chunk: TokenChunk, delta: TextDelta) -> None:
-        self.book.note(record, chunk, len(delta.token_ids))
+        self.tracker.on_chunk(record, chunk, len(delta.token_ids))
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from fragment_files import assert_nested, fragments_of, phases_of, read_fragments
 from small_disk import cramped_server, missing_for_a_small_disk
 from streams import bodies, children, stream_all, until_more
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
-from fragment_files import assert_nested, fragments_of, phases_of, read_fragments
 
 from pagoda.cli.server_process import ServerProcess, server_process
 

@@ -17,7 +17,7 @@ from scripted_endpoint import ScriptedEndpoint
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend.discovery.base import Tell
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
-from pagoda.ipc.curve import encrypt_client, encrypt_server, keep_door, keys_of
+from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord, JoinAnswer
 
@@ -117,7 +117,7 @@ async def test_another_model_or_version_is_refused_with_the_reason(
 async def test_another_version_is_refused_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.host_link.PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("pagoda.frontend.host_server.PROTOCOL_VERSION", 1)
     async with routed() as router, joined(router):
         await until(lambda: "does not use this host: The router speaks protocol" in caplog.text)
         assert "install the same version of Pagoda on both" in caplog.text
@@ -127,7 +127,7 @@ async def test_another_version_is_refused_with_the_reason(
 async def test_a_host_learns_that_it_cannot_be_reached(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.host_link._HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pagoda.frontend.host_client._HELLO_TIMEOUT_S", 0.1)
     async with routed() as router, joined(router) as host:
         elsewhere = msgspec.structs.replace(
             host.record, host_id="elsewhere", address="tcp://127.0.0.1:9"
@@ -283,7 +283,7 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
     told = _Told()
     async with routed(lambda _: told) as router:
         await asyncio.sleep(0)
-        monkeypatch.setattr("pagoda.frontend.host_link.HostClient.__init__", _no_socket)
+        monkeypatch.setattr("pagoda.frontend.host_client.HostClient.__init__", _no_socket)
         told.tell([host.record])
         await until(lambda: any(entry.problem for entry in router.registry._entries.values()))
         [report] = await router.registry.hosts()
@@ -299,7 +299,7 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
 async def answering_joins() -> AsyncIterator[zmq.asyncio.Socket]:
     """Where hosts join, and a test answers."""
     context = zmq.asyncio.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     encrypt_server(socket, KEYS)

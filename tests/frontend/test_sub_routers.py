@@ -11,7 +11,7 @@ import pytest
 from linked_hosts import Host, Router, ScriptedHost, joined, routed, until
 
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.host_link import HostClient
+from pagoda.frontend.host_client import HostClient
 from pagoda.messages.frontend import EngineReady, FinishReason
 from pagoda.messages.worker_config import Role
 
