@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+import msgspec
+
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
@@ -19,6 +21,7 @@ from pagoda.messages.frontend import (
     EngineReady,
     FrontendMessage,
     GenerateRequest,
+    LoadQuery,
     RequestRefused,
     SubscribeCache,
     SubscribeSteps,
@@ -132,7 +135,8 @@ class SimEndpoint:
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
-        return self._require_core().load()
+        self._require_core()
+        return await self._session.load()
 
     def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
         return self._session.subscribe_cache(listener)
@@ -195,6 +199,8 @@ class SimEndpoint:
             self._deliver(core.step())
             for _, news in core.take_news():
                 self._session.take(news)
+            if (report := core.take_load_report()) is not None:
+                self._session.take(report)
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
             await self._news.wait()
@@ -226,6 +232,10 @@ class SimEndpoint:
                     return
                 self._deliver(answer)
                 self._news.set()
+            case LoadQuery():
+                self._session.take(
+                    msgspec.structs.replace(self._core.load(), query_id=message.query_id)
+                )
             case AbortRequests():
                 for request_id in message.request_ids:
                     self._core.abort(request_id)

@@ -93,6 +93,8 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
     stream = client.generate(request)
     while len(tokens) < 10:
         tokens += (await anext(stream)).token_ids
+    counted = (await client.load()).num_generated_tokens
+    assert counted >= 10
     os.kill(first, signal.SIGKILL)
 
     async def rest() -> None:
@@ -114,6 +116,8 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
         make_request(1, max_tokens=len(tokens) + 5), output_token_ids=tokens, returns=True
     )
     assert (await collect(client, moved))[0] == expected(moved)[-5:]
+    # The counters of the first engine, as far as it has reported them, go on.
+    assert (await client.load()).num_generated_tokens >= counted + 5
 
 
 async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(

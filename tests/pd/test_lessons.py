@@ -22,6 +22,7 @@ from pagoda.ipc.codec import Codec
 from pagoda.messages.frontend import FinishReason, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
 from pagoda.messages.worker_config import Role
+from pagoda.pd.connector import Failed
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -309,7 +310,7 @@ def test_a_request_that_prefill_fails_is_computed_by_decode() -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.run_until(lambda: is_loading(pair))
-    pair.prefill.harness.scheduler.fail("r", "It breaks here.")
+    pair.prefill.harness.scheduler.apply_kv_events([Failed("r", "it breaks here")])
     pair.run()
     assert_complete(pair.decode.harness, [request])
     assert [gone.reason for gone in pair.told(KVDropped)] == ["its request failed or was aborted"]
