@@ -6,6 +6,7 @@ import logging
 from typing import Protocol
 
 from pagoda.engine.config import EngineConfig, KVTiersConfig
+from pagoda.engine.load_reports import LoadReportSchedule
 from pagoda.engine.prefix_cache_updates import CacheReporter
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.engine.step_meter import StepMeter
@@ -94,6 +95,7 @@ class EngineCore:
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
         self._step_news = StepReporter(clock)
+        self._load_reports = LoadReportSchedule(clock)
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -426,10 +428,20 @@ class EngineCore:
                 None if self._remote is None else self._remote.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
                 self._step_news.next_event_at(),
+                self._load_reports.next_event_at(),
             )
             if instant is not None
         ]
         return min(instants, default=None)
+
+    def take_load_report(self) -> LoadReport | None:
+        """The report that frontends are to be sent now without having asked; None if none is due."""
+        scheduler = self._scheduler
+        if scheduler is None or not self._load_reports.is_due(
+            scheduler.num_steps, is_worker_ready=self._is_worker_ready
+        ):
+            return None
+        return self.load()
 
     def load(self) -> LoadReport:
         """Raises RuntimeError before the engine is ready."""

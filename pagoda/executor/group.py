@@ -26,6 +26,7 @@ from pagoda.messages.transfers import (
     Transfers,
 )
 from pagoda.messages.worker import (
+    PROTOCOL_VERSION,
     StepPlan,
     StepResult,
     WorkerFailed,
@@ -173,6 +174,10 @@ class GroupExecutor:
                     # A worker that was lost makes those fail that were talking to it: it is the one to name.
                     first = None if message.is_user_error else lost
                     return [*events, self._lose(first or group.failure(rank, message))]
+                case (
+                    WorkerHello(protocol_version=version) | WorkerReady(protocol_version=version)
+                ) if version != PROTOCOL_VERSION:
+                    return [*events, self._lose(group.refusal(rank, version))]
                 case WorkerHello():
                     group.greet(rank, message, self._clock.now())
                 case WorkerReady() | TransferLink():
@@ -419,6 +424,13 @@ class _Group:
             worker_name(c) for rank, c in enumerate(self._configs) if rank not in self._hellos
         ]
         _log.warning("still waiting for %s at %s", ", ".join(missing), self._endpoint)
+
+    def refusal(self, rank: int, version: int) -> WorkerLost:
+        error = (
+            f"the worker speaks protocol {version}, the engine {PROTOCOL_VERSION}; install the same version of "
+            "Pagoda on all hosts."
+        )
+        return self.failure(rank, WorkerFailed(error, is_user_error=True))
 
     def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
         if len(self._configs) == 1:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
+from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 from pagoda.messages.frontend import TokenLogprobs
@@ -39,7 +40,6 @@ from pagoda.messages.transfers import (
     TransferPlace,
 )
 from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult, WorkerReady
-from pagoda.messages.worker_config import SimConfig
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1

@@ -18,6 +18,7 @@ from pagoda.errors import (
 )
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener, Unsubscribe
 from pagoda.frontend.token_stream import TokenStream
+from pagoda.frontend.totals import CounterHistory
 from pagoda.frontend.watchdog import Watchdog
 from pagoda.messages.frontend import (
     AbortRequests,
@@ -89,6 +90,7 @@ class EngineConnection:
         self._idle.set()
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
         self._num_queries = _PROBE
+        self._history = CounterHistory()
         self._watchdog = hang_timeout_s and Watchdog(
             hang_timeout_s,
             is_owed=lambda: bool(self._streams or self._queries),
@@ -273,9 +275,10 @@ class EngineConnection:
                 if self.is_open:
                     is_ready = message.is_worker_ready
                     self._enter(ReplicaState.READY if is_ready else ReplicaState.DEGRADED)
+                report = self._history.update(message)
                 answer = self._queries.get(message.query_id or _PROBE)
                 if answer is not None and not answer.done():
-                    answer.set_result(message)
+                    answer.set_result(report)
             case RequestRefused(request_id, retry_after_s):
                 stream = self._forget(request_id)
                 if stream is not None:
@@ -363,6 +366,7 @@ class EngineConnection:
     def _end_all(self, reason: str) -> None:
         if self._watchdog:
             self._watchdog.stop()
+        self._history.on_engine_lost()
         streams, self._streams = self._streams, {}
         self._idle.set()
         for stream in streams.values():

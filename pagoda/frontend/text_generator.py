@@ -155,9 +155,10 @@ class TextGenerator:
         made here.
 
         Raises:
-            InvalidRequestError: something does not fit the model; names the field.
+            InvalidRequestError: a value is out of range or does not fit the model; names the field.
         """
         limits = self.endpoint.limits
+        sampling = sampling.checked()
         if client_request is None:
             client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
         text = prompt if isinstance(prompt, str) else None

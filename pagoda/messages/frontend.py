@@ -1,6 +1,6 @@
 """The wire between a frontend and an engine: requests go one way, token chunks come back.
 
-Routers and hosts speak the same messages. `PROTOCOL_VERSION` covers them all.
+Routers and hosts speak the same messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace,
 from pagoda.messages.worker_config import Role
 
 PROTOCOL_VERSION = 7
-"""Raised whenever a message changes in a way that an older process would misread."""
+"""Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
 class FinishReason(enum.StrEnum):

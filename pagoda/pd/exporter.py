@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block
-from pagoda.messages.frontend import PROTOCOL_VERSION, KVSource, TokenLogprobs
+from pagoda.messages.frontend import KVSource, TokenLogprobs
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.listener import Listener
 from pagoda.pd.messages import (
+    PROTOCOL_VERSION,
     DecodeMessage,
     KVBlocks,
     KVCheck,

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.messages.frontend import PROTOCOL_VERSION, TokenLogprobs
+from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
+
+PROTOCOL_VERSION = 1
+"""Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
 class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):

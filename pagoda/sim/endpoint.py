@@ -161,6 +161,8 @@ class SimEndpoint:
             self._deliver(core.step())
             for _, news in core.take_news():
                 self.connection.receive(news)
+            if core.take_load_report() is not None:
+                self.connection.receive(self._report(core, None))
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
             await self._news.wait()

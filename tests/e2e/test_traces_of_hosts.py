@@ -12,13 +12,13 @@ from sim_hosts import VOCAB_SIZE, ask, expected, router_process, write_key
 
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.fleet import EngineFleet, JoinConfig, JoinedFleet, read_cluster_key
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.trace_control import TraceControl
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 

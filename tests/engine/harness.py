@@ -14,6 +14,7 @@ from pagoda.engine.config import (
     HandoffConfig,
     KVEventsConfig,
     KVTiersConfig,
+    SimConfig,
 )
 from pagoda.engine.core import EngineCore
 from pagoda.engine.scheduler import Scheduler
@@ -30,7 +31,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import KVDirectory, Transfer
 from pagoda.messages.worker import WorkerReady
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
 
+from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
@@ -18,7 +19,6 @@ from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.messages.worker_config import SimConfig
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sim_disk import SimDisk
 
-from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.config import KVTiersConfig, SimConfig
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
@@ -20,7 +20,6 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
-from pagoda.messages.worker_config import SimConfig
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4

@@ -14,6 +14,7 @@ import zmq
 from fragment_files import read_fragments
 from worker_double import kv_rank
 
+from pagoda.engine.config import SimConfig
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
@@ -33,8 +34,15 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferLink,
 )
-from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerFailed, WorkerReady
-from pagoda.messages.worker_config import CurveKeys, KVHandoffConfig, Role, SimConfig, WorkerConfig
+from pagoda.messages.worker import (
+    PROTOCOL_VERSION,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    WorkerFailed,
+    WorkerReady,
+)
+from pagoda.messages.worker_config import CurveKeys, KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink
@@ -156,6 +164,16 @@ def test_a_step_that_hangs_is_ended(make_executor: MakeExecutor) -> None:
 
 def test_a_worker_that_cannot_start_says_why(make_executor: MakeExecutor) -> None:
     assert next_event(make_executor("fails")) == WorkerLost("No such model.", is_user_error=True)
+
+
+@pytest.mark.parametrize(("model", "num_ranks"), [("newer", 1), ("newer@1", 2)])
+def test_a_worker_of_another_version_is_refused_with_both_numbers(
+    make_executor: MakeExecutor, model: str, num_ranks: int
+) -> None:
+    loss = next_event(make_executor(model, ParallelConfig(tensor_parallel_size=num_ranks)))
+    assert isinstance(loss, WorkerLost)
+    assert loss.is_user_error
+    assert f"speaks protocol {PROTOCOL_VERSION + 1}, the engine {PROTOCOL_VERSION}" in loss.reason
 
 
 # ---- several workers

@@ -14,6 +14,7 @@ import time
 import msgspec
 import zmq
 
+from pagoda.engine.config import SimConfig
 from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client
@@ -29,8 +30,8 @@ from pagoda.messages.transfers import (
     TransferLink,
     Transfers,
 )
-from pagoda.messages.worker import WorkerFailed, WorkerHello, WorkerReady
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker import PROTOCOL_VERSION, WorkerFailed, WorkerHello, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
 
@@ -52,6 +53,8 @@ def main() -> None:
     if behaviour == "fails":
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
+    if behaviour == "newer" and parallel.replica_size > 1:
+        engine.send(WorkerHello(host="", num_blocks=64, protocol_version=PROTOCOL_VERSION + 1))
     if behaviour == "says-nothing":
         time.sleep(60)
     num_blocks = config.num_blocks or 64 - rank
@@ -69,6 +72,8 @@ def main() -> None:
         sys.exit(1)
     sim = SimConfig(num_blocks=num_blocks, block_size=32 if behaviour == "differs" else 16)
     ready = _ready(sim)
+    if behaviour == "newer":
+        ready = msgspec.structs.replace(ready, protocol_version=PROTOCOL_VERSION + 1)
     if behaviour == "rounds":
         ready = msgspec.structs.replace(ready, arithmetic="other bits")
     if config.has_transfer_link:

@@ -14,7 +14,7 @@ from fragment_files import read_fragments
 from linked_hosts import until
 from scripted_endpoint import ScriptedEndpoint
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
@@ -31,7 +31,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import zmq.asyncio
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet
@@ -24,7 +24,7 @@ from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4

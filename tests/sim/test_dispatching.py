@@ -16,18 +16,18 @@ from functools import partial
 import msgspec
 import pytest
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.engine.load_reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.totals import Counted
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.load import LoadReport, TierLoad
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
@@ -320,10 +320,37 @@ def test_lost_engines_are_counted_beyond_their_ends() -> None:
         report = await dispatcher.load()
         assert [replica.num_losses for replica in report.replicas] == [0, 2]
         assert report.num_engine_restarts == 2
-        # One storey up, a host reports what is behind it.
-        behind = Counted()
-        behind.take(report)
-        assert behind.num_losses == 2
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_counters_of_an_engine_that_dies_between_two_reports_are_not_lost() -> None:
+    async def main() -> None:
+        dispatcher, (endpoint,) = await start(1)
+
+        async def generated() -> int:
+            """Tokens counted until now, as the replica and the whole report them."""
+            report = await dispatcher.load()
+            [replica] = report.replicas
+            own = replica.report
+            assert own is None or own.num_generated_tokens == report.num_generated_tokens
+            return report.num_generated_tokens
+
+        await ask(dispatcher, request("r0", max_tokens=3))
+        assert await generated() == 3
+        await ask(dispatcher, request("r1", max_tokens=20))
+        await asyncio.sleep(REPORT_INTERVAL_S)
+        endpoint.kill(restart_s=0.1)
+        # The next engine makes more steps than any report has said of the first.
+        await ask(dispatcher, request("r2", max_tokens=30))
+        assert await generated() == 3 + 20 + 30
+        # What is lost is at most what was counted within the interval.
+        await ask(dispatcher, request("r3", max_tokens=5))
+        endpoint.kill(restart_s=0.1)
+        assert await generated() == 53
+        await asyncio.sleep(0.2)
+        assert await generated() == 53
         await dispatcher.close()
 
     run(main())
@@ -520,7 +547,7 @@ def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
     async def main() -> None:
         dispatcher, endpoints = await start(2, "prefix-affinity")
         await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(REPORT_INTERVAL_S + 0.1)
         assert_caches_are_known(dispatcher)
         assert [endpoint._core and endpoint._core.next_wakeup() for endpoint in endpoints] == [
             None
