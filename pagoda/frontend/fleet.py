@@ -68,12 +68,16 @@ class Fleet(Protocol):
     async def close(self) -> None: ...
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host trace, and those after them; other hosts do not (`trace_control.Traced`)."""
+        """The engines of this host trace from now on, and so do the engines that replace them; other hosts do not."""
         ...
 
-    async def stop_trace(self) -> list[str]: ...
+    async def stop_trace(self) -> list[str]:
+        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
+        ...
 
-    async def trace_ended(self) -> None: ...
+    async def trace_ended(self) -> None:
+        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
+        ...
 
 
 class EngineFleet:

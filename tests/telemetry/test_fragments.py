@@ -20,7 +20,7 @@ from pagoda.telemetry.fragments import (
 
 
 def header(run: str = "serve-8000", role: str = "worker dp0 tp1 pp0") -> ProcessHeader:
-    return ProcessHeader.of_this_process(role).began(run, "e2e", 1_000_000_000)
+    return ProcessHeader.of_this_process(role, time.perf_counter_ns).began(run, "e2e", 1_000_000_000)
 
 
 def fail(_: FragmentWriter, reason: str) -> None:
