@@ -68,7 +68,7 @@ class Fleet(Protocol):
     async def close(self) -> None: ...
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host trace from now on, and so do the engines that replace them; other hosts do not."""
+        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
         ...
 
     async def stop_trace(self) -> list[str]:
