@@ -67,12 +67,16 @@ class Fleet(Protocol):
     async def close(self) -> None: ...
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host trace, and those after them; other hosts do not (`trace_control.Traced`)."""
+        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
         ...
 
-    async def stop_trace(self) -> list[str]: ...
+    async def stop_trace(self) -> list[str]:
+        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
+        ...
 
-    async def trace_ended(self) -> None: ...
+    async def trace_ended(self) -> None:
+        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
+        ...
 
 
 class EngineFleet:
