@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import psutil
-import zmq.asyncio
+import zmq
 
 from benchmarks.figure import Figure
 from pagoda.checkpoints.fingerprint import model_digest
@@ -213,7 +213,7 @@ async def _hosts(count: int, join: str, key_file: Path) -> AsyncIterator[tuple[l
     text = load_text(files, simulated=False, chat_template=None)
     [token_id] = text.tokenizer.encode(_WORD, add_special_tokens=False)
     keys = read_cluster_key(key_file)
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     start_authenticator(context, keys)
     hosts = [Host(token_id) for _ in range(count)]
     async with AsyncExitStack() as stack:
