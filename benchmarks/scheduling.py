@@ -1,4 +1,4 @@
-"""What a step costs the engine besides the model: planning it and taking its results.
+"""Cost of a step to the engine besides the model: planning it and taking its results.
 
 The scheduler runs in this process, with 256 requests that each have a context of their own, two steps
 under way as in the engine, and the simulated worker's time left out. In the last case more requests wait
