@@ -13,7 +13,8 @@ from collections import deque
 
 from benchmarks.figure import Figure
 from pagoda.engine.config import SimConfig
-from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.manager import KVManager
