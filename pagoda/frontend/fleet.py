@@ -11,12 +11,11 @@ from typing import Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
-from pagoda.frontend.discovery.base import Discover, Register, Registration
+from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
@@ -147,7 +146,7 @@ class JoinedFleet:
         self._inner = inner
         self._tracer = tracer or Tracer("frontend")
         self._join = join
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         self.host_id = inner.router_id or new_id()
         self._door: HostServer | None = None
         self._registrations: list[Registration] = []
@@ -191,7 +190,7 @@ class JoinedFleet:
 
     async def leave(self) -> None:
         if self._door is not None:
-            await self._door.leave()
+            self._door.leave()
         await self._unregister()
 
     async def close(self) -> None:
@@ -237,7 +236,7 @@ class RoutedFleet:
         """`tracer` is that of this process."""
         self._config = config
         self._tracer = tracer or Tracer("router")
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self.registry: Registry | None = None
