@@ -204,9 +204,6 @@ class KVWaiting:
         told = self._tiers.poll()
         if not told:
             return None
-        if isinstance(told, bool):
-            self._staying.clear()
-            told = self._unanswered
         self._staying.difference_update(told)
         named = [self._unanswered[it] for it in told if it in self._unanswered]
         return sorted(named, key=lambda request: request.rank)
