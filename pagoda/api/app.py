@@ -297,7 +297,9 @@ class ApiServer(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ("_arrived_ns", "_clock_ns", "_is_idle", "_refused")
+    """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
+
+    __slots__ = ("_arrived_ns", "_clock_ns", "_is_idle", "_refused", "_writable")
 
     def __init__(
         self,
@@ -311,6 +313,24 @@ class _Connection(web.RequestHandler):
         self._clock_ns = clock_ns
         self._is_idle = True
         self._arrived_ns = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._writable.set()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._writable.set()
+
+    async def wait_writable(self) -> None:
+        """Returns when the buffer of the socket has room, or the connection is lost."""
+        await self._writable.wait()
 
     def data_received(self, data: bytes) -> None:
         # A request's own task may begin much later, behind those of all that arrived with it.

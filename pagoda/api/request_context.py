@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 INTERNAL_ERROR = "The server made an error; its log says more."
 
 _LARGE_BODY_BYTES = 256 * 2**10
-"""Bodies longer than this are decoded in a thread, so that streams go on meanwhile."""
+"""Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 T = TypeVar("T")
 
@@ -84,9 +84,10 @@ class RequestContext:
             InvalidRequestError: it is not such a body; names the field.
         """
         body = await self.body()
-        if len(body) <= _LARGE_BODY_BYTES:
+        generator = self.service.generator
+        if len(body) <= _LARGE_BODY_BYTES or generator is None:
             return parse_body(body, kind)
-        return await asyncio.to_thread(parse_body, body, kind)
+        return await generator.long_texts.run(lambda: parse_body(body, kind))
 
     def json(self, value: object, *, status: int = 200) -> web.Response:
         """An answer in one piece."""

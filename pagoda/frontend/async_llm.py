@@ -237,7 +237,7 @@ class AsyncLLM:
         params = sampling_params or self.get_default_sampling_params()
         return await self.generator.prepare(
             _plain_prompt(prompt),
-            params,
+            self.generator.check_sampling(params),
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
             priority=priority,

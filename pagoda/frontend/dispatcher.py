@@ -37,7 +37,7 @@ from pagoda.frontend.outliers import (
 from pagoda.frontend.policies import Arrival, Candidate, Policy
 from pagoda.frontend.prefill_offload import Place, PrefillOffload
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.totals import Counted, sum_of_limits, sum_of_loads
+from pagoda.frontend.totals import counters_of, sum_of_limits, sum_of_loads
 from pagoda.ipc.clock import LoopClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import (
@@ -334,15 +334,15 @@ class Dispatcher:
                 state=self._state_of(member),
                 num_requests=self._ledger.num_requests[member.index],
                 weighed_tokens=self._ledger.pending_tokens[member.index],
-                num_losses=member.num_losses + member.counted.num_losses,
+                num_losses=member.num_losses + member.last_report.num_engine_restarts,
                 report=report,
             )
             for member, report in zip(members, reports, strict=True)
         )
         counted = [
-            part
+            counters_of(member.last_report)
             for member, report in zip(members, reports, strict=True)
-            for part in member.counted.beside(report)
+            if report is None
         ]
         return sum_of_loads(replicas, num_held=held, counted=counted)
 
@@ -782,7 +782,7 @@ class _Member:
         self.had_engine = False
         self.num_losses = 0
         """How often its engine was lost."""
-        self.counted = Counted()
+        self.last_report = LoadReport()
         self.left = asyncio.Event()
         """Set whenever a request has left it."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -956,5 +956,5 @@ async def _load_of(member: _Member) -> LoadReport | None:
             report = await member.replica.load()
     except (TimeoutError, EngineLostError, EngineDeadError):
         return None
-    member.counted.take(report)
+    member.last_report = report
     return report

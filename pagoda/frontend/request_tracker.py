@@ -115,6 +115,8 @@ class RequestTracker:
         self.clock_ns = clock_ns
         self.running: dict[str, RequestStatistics] = {}
         """Running answers by id, oldest first."""
+        self.num_tokens = 0
+        """Tokens of all answers so far."""
         self.delivery_listeners: list[DeliveryListener] = []
         """Times of deliveries are measured only while this is not empty: they cost time with each token."""
         self._start_listeners: list[StatisticsListener] = []
@@ -206,6 +208,7 @@ class RequestTracker:
         if is_first:
             record.first_token_ns = received_ns
         record.num_output_tokens += num_tokens
+        self.num_tokens += num_tokens
         for listener in self._token_listeners:
             listener(record, num_tokens, received_ns - since_ns, is_first)
 

@@ -49,11 +49,19 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
     clock_ns: int = 0
     """The process's own clock at the start of the fragment."""
     wall_ns: int = 0
-    """At the same moment, since 1970; of clocks that nobody compared, the best there is."""
+    """The time of day at the start of the fragment, since 1970."""
+    clock_id: str = ""
+    """Processes with the same id read the same clock; empty if unknown."""
 
     @classmethod
-    def of_this_process(cls, role: str) -> ProcessHeader:
-        return cls(uid=secrets.token_hex(8), pid=os.getpid(), role=role, host=socket.gethostname())
+    def of_this_process(cls, role: str, clock_ns: Callable[[], int]) -> ProcessHeader:
+        return cls(
+            uid=secrets.token_hex(8),
+            pid=os.getpid(),
+            role=role,
+            host=socket.gethostname(),
+            clock_id=_clock_id() if clock_ns is time.perf_counter_ns else "",
+        )
 
     def began(self, run: str, level: str, clock_ns: int) -> ProcessHeader:
         """That of one fragment."""
@@ -66,6 +74,15 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
         """Fragments of a run begin alike, so that they can be found."""
         role = self.role.replace(" ", "-")
         return f"{run_prefix(self.run)}{role}.{self.uid}.{self.clock_ns}{FRAGMENT_SUFFIX}"
+
+
+def _clock_id() -> str:
+    """The boot of the kernel and the time namespace, which have one CLOCK_MONOTONIC; empty if they are unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return ""
 
 
 def run_prefix(run: str) -> str:

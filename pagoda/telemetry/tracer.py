@@ -78,7 +78,7 @@ class Tracer:
         """
         self.role = role
         self.clock_ns = clock_ns
-        self.process = ProcessHeader.of_this_process(role)
+        self.process = ProcessHeader.of_this_process(role, clock_ns)
         self.e2e: Callable[[], int] = _off
         self.kernel: Callable[[], int] = _off
         self.verbose: Callable[[], int] = _off

@@ -13,7 +13,6 @@ import pytest
 
 from pagoda.api import live_stats
 from pagoda.api.keys import ApiKeys
-from pagoda.api.latencies import TimeCounts
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
 
@@ -322,28 +321,3 @@ async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
 async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
     answer = await api.request("DELETE", "/v1/requests/nobody")
     assert (answer.status, answer.error()["code"]) == (404, "request_not_found")
-
-
-# ---- latencies
-
-
-def test_percentiles_are_near_what_they_should_be() -> None:
-    histogram = TimeCounts()
-    assert histogram.percentiles() is None
-    for milliseconds in range(1, 1001):
-        histogram.add(milliseconds * 1e6)
-    found = histogram.percentiles()
-    assert found is not None
-    assert (found.p50, found.p90, found.p99) == pytest.approx((500, 900, 990), rel=0.045)
-    assert found.count == 1000
-
-
-def test_histograms_join() -> None:
-    fast, slow = TimeCounts(), TimeCounts()
-    fast.add(1e6, 99)
-    slow.add(1e9)
-    fast.join(slow)
-    found = fast.percentiles()
-    assert found is not None
-    assert (found.p50, found.count) == (pytest.approx(1, rel=0.045), 100)
-    assert fast.percentiles() == found

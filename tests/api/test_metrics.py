@@ -14,7 +14,6 @@ from metrics_text import names, series, value
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.keys import ApiKeys
-from pagoda.api.latencies import Latencies
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
@@ -235,27 +234,6 @@ def test_times_are_those_of_the_tracker() -> None:
         "request_generated_tokens": 3,
     }
     assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
-
-
-def test_first_tokens_are_known_also_at_the_same_instant() -> None:
-    metrics, latencies, tracker = RequestMetrics(), Latencies(1), RequestTracker(lambda: 10**9)
-    metrics.follow(tracker)
-    latencies.follow(tracker)
-    record = tracker.start(
-        "a", ClientRequest(id="a", arrived_ns=0), num_prompt_tokens=1, max_tokens=9
-    )
-    for count in (2, 3):
-        tracker.on_chunk(record, TokenChunk("a", [7] * count, received_ns=5 * 10**8), count)
-    tracker.on_chunk(record, TokenChunk("a", [7, 7], received_ns=8 * 10**8), 2)
-    ttft, itl = latencies.next_window()
-    figures = metrics.figures()
-    assert ttft is not None
-    assert itl is not None
-    assert ttft.count == sum(figures.total("time_to_first_token_seconds").counts) == 1
-    assert itl.count == sum(figures.total("inter_token_latency_seconds").counts) == 2
-    assert figures.total("time_to_first_token_seconds").sum == 0.5
-    assert figures.total("inter_token_latency_seconds").sum == pytest.approx(0.3)
-    assert record.last_token_ns == 8 * 10**8
 
 
 def test_what_gives_up_in_the_queue_has_waited() -> None:

@@ -192,7 +192,7 @@ async def test_an_engine_that_cannot_start_again_at_once_is_tried_again() -> Non
         good = client._config
         client._config = EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
         kill(dispatcher, 0)
-        while client._deaths_in_row < 2:
+        while client.num_deaths_in_row < 2:
             await asyncio.sleep(0.001)
         client._config = good
         assert (await running)[0] == expected(request)

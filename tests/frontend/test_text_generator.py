@@ -142,10 +142,10 @@ async def test_cache_salts_are_bounded(salt: str) -> None:
     assert caught.value.param == "cache_salt"
 
 
-async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     texts, _ = generator()
     with pytest.raises(InvalidRequestError, match="logit_bias takes token ids below"):
-        await texts.prepare("hi", SamplingParams(logit_bias={512: 1.0}))
+        texts.check_sampling(SamplingParams(logit_bias={512: 1.0}))
 
 
 async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
