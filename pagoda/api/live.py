@@ -1,4 +1,4 @@
-"""What the page shows while a server runs: its snapshots as an event stream, and the answers that it gives."""
+"""The live page: snapshots as an event stream, and the list of running answers."""
 
 from __future__ import annotations
 

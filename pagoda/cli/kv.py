@@ -20,12 +20,21 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.cli.sizes import format_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.object_listing import FAN_OUTS, FoundFile, list_files, object_directories
-from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, read_manifest
+from pagoda.kv.objects import (
+    FAN_OUTS,
+    MANIFEST_NAME,
+    FoundFile,
+    Manifest,
+    ObjectError,
+    is_digest,
+    list_files,
+    object_directories,
+    read_manifest,
+)
 
 _GENERAL = GeneralOptions()
 _SHOWN_DIGITS = 8
-"""Of the name of a model's directory."""
+"""Digits of a model's directory name in the table."""
 _NUM_PARTS = len(FAN_OUTS) + 1
 _EXIT_FAILED = 1
 
@@ -45,7 +54,7 @@ class _Directory:
     num_left_over: int = 0
     """Files that a killed writer left."""
     used_at: float | None = None
-    """When a block was last used; None if there is none."""
+    """Time of the last use of a block; None without blocks."""
 
     @property
     def model(self) -> str:
