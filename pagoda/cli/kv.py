@@ -23,7 +23,6 @@ from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.object_listing import FAN_OUTS, FoundFile, list_files, object_directories
 from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, read_manifest
 
-_GENERAL = GeneralOptions()
 _SHOWN_DIGITS = 8
 """Digits of a model's directory name in the table."""
 _NUM_PARTS = len(FAN_OUTS) + 1
@@ -60,7 +59,7 @@ class _Directory:
         return os.path.basename(self.path)
 
 
-def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
+def ls(root: Root, /, *, general: GeneralOptions = GeneralOptions()) -> int:
     """List the models whose KV blocks are in a directory, and what they take.
 
     Args:
@@ -75,7 +74,9 @@ def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
     return 0
 
 
-def verify(root: Root, /, *, remove: Flag = False, general: GeneralOptions = _GENERAL) -> int:
+def verify(
+    root: Root, /, *, remove: Flag = False, general: GeneralOptions = GeneralOptions()
+) -> int:
     """Read every KV block in a directory, and name those that are damaged.
 
     The exit code is 1 if there is any. Servers never use a damaged block: they remove it and compute it again.
@@ -113,7 +114,7 @@ def clear(
     *,
     model: str | None = None,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative=())] = False,
-    general: GeneralOptions = _GENERAL,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Remove the KV blocks in a directory. Servers that use it go on, and compute again what they need.
 
