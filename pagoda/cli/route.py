@@ -14,15 +14,16 @@ from pagoda.api.server import serve as serve_api
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import event_loop
-from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions, Seconds
 from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, announce
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
+from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.frontend.fleet import Fleet, JoinedFleet, RoutedFleet, RouterConfig
 from pagoda.frontend.model_text import load_text
-from pagoda.frontend.pods import DEFAULT_MIN_TOKENS
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
+from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -42,6 +43,8 @@ class RouterOptions:
     """Which host takes a request, as --data-parallel-policy says it of replicas."""
     remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
     """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
+    no_replica_timeout: Seconds = DEFAULT_NO_REPLICA_TIMEOUT_S
+    """Seconds that a request waits while no host takes requests; then it is refused with 503."""
 
     def discover(self, keys: CurveKeys) -> Discover:
         """
@@ -90,6 +93,7 @@ def route(
         model_digest=model_digest(files),
         policy=router.policy,
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
+        no_replica_timeout_s=router.no_replica_timeout,
     )
     spans = server.spans(files)
     joined = join.config(files, spans)

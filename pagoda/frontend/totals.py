@@ -8,9 +8,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import LoadReport, ReplicaLoad, StepTotals, TierLoad
-from pagoda.messages.worker_config import Role
 
 _GAUGES = (
     "num_running",
@@ -158,29 +156,3 @@ def _sum_of_steps(totals: Sequence[StepTotals]) -> StepTotals:
 def _added(counts: Sequence[Sequence[int]]) -> list[int]:
     """The sums over replicas; one that has computed nothing yet has an empty list."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
-
-
-def sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
-    """What all replicas together can take, of requests that each of them can take."""
-    summaries = list(dict.fromkeys(limit.summary for limit in limits))
-    count = f"{len(limits)} replicas, each " if len(limits) > 1 else ""
-    return EngineReady(
-        max_model_len=min(limit.max_model_len for limit in limits),
-        vocab_size=min(limit.vocab_size for limit in limits),
-        num_blocks=sum(limit.num_blocks for limit in limits),
-        block_size=limits[0].block_size,
-        max_num_seqs=sum(limit.max_num_seqs for limit in limits),
-        max_num_waiting=sum(limit.max_num_waiting for limit in limits),
-        summary=count + "; ".join(summaries),
-        role=_sum_of_roles([limit.role for limit in limits]),
-        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
-    )
-
-
-def _sum_of_roles(roles: Sequence[Role]) -> Role:
-    """What can be asked of some of them can be asked of all together."""
-    holds = any(role.holds_kv for role in roles)
-    fetches = any(role.fetches_kv for role in roles)
-    if holds and fetches:
-        return Role.BOTH
-    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE

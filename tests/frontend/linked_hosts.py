@@ -15,8 +15,8 @@ from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keep_door, keys_of
@@ -41,7 +41,7 @@ class Router:
     def __init__(self, discover: Discover = join_discovery) -> None:
         self.context = zmq.asyncio.Context()
         keep_door(self.context, KEYS)
-        self.pod = Pod(POLICIES["round-robin"])
+        self.pod = PrefillDecodeRouter(POLICIES["round-robin"])
         self.dispatcher = self.pod.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)

@@ -1,0 +1,489 @@
+# ---- whole lives
+
+
+async def live(seed: int) -> list[Answer]:
+    rng = random.Random(seed)
+    endpoints = [
+        SimEndpoint(
+            engine(
+                base_s=rng.choice([0.005, 0.01, 0.1]),
+                num_blocks=rng.choice([40, 64, 200]),
+                max_num_seqs=rng.choice([1, 4, 8]),
+                max_num_waiting=rng.choice([1, 4, 100]),
+            ),
+            check_kv=True,
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+    policy = rng.choice(list(POLICIES))
+    dispatcher = Dispatcher(endpoints, POLICIES[policy])
+    await dispatcher.start()
+    loop = asyncio.get_running_loop()
+    asking: list[asyncio.Task[Answer]] = []
+    aborted: set[str] = set()
+    mortal = rng.choice([0.0, 0.05, 0.15])
+    for index in range(rng.randint(1, 60)):
+        shared = [rng.randrange(3)] * rng.choice([0, 8, 24])
+        prompt = [*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30)))]
+        asked = msgspec.structs.replace(
+            request(f"r{index}", prompt, rng.randint(1, 40)),
+            session=rng.choice([None, "a", "b", "c"]),
+        )
+        leave_after = rng.choice([None, None, None, 1, 5])
+        asking.append(asyncio.create_task(ask(dispatcher, asked, leave_after=leave_after)))
+        await asyncio.sleep(rng.expovariate(50))
+        if rng.random() < 0.1:
+            victim = f"r{rng.randint(0, index)}"
+            aborted.add(victim)
+            await dispatcher.abort(victim)
+        if rng.random() < mortal:
+            rng.choice(endpoints).kill(restart_s=rng.choice([0.05, 1.0, 5.0]))
+        if rng.random() < mortal / 20:
+            rng.choice(endpoints).give_up("It was broken.")
+        if rng.random() < 0.05:
+            with suppress(EngineDeadError):
+                await dispatcher.load()
+    answers = list(await asyncio.gather(*asking))
+    await asyncio.sleep(1)
+    assert loop.time() < 1000
+    assert_nothing_left(dispatcher)
+    if POLICIES[policy].uses_prefixes and len(endpoints) > 1:
+        assert_caches_are_known(dispatcher)
+    alive = any(endpoint.state is not ReplicaState.FAILED for endpoint in endpoints)
+    for answer in answers:
+        whole = expected(answer.request)
+        assert answer.tokens == whole[: len(answer.tokens)]
+        if isinstance(answer.refusal, EngineDeadError):
+            assert not alive
+        elif isinstance(answer.refusal, OverloadedError):
+            assert not answer.tokens
+        elif answer.finish is FinishReason.ABORT:
+            assert answer.request.request_id in aborted
+        elif answer.finish is FinishReason.ERROR:
+            assert mortal
+            assert "engines in a row died" in (answer.error or "")
+        elif not answer.left:
+            assert answer.complete
+    await dispatcher.close()
+    return answers
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        try:
+            run(live(seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    assert [a.chunks for a in run(live(17))] == [a.chunks for a in run(live(17))]
+
+
+# ---- single situations
+
+
+def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(3)
+        asked = [request(f"r{i}", [i, 1], max_tokens=60) for i in range(12)]
+        answers = [asyncio.create_task(ask(dispatcher, one)) for one in asked]
+        await asyncio.sleep(0.1)
+        lost = endpoints[1]
+        assert dispatcher.ledger.num_requests[1] == 4
+        assert lost._running is not None
+        lost._running.cancel()  # it computes nothing any more
+        lost._enter(ReplicaState.DEGRADED)
+        await asyncio.sleep(0.1)
+        assert dispatcher.ledger.num_requests[1] == 0
+        assert all(answer.complete for answer in await asyncio.gather(*answers))
+        lost._enter(ReplicaState.READY)
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[1].kill(restart_s=0.1)
+        await asyncio.sleep(0.2)
+        await dispatcher.close()
+        assert [member.num_losses for member in dispatcher._members] == [0, 1]
+
+    run(main())
+    assert "was lost" not in caplog.text
+
+
+def test_time_without_a_replica_is_time_in_the_queue() -> None:
+    async def main() -> None:
+        dispatcher, (endpoint,) = await start(1)
+        endpoint.kill(restart_s=3.0)
+        answer = asyncio.create_task(ask(dispatcher, request("r")))
+        await asyncio.sleep(3.001)  # its prompt is being computed
+        endpoint.kill(restart_s=2.0)
+        chunks = (await answer).chunks
+        told = [chunk.queue_time_s for chunk in chunks if chunk.queue_time_s is not None]
+        assert told == [pytest.approx(5.001)]
+        assert chunks[0].queue_time_s is not None
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_lost_engines_are_counted_beyond_their_ends() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        for _ in range(2):
+            endpoints[1].kill(restart_s=0.1)
+            assert (await dispatcher.load()).replicas[1].report is None
+            await asyncio.sleep(0.2)
+        report = await dispatcher.load()
+        assert [replica.num_losses for replica in report.replicas] == [0, 2]
+        assert report.num_engine_restarts == 2
+        # One storey up, a host reports what is behind it.
+        behind = Counted()
+        behind.take(report)
+        assert behind.num_losses == 2
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
+    async def main() -> None:
+        dispatcher, (only,) = await start(1)
+        answer = asyncio.create_task(ask(dispatcher, request("r", [1, 2], max_tokens=60)))
+        await asyncio.sleep(0.1)
+        only._enter(ReplicaState.DEGRADED)
+        await asyncio.sleep(0.1)
+        only._enter(ReplicaState.READY)
+        assert (await answer).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_what_a_replica_ends_unasked_goes_on_elsewhere() -> None:
+    """A host that ends aborts what it still has then."""
+
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+        await asyncio.sleep(0.1)
+        await endpoints[0].drain(0)
+        assert (await asking).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_what_the_only_replica_ends_unasked_waits() -> None:
+    async def main() -> None:
+        dispatcher, (only,) = await start(1)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+        await asyncio.sleep(0.1)
+        await only.abort("r")
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        assert (await asking).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_that_is_moved_often_kills_no_engines() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        for endpoint in endpoints:
+            endpoint.hang(10)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+        for _ in range(5):
+            await asyncio.sleep(1.1)
+            [member] = [m for m in dispatcher._members if dispatcher.ledger.num_requests[m.index]]
+            dispatcher._move_requests_of(member, lost_worker=False)
+        assert (await asking).complete
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_that_kills_engines_fails_alone() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(3)
+        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
+        bad = request("bad", [POISON])
+        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
+        assert all(answer.complete for answer in answers)
+        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
+        assert failed.error == "3 engines in a row died while this request was running."
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_a_request_that_kills_workers_fails_alone() -> None:
+    async def main() -> None:
+        endpoints = [worker_breaking(SimEndpoint(engine())) for _ in range(3)]
+        dispatcher = Dispatcher(endpoints, POLICIES["round-robin"])
+        await dispatcher.start()
+        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
+        bad = request("bad", [POISON])
+        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
+        assert all(answer.complete for answer in answers)
+        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_two_that_kill_the_only_engine_fail_and_the_others_complete() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(1)
+        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(5)]
+        bad = [request("bad1", [POISON]), request("bad2", [POISON])]
+        answers = await asyncio.gather(*(ask(dispatcher, r) for r in [*bad, *good]))
+        assert [answer.finish for answer in answers[:2]] == [FinishReason.ERROR] * 2
+        assert all(answer.complete for answer in answers[2:])
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_many_deaths_far_apart_do_not_fail_a_request() -> None:
+    async def main() -> None:
+        dispatcher, [only] = await start(1)
+        asking = asyncio.create_task(ask(dispatcher, request("long", max_tokens=100)))
+        for _ in range(6):
+            await asyncio.sleep(0.15)
+            only.kill(restart_s=0.01)
+        assert (await asking).complete
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "round-robin")
+        prompt = list(range(30))
+        await ask(dispatcher, request("first", prompt))
+        await ask(dispatcher, request("other", prompt[::-1]))
+        asking = asyncio.create_task(ask(dispatcher, request("second", prompt)))
+        await asyncio.sleep(0.1)
+        endpoints[0].kill(restart_s=1)
+        answer = await asking
+        assert answer.complete
+        assert {chunk.num_cached_tokens for chunk in answer.chunks} == {28}
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "prefix-affinity")
+        prompt = list(range(60))
+        await ask(dispatcher, request("first", prompt))
+        [home] = [m for m in dispatcher._members if len(m.prefixes)]
+        for i in range(5):
+            await ask(dispatcher, request(f"again{i}", prompt))
+        assert [len(m.prefixes) > 0 for m in dispatcher._members].count(True) == 1
+        endpoints[home.index].kill(restart_s=0.01)
+        assert len(home.prefixes) == 0
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_have() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(3, "round-robin")
+        asked = [request(f"r{i}", [i] * 9) for i in range(6)]
+        await asyncio.gather(*(ask(dispatcher, one) for one in asked))
+        above = PrefixIndex(1000)
+        unfollow = dispatcher.subscribe_cache(above.take)
+        await asyncio.sleep(0.1)
+        assert above.told == cached_by(endpoints)
+        await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))
+        endpoints[0].kill(restart_s=0.5)
+        await asyncio.sleep(0.1)
+        assert above.told == cached_by(endpoints)
+        await asyncio.sleep(1)
+        await asyncio.gather(*(ask(dispatcher, request(f"t{i}", [i, 2] * 8)) for i in range(6)))
+        dispatcher.remove(endpoints[2])
+        await asyncio.sleep(0.1)
+        assert above.told == cached_by(endpoints[:2])
+        assert len(above) > 10
+        unfollow()
+        await asyncio.gather(*(ask(dispatcher, request(f"u{i}", [i, 3] * 8)) for i in range(6)))
+        assert above.told != cached_by(endpoints[:2])
+        await dispatcher.close()
+        await endpoints[2].close()
+
+    run(main())
+
+
+def cached_by(endpoints: Sequence[SimEndpoint]) -> set[int]:
+    cores = [endpoint._core for endpoint in endpoints]
+    schedulers = [core._scheduler for core in cores if core is not None]
+    return set(short_keys(key for s in schedulers if s is not None for key in s.kv.pool._by_key))
+
+
+def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2, "prefix-affinity")
+        await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
+        await asyncio.sleep(0.1)
+        assert_caches_are_known(dispatcher)
+        assert [endpoint._core and endpoint._core.next_wakeup() for endpoint in endpoints] == [
+            None
+        ] * 2
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        for index, endpoint in enumerate(endpoints):
+            report = await endpoint.load()
+            host = TierLoad(name="host", num_blocks=2, num_total_blocks=5, num_loaded=1)
+            disk = TierLoad(
+                name="disk",
+                num_blocks=7 + index,
+                num_total_blocks=50,
+                num_stored=3,
+                is_indexed=index == 0,
+                is_shared=True,
+            )
+            report = msgspec.structs.replace(report, num_awaiting_kv=1, tiers=(host, disk))
+            endpoint.load = partial(answered, report)  # type: ignore[method-assign]
+        load = await dispatcher.load()
+        assert load.num_awaiting_kv == 2
+        assert load.tiers == (
+            TierLoad(name="host", num_blocks=4, num_total_blocks=10, num_loaded=2),
+            TierLoad(
+                name="disk",
+                num_blocks=8,
+                num_total_blocks=50,
+                num_stored=6,
+                is_indexed=False,
+                is_shared=True,
+            ),
+        )
+        await dispatcher.close()
+
+    async def answered(report: LoadReport) -> LoadReport:
+        return report
+
+    run(main())
+
+
+def test_a_degraded_replica_is_avoided_but_better_than_none() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[0]._enter(ReplicaState.DEGRADED)
+        await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
+        load = await dispatcher.load()
+        assert [r.state for r in load.replicas] == ["degraded", "ready"]
+        assert [r.report and r.report.num_prompt_tokens for r in load.replicas] == [0, 18]
+        endpoints[1].kill(restart_s=100)
+        assert (await ask(dispatcher, request("last"))).complete
+        assert asyncio.get_running_loop().time() < 10
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_requests_wait_for_the_first_replica_that_is_back() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[0].kill(restart_s=30)
+        endpoints[1].kill(restart_s=5)
+        waiting = asyncio.create_task(ask(dispatcher, request("waits")))
+        leaves = asyncio.create_task(ask(dispatcher, request("leaves")))
+        await asyncio.sleep(1)
+        assert (await dispatcher.load()).num_waiting == 2
+        assert (await dispatcher.health()).reason == (
+            "replica 0: the engine is restarting; replica 1: the engine is restarting"
+        )
+        await dispatcher.abort("leaves")
+        assert (await leaves).finish is FinishReason.ABORT
+        assert (await waiting).complete
+        assert 5 <= asyncio.get_running_loop().time() < 6
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_the_smallest_delay_of_full_replicas_is_told() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(2, max_num_seqs=1, max_num_waiting=1)
+        answers = await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
+        assert [answer.complete for answer in answers] == [True] * 4 + [False] * 2
+        refusal = answers[-1].refusal
+        assert isinstance(refusal, OverloadedError)
+        assert refusal.retry_after_s == 1
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_an_id_that_is_in_use_is_refused() -> None:
+    async def main() -> None:
+        dispatcher, _ = await start(1)
+        first = asyncio.create_task(ask(dispatcher, request("same")))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="same is already running"):
+            await ask(dispatcher, request("same"))
+        assert (await first).complete
+        await dispatcher.close()
+
+    run(main())
+
+
+def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(2)
+        endpoints[0].kill(restart_s=50)
+        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=100)))
+        await asyncio.sleep(0.1)
+        endpoints[1].give_up("It was broken.")
+        await asyncio.sleep(0.1)
+        endpoints[0].give_up("It was broken too.")
+        refusal = (await asking).refusal
+        assert isinstance(refusal, EngineDeadError)
+        assert str(refusal) == "replica 0: It was broken too."
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_many_replicas_share_the_work(count: int) -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(count)
+        asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
+        asking_all = asyncio.gather(*asking)
+        await asyncio.sleep(0.1)
+        assert dispatcher.ledger.num_requests == [4] * count
+        for endpoint in endpoints[::3]:
+            endpoint.kill(restart_s=1)
+        assert all(answer.complete for answer in await asking_all)
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
