@@ -5,6 +5,7 @@
 # make test-native   the tests of the CPU kernels, built once more with checks of every access (ASan, UBSan)
 # make test-ui       the tests of the page, in Debian's Chromium
 # make screenshots   the pictures of the page in docs/img
+# make docs          the table of docs/metrics.md, from the metrics that are declared
 # make clean   remove .venv and everything that the tools leave behind
 #
 # PYTHON=python3.12 chooses another interpreter.
@@ -21,7 +22,7 @@ CHROMIUM := /usr/bin/chromium
 SANITIZED := build/sanitized
 SANITIZED_KERNELS := $(SANITIZED)/pagoda/backend
 
-.PHONY: setup demo serve test test-ui test-native screenshots clean
+.PHONY: setup demo serve test test-ui test-native screenshots docs clean
 
 setup: $(VENV)/.installed
 
@@ -36,13 +37,16 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 test-ui: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python -m pytest tests/ui
 
 screenshots: $(VENV)/.installed-test | $(CHROMIUM)
 	$(BIN)/python tests/ui/screenshots.py docs/img
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m tools.metrics_page
 
 $(CHROMIUM):
 	@test "$$(id -u)" = 0 -a -x /usr/bin/apt-get || \

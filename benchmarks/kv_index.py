@@ -25,7 +25,7 @@ from benchmarks.figure import Figure
 from pagoda.cli import output
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import Demand
+from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.disk_scan import DiskScannerThread
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.object_listing import FAN_OUTS
@@ -172,8 +172,8 @@ def measure(directory: Path, objects: int) -> None:
     poller.register(int(str(descriptor)), select.POLLIN)
     lookups: list[float] = []
     polls: list[float] = []
-    demand, asked_at = _demand(0, objects), clock.now()
-    tier.announce(demand, 0)
+    prefix, asked_at = _demand(0, objects), clock.now()
+    tier.on_queued(prefix, 0)
     is_answered, first_lookup_s = False, 0.0
     while not tier.load_report().is_indexed:
         poller.poll()
@@ -182,15 +182,15 @@ def measure(directory: Path, objects: int) -> None:
         now = clock.now()
         polls.append(now - before)
         if is_answered and now > asked_at + _LOOKUP_INTERVAL_S:
-            demand, asked_at, is_answered = _demand(len(lookups), objects), now, False
-            tier.announce(demand, 0)
-        found = tier.lookup(demand, 0)
+            prefix, asked_at, is_answered = _demand(len(lookups), objects), now, False
+            tier.on_queued(prefix, 0)
+        found = tier.lookup(prefix, 0)
         if not is_answered and found is not None:
             if found != _PREFIX_BLOCKS:
                 raise RuntimeError(f"{found} of {_PREFIX_BLOCKS} blocks were found.")
             lookups.append(clock.now() - asked_at)
             first_lookup_s = first_lookup_s or clock.now() - started
-            tier.forget(demand.request_id)
+            tier.on_dequeued(prefix.request_id)
             is_answered = True
     indexed_s, after = clock.now() - started, process.cpu_times()
     gc.collect()
@@ -208,10 +208,10 @@ def measure(directory: Path, objects: int) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(measured))
 
 
-def _demand(number: int, objects: int) -> Demand:
+def _demand(number: int, objects: int) -> PrefixRequest:
     first = number * 7 * _PREFIX_BLOCKS
     keys = [_key((first + index) % objects) for index in range(_PREFIX_BLOCKS)]
-    return Demand(str(number), keys, [])
+    return PrefixRequest(str(number), keys, [])
 
 
 if __name__ == "__main__":

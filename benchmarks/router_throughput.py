@@ -41,7 +41,7 @@ from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.token_stream import TokenStream
-from pagoda.ipc.curve import keep_door
+from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
@@ -214,7 +214,7 @@ async def _hosts(count: int, join: str, key_file: Path) -> AsyncIterator[tuple[l
     [token_id] = text.tokenizer.encode(_WORD, add_special_tokens=False)
     keys = read_cluster_key(key_file)
     context = zmq.asyncio.Context()
-    keep_door(context, keys)
+    start_authenticator(context, keys)
     hosts = [Host(token_id) for _ in range(count)]
     async with AsyncExitStack() as stack:
         stack.callback(context.term)

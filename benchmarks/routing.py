@@ -19,13 +19,13 @@ from statistics import fmean
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 
 from benchmarks.figure import Figure
+from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
@@ -19,7 +20,6 @@ from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepResult
-from pagoda.messages.worker_config import SimConfig
 
 _RUNNING = 256
 _CONTEXTS = (1_000, 10_000, 100_000)

@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.cpu.random_model import MERGE, WEIGHTS_FILE, GgufType, vocabulary
-from pagoda.model.gguf_weights import ggml_name
 
 _TYPES = {
     "bf16": gguf.GGMLQuantizationType.BF16,
@@ -32,10 +31,11 @@ def write_gguf(directory: Path, config: Mapping[str, Any], path: Path, kind: Ggu
     _add_shape(writer, config)
     writer.add_file_type(_FILE_TYPES[kind])
     _add_vocabulary(writer, config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     with safe_open(directory / WEIGHTS_FILE, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - not a mapping
             tensor = weights.get_tensor(name).to(torch.float32).numpy()
-            stored_name = f"{ggml_name(name.removesuffix('.weight'))}.weight"
+            stored_name = names.get_name(name, try_suffixes=(".weight",)) or name
             if tensor.ndim == 1:
                 writer.add_tensor(stored_name, tensor)
             else:

@@ -25,7 +25,7 @@ from cyclopts import App
 from benchmarks.cpu.limits import measure_limits
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.native import choose_instruction_set
-from pagoda.checkpoints.model_config import parse_model_config
+from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import output
 from pagoda.cli.weight_traffic import weight_traffic
@@ -99,11 +99,11 @@ class _Cost:
     def __init__(self, model: str, dtype: str, quantization: str) -> None:
         shape = parse_model_config(PRESETS[model], source=model)
         itemsize = getattr(torch, dtype).itemsize
-        self.weight_bytes = weight_traffic(PRESETS[model], dtype, model, quantization).num_bytes
+        self.weight_bytes = weight_traffic(shape, dtype, quantization).num_bytes
         self.kv_bytes_per_token = (
             2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
         )
-        dense = weight_traffic(PRESETS[model], dtype, model).num_bytes // itemsize
+        dense = weight_traffic(shape, dtype).num_bytes // itemsize
         # The head is for the last token of a prompt only.
         self.flops_per_token = 2 * (dense - shape.vocab_size * shape.hidden_size)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from cyclopts import App
 
-from benchmarks.handoff.bandwidth_holder import HOST, SECRET
+from benchmarks.handoff.bandwidth_exporter import HOST, SECRET
 from pagoda.cli import output
 from pagoda.cli.sizes import format_bytes
 from pagoda.pd.transport.base import Access, MemoryLink, OwnMemory, Region, Span
@@ -49,12 +49,12 @@ def bandwidth(
         repeats: Rounds; medians are shown.
     """
     names = [name for one in transports.split(",") for name in _variants(one)]
-    holder, told = _start_holder(num_bytes, names)
+    exporter, told = _start_exporter(num_bytes, names)
     try:
         target = _Target(num_bytes)
         links = {
             name: _connect(name, target, bytes.fromhex(descriptor))
-            for name, descriptor in told["doors"].items()
+            for name, descriptor in told["descriptors"].items()
         }
         whole, pieces = target.spans(num_bytes), target.spans(block_bytes)
         ways: dict[tuple[str, str], Callable[[], None]] = {
@@ -78,23 +78,31 @@ def bandwidth(
         for link in links.values():
             link.close()
     finally:
-        holder.kill()
-        holder.wait()
+        exporter.kill()
+        exporter.wait()
 
 
 def _variants(name: str) -> tuple[str, ...]:
     return (name, "tcp, encrypted") if name == "tcp" else (name,)
 
 
-def _start_holder(num_bytes: int, names: list[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.handoff.bandwidth_holder", str(num_bytes), *names]
+def _start_exporter(
+    num_bytes: int, names: list[str]
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.handoff.bandwidth_exporter",
+        str(num_bytes),
+        *names,
+    ]
     pipe = subprocess.PIPE
-    holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-    if holder.stdout is not None:
-        for line in holder.stdout:  # libraries may say something before
+    exporter = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    if exporter.stdout is not None:
+        for line in exporter.stdout:  # libraries may say something before
             if line.startswith("HOLDS "):
                 told: dict[str, Any] = json.loads(line.removeprefix("HOLDS "))
-                return holder, told
+                return exporter, told
     raise RuntimeError("The process that holds the memory has ended.")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from pagoda.backend.base import KVCache
-from pagoda.checkpoints.model_config import parse_model_config
+from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import Manifest, open_directory

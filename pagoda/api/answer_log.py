@@ -1,4 +1,4 @@
-"""A line in the log for each answer, with figures and no text of it."""
+"""One line in the log for each answer: figures, but no text of the prompt or the answer."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pagoda.frontend.request_tracker import Growth, RequestStatistics
+from pagoda.frontend.request_tracker import RequestStatistics
 
 _log = logging.getLogger(__name__)
 
 
-class AnswerLog:
-    """A `RequestObserver` that says what became of each answer."""
-
-    def began(self, record: RequestStatistics) -> None:
-        pass
-
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:
-        pass
-
-    def ended(self, record: RequestStatistics) -> None:
-        if _log.isEnabledFor(logging.INFO):
-            fields = _fields(record)
-            extra = {"request_id": record.request_id, "fields": fields}
-            _log.info("%s: %s", record.finish_reason, ", ".join(_words(fields)), extra=extra)
+def log_answer(record: RequestStatistics) -> None:
+    """Logs an answer that has finished."""
+    if _log.isEnabledFor(logging.INFO):
+        fields = _fields(record)
+        extra = {"request_id": record.request_id, "fields": fields}
+        _log.info("%s: %s", record.finish_reason, ", ".join(_words(fields)), extra=extra)
 
 
 def _fields(record: RequestStatistics) -> dict[str, Any]:
-    """Times in milliseconds; None of what there was not."""
-    arrived, first, last = record.origin.arrived_ns, record.first_token_ns, record.last_token_ns
+    """The fields of the line. Times are milliseconds, or None where the answer had no such time."""
+    arrived, first, last = (
+        record.client_request.arrived_ns,
+        record.first_token_ns,
+        record.last_token_ns,
+    )
     num_gaps = record.num_output_tokens - 1
     itl_ms = None
     if first is not None and last is not None and num_gaps > 0:
@@ -43,7 +39,7 @@ def _fields(record: RequestStatistics) -> dict[str, Any]:
         "ttft_ms": None if first is None else _ms(first - arrived),
         "itl_ms": itl_ms,
         "duration_ms": None if record.ended_ns is None else _ms(record.ended_ns - arrived),
-        "key": record.origin.key or None,
+        "key": record.client_request.key_name or None,
         "error": record.error or None,
     }
 

@@ -28,12 +28,12 @@ from pagoda.api.completions import completions
 from pagoda.api.errors import CLIENTS_NAME, ApiError, as_api_error, unavailable
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
-from pagoda.api.request_context import INTERNAL_ERROR, Call
+from pagoda.api.request_context import INTERNAL_ERROR, RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
-from pagoda.frontend.request_tracker import Origin
+from pagoda.frontend.request_tracker import ClientRequest
 
-Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
 
 ROUTES: dict[str, dict[str, Handler]] = {
     "/": {"GET": page.index},
@@ -112,7 +112,7 @@ def make_server(service: Service) -> ApiServer:
     return ApiServer(
         handle,
         lambda error: service.request_metrics.refused(Refusal("", error.status, error.kind)),
-        lambda: service.book.clock_ns(),
+        lambda: service.tracker.clock_ns(),
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
@@ -121,13 +121,13 @@ def make_server(service: Service) -> ApiServer:
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    call = _call(http, service)
+    context = _request_context(http, service)
     began = time.monotonic()
     # Nobody is left to be told; a page that is closed has all that it asked for.
-    status = 200 if call.origin.route == "/v1/live" else 499
+    status = 200 if context.client_request.route == "/v1/live" else 499
     answer: ApiError | None = None
     try:
-        response = await _dispatch(call)
+        response = await _dispatch(context)
         status = response.status
         return response
     except ConnectionError:
@@ -135,32 +135,34 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     except Exception as error:
         answer = as_api_error(error)
         if answer is None:
-            _log.exception("request failed", extra={"request_id": call.request_id})
+            _log.exception("request failed", extra={"request_id": context.request_id})
             answer = ApiError(500, INTERNAL_ERROR)
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
-        service.request_metrics.refused(Refusal(call.origin.route, status, answer.kind))
-        return call.error(answer)
+        service.request_metrics.refused(Refusal(context.client_request.route, status, answer.kind))
+        return context.error(answer)
     finally:
-        if not call.origin.num_answers:  # else each of them has a line of its own
-            _log_access(call, status, answer, time.monotonic() - began)
+        if not context.client_request.num_answers:  # else each of them has a line of its own
+            _log_access(context, status, answer, time.monotonic() - began)
 
 
-def _log_access(call: Call, status: int, error: ApiError | None, duration_s: float) -> None:
+def _log_access(
+    context: RequestContext, status: int, error: ApiError | None, duration_s: float
+) -> None:
     """Without the sentence of an error, which may quote the client."""
     # Nor the query, in which a client may have put a key or a prompt.
-    path = call.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
-    is_quiet = status < 400 and call.origin.route in _QUIET_ROUTES
+    path = context.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
+    is_quiet = status < 400 and context.client_request.route in _QUIET_ROUTES
     kind = error.kind if error else ""
     param = error.param if error and kind not in CLIENTS_NAME else None
     fields = {
-        "method": call.http.method,
+        "method": context.http.method,
         "path": path,
         "status": status,
         "code": kind or None,
         "param": param,
-        "key": call.origin.key or None,
+        "key": context.client_request.key_name or None,
         "duration_ms": round(duration_s * 1e3, 2),
     }
     words = [
@@ -169,42 +171,42 @@ def _log_access(call: Call, status: int, error: ApiError | None, duration_s: flo
     _log.log(
         logging.DEBUG if is_quiet else logging.INFO,
         "%s",
-        ", ".join([f"{call.http.method} {path} {status} {duration_s:.3f} s", *words]),
-        extra={"request_id": call.request_id, "fields": fields},
+        ", ".join([f"{context.http.method} {path} {status} {duration_s:.3f} s", *words]),
+        extra={"request_id": context.request_id, "fields": fields},
     )
 
 
-def _call(http: web.BaseRequest, service: Service) -> Call:
+def _request_context(http: web.BaseRequest, service: Service) -> RequestContext:
     headers = http.headers
     key_name = service.config.api_keys.name_of(headers.get("Authorization", ""))
-    origin = Origin(
-        name=_request_id(headers.get("X-Request-Id", "")),
+    client_request = ClientRequest(
+        id=_request_id(headers.get("X-Request-Id", "")),
         arrived_ns=http[_ARRIVED],
-        key=key_name or "",
+        key_name=key_name or "",
         traceparent=headers.get("traceparent"),
         tracestate=",".join(headers.getall("tracestate", ())) or None,
         route=_find(http.path)[0],
     )
-    return Call(http, service, key_name, origin)
+    return RequestContext(http, service, key_name, client_request)
 
 
-async def _dispatch(call: Call) -> web.StreamResponse:
-    path = call.http.path
-    _check_host(call)
+async def _dispatch(context: RequestContext) -> web.StreamResponse:
+    path = context.http.path
+    _check_host(context)
     route, argument = _find(path)
     if route not in OPEN_PATHS:
-        _check_key(call)
+        _check_key(context)
     methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
-    is_head = call.http.method == "HEAD" and route not in STREAMS
-    method = "GET" if is_head else call.http.method
+    is_head = context.http.method == "HEAD" and route not in STREAMS
+    method = "GET" if is_head else context.http.method
     if method not in methods:
         allowed = ", ".join(methods)
         raise ApiError(
-            405, f"{path} answers {allowed}, not {call.http.method}.", headers={"Allow": allowed}
+            405, f"{path} answers {allowed}, not {context.http.method}.", headers={"Allow": allowed}
         )
-    return await methods[method](replace(call, path_argument=argument))
+    return await methods[method](replace(context, path_argument=argument))
 
 
 def _find(path: str) -> tuple[str, str]:
@@ -223,8 +225,8 @@ def _request_id(given: str) -> str:
     return _NOT_IN_REQUEST_ID.sub("", given[:_MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
 
 
-def _check_key(call: Call) -> None:
-    if not call.has_key:
+def _check_key(context: RequestContext) -> None:
+    if not context.has_key:
         raise ApiError(
             401,
             "Send an API key of the server as `Authorization: Bearer KEY`.",
@@ -233,11 +235,11 @@ def _check_key(call: Call) -> None:
         )
 
 
-def _check_host(call: Call) -> None:
+def _check_host(context: RequestContext) -> None:
     """Refuses web pages of other origins, also those whose name was made to point here (DNS rebinding)."""
-    headers = call.http.headers
+    headers = context.http.headers
     host = headers.get("Host")
-    allowed = call.service.config.allowed_hosts
+    allowed = context.service.config.allowed_hosts
     if host is not None and allowed is not None and _name(host) not in allowed:
         raise ApiError(
             403,
@@ -295,7 +297,9 @@ class ApiServer(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ("_arrived_ns", "_clock_ns", "_is_idle", "_refused")
+    """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
+
+    __slots__ = ("_arrived_ns", "_clock_ns", "_is_idle", "_refused", "_writable")
 
     def __init__(
         self,
@@ -309,6 +313,24 @@ class _Connection(web.RequestHandler):
         self._clock_ns = clock_ns
         self._is_idle = True
         self._arrived_ns = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._writable.set()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._writable.set()
+
+    async def wait_writable(self) -> None:
+        """Returns when the buffer of the socket has room, or the connection is lost."""
+        await self._writable.wait()
 
     def data_received(self, data: bytes) -> None:
         # A request's own task may begin much later, behind those of all that arrived with it.

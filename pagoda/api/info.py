@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -10,65 +9,64 @@ from aiohttp import web
 
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import render_conversation
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.version import __version__
 
 
-async def health_live(call: Call) -> web.StreamResponse:
+async def health_live(context: RequestContext) -> web.StreamResponse:
     """The process answers."""
-    return call.json({"status": "live"})
+    return context.json({"status": "live"})
 
 
-async def health_ready(call: Call) -> web.StreamResponse:
+async def health_ready(context: RequestContext) -> web.StreamResponse:
     """The model makes progress; 503 if it does not, with the reason for those who have the API key."""
-    generator = call.service.ready_generator()
-    if call.service.draining:
+    generator = context.service.ready_generator()
+    if context.service.draining:
         raise unavailable("The server is shutting down.")
     health = await generator.endpoint.health()
-    if not health.ready and not call.has_key:
+    if not health.ready and not context.has_key:
         raise unavailable("The server is not ready.")
     if not health.ready:
         raise unavailable(f"{health.reason[:1].upper()}{health.reason[1:]}.")
-    return call.json({"status": "ready"})
+    return context.json({"status": "ready"})
 
 
-async def version(call: Call) -> web.StreamResponse:
-    return call.json({"version": __version__})
+async def version(context: RequestContext) -> web.StreamResponse:
+    return context.json({"version": __version__})
 
 
-async def models(call: Call) -> web.StreamResponse:
+async def models(context: RequestContext) -> web.StreamResponse:
     """The one model that is served."""
-    return call.json({"object": "list", "data": [_model(call)]})
+    return context.json({"object": "list", "data": [_model(context)]})
 
 
-async def model(call: Call) -> web.StreamResponse:
-    call.service.check_model(call.path_argument)
-    return call.json(_model(call))
+async def model(context: RequestContext) -> web.StreamResponse:
+    context.service.check_model(context.path_argument)
+    return context.json(_model(context))
 
 
-def _model(call: Call) -> dict[str, Any]:
-    limits = call.service.ready_generator().endpoint.limits
-    name = call.service.config.served_model_name
+def _model(context: RequestContext) -> dict[str, Any]:
+    limits = context.service.ready_generator().endpoint.limits
+    name = context.service.config.served_model_name
     return {
         "id": name,
         "object": "model",
-        "created": call.service.created,
+        "created": context.service.created,
         "owned_by": "pagoda",
         "root": name,
         "max_model_len": limits.max_model_len,
     }
 
 
-async def load(call: Call) -> web.StreamResponse:
+async def load(context: RequestContext) -> web.StreamResponse:
     """What a router needs to know: running, waiting, pending tokens, KV blocks; in all, and of each replica."""
-    report = await call.service.ready_generator().endpoint.load()
-    return call.json(
+    report = await context.service.ready_generator().endpoint.load()
+    return context.json(
         {
-            "draining": call.service.draining,
+            "draining": context.service.draining,
             **figures(report),
             "replicas": [_replica(replica) for replica in report.replicas],
         }
@@ -93,11 +91,11 @@ def _replica(replica: ReplicaLoad) -> dict[str, Any]:
     }
 
 
-async def tokenize(call: Call) -> web.StreamResponse:
+async def tokenize(context: RequestContext) -> web.StreamResponse:
     """The token ids of a text, or of a conversation as the model would see it."""
-    body = await call.parse(TokenizeRequest)
-    call.service.check_model(body.model)
-    generator = call.service.ready_generator()
+    body = await context.parse(TokenizeRequest)
+    context.service.check_model(body.model)
+    generator = context.service.ready_generator()
     token_ids = await _token_ids(body, generator)
     answer: dict[str, Any] = {
         "count": len(token_ids),
@@ -106,7 +104,7 @@ async def tokenize(call: Call) -> web.StreamResponse:
     }
     if body.return_token_strs:
         answer["token_strs"] = [generator.text.tokenizer.token(i) for i in token_ids]
-    return call.json(answer)
+    return context.json(answer)
 
 
 async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[int]:
@@ -116,8 +114,7 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
         return await generator.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
-    text = render_conversation(
-        generator.text.require_template(),
+    text = await generator.render(
         body.messages or (),
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt,
@@ -129,15 +126,12 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
     )
 
 
-async def detokenize(call: Call) -> web.StreamResponse:
+async def detokenize(context: RequestContext) -> web.StreamResponse:
     """The text of token ids, special tokens included."""
-    body = await call.parse(DetokenizeRequest)
-    call.service.check_model(body.model)
-    generator = call.service.ready_generator()
+    body = await context.parse(DetokenizeRequest)
+    context.service.check_model(body.model)
+    generator = context.service.ready_generator()
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
-    text = await asyncio.to_thread(
-        generator.text.tokenizer.decode, body.tokens, skip_special_tokens=False
-    )
-    return call.json({"prompt": text})
+    return context.json({"prompt": await generator.decode(body.tokens)})

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import Any, NamedTuple
 
 from pagoda.api.protocol import MAX_TOKEN_IDS, GenerationFields
 from pagoda.errors import InvalidRequestError
@@ -22,8 +20,6 @@ from pagoda.messages.worker_config import Role
 MAX_ID_CHARS = 256
 _MAX_RANKS = 2**16
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\Z")
-
-Body = TypeVar("Body", bound=GenerationFields)
 
 
 class Handoff(NamedTuple):
@@ -65,17 +61,6 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
     if not role.fetches_kv:
         raise _refusal("do_remote_prefill", _not_for("decode", role))
     return Handoff(kv_source=_source(params))
-
-
-def with_one_token(body: Body, max_tokens: int | None) -> Body:
-    """`body` as it is checked for a server that samples only the first token.
-
-    Proxies ask it for one token, whatever `min_tokens` their client has given; for that one token any
-    `min_tokens` is like 1.
-    """
-    if body.min_tokens is None or max_tokens is None:
-        return body
-    return msgspec.structs.replace(body, min_tokens=min(body.min_tokens, max_tokens))
 
 
 def transfer_fields(delta: TextDelta) -> dict[str, Any]:

@@ -1,21 +1,22 @@
-"""How long clients waited lately: counts by time, so that any number of tokens takes little memory and work."""
+"""Percentiles of recent latencies, from counts by time: any number of tokens takes little memory and work."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from itertools import accumulate
 
 import msgspec
 
-from pagoda.frontend.request_tracker import Growth, RequestStatistics
+from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 
 _PER_DOUBLING = 16
-"""Counts for each doubling of a time; it is known to 4 %."""
+"""Counts for each doubling of a time, which is then known to 4 %."""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of times in milliseconds."""
+    """Percentiles in milliseconds, and the number of times that they are of."""
 
     p50: float
     p90: float
@@ -23,66 +24,48 @@ class Percentiles(msgspec.Struct, frozen=True):
     count: int
 
 
-class TimeCounts:
-    """How often which time was seen, to 4 % whatever it is."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, time_ns: float, count: int = 1) -> None:
-        self._counts[round(math.log2(max(time_ns, 1.0)) * _PER_DOUBLING)] += count
-
-    def join(self, other: TimeCounts) -> None:
-        self._counts.update(other._counts)
-
-    def percentiles(self) -> Percentiles | None:
-        """None if no time was seen."""
-        count = self._counts.total()
-        if count == 0:
-            return None
-        ordered = sorted(self._counts.items())
-        p50, p90, p99 = (_quantile(ordered, share * count) for share in (0.5, 0.9, 0.99))
-        return Percentiles(p50, p90, p99, count)
-
-
-def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
-    """The time, in milliseconds, that `rank` times are not above."""
-    seen = accumulate(count for _, count in ordered)
-    bucket = next(bucket for (bucket, _), below in zip(ordered, seen, strict=True) if below >= rank)
-    return round(math.exp2(bucket / _PER_DOUBLING) / 1e6, 3)
-
-
 class Latencies:
-    """Observes answers: tokens, times to the first token, times from token to token, of the last windows."""
+    """Times to the first token (TTFT) and between tokens (ITL) in the last windows, as a `RequestTracker` records
+    them until `close`."""
 
-    def __init__(self, num_windows: int) -> None:
-        """Percentiles are of so many windows together."""
-        self.num_tokens = 0
-        """Generated since the start."""
-        self._ttft = deque([TimeCounts()], maxlen=num_windows)
-        self._itl = deque([TimeCounts()], maxlen=num_windows)
+    def __init__(self, tracker: RequestTracker, num_windows: int) -> None:
+        self._ttft: deque[Counter[int]] = deque([Counter()], maxlen=num_windows)
+        self._itl: deque[Counter[int]] = deque([Counter()], maxlen=num_windows)
+        self.close = tracker.subscribe(on_tokens=self._on_tokens)
 
-    def began(self, record: RequestStatistics) -> None:
-        """Nothing is known yet."""
-
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:  # noqa: ARG002
-        self.num_tokens += growth.num_tokens
-        windows = self._ttft if growth.is_first else self._itl
-        windows[-1].add(growth.waited_ns)
-
-    def ended(self, record: RequestStatistics) -> None:
-        """All has been said."""
+    def _on_tokens(
+        self,
+        record: RequestStatistics,  # noqa: ARG002
+        num_tokens: int,  # noqa: ARG002
+        waited_ns: int,
+        is_first: bool,
+    ) -> None:
+        window = self._ttft[-1] if is_first else self._itl[-1]
+        window[round(math.log2(max(waited_ns, 1)) * _PER_DOUBLING)] += 1
 
     def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:
-        """TTFT and ITL of the windows that are kept; a new one begins."""
-        answer = _all(self._ttft), _all(self._itl)
-        self._ttft.append(TimeCounts())
-        self._itl.append(TimeCounts())
+        """Returns TTFT and ITL of the windows that are kept, None without a token, and begins a new window."""
+        answer = percentiles(self._ttft), percentiles(self._itl)
+        self._ttft.append(Counter())
+        self._itl.append(Counter())
         return answer
 
 
-def _all(windows: deque[TimeCounts]) -> Percentiles | None:
-    joined = TimeCounts()
+def percentiles(windows: Iterable[Counter[int]]) -> Percentiles | None:
+    """Percentiles of all windows together; a window counts times by `_PER_DOUBLING` · log2(nanoseconds)."""
+    counts: Counter[int] = Counter()
     for window in windows:
-        joined.join(window)
-    return joined.percentiles()
+        counts.update(window)
+    count = counts.total()
+    if count == 0:
+        return None
+    ordered = sorted(counts.items())
+    p50, p90, p99 = (_quantile(ordered, share * count) for share in (0.5, 0.9, 0.99))
+    return Percentiles(p50, p90, p99, count)
+
+
+def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
+    """The smallest time, in milliseconds, with `rank` times at or below it."""
+    seen = accumulate(count for _, count in ordered)
+    bucket = next(bucket for (bucket, _), below in zip(ordered, seen, strict=True) if below >= rank)
+    return round(math.exp2(bucket / _PER_DOUBLING) / 1e6, 3)

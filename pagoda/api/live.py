@@ -12,13 +12,13 @@ from aiohttp import web
 
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.live_stats import LiveSnapshot, live_answers
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventStream, event
 
 
-async def live(call: Call) -> web.StreamResponse:
+async def live(context: RequestContext) -> web.StreamResponse:
     """A snapshot a second, until the client has enough or the server ends."""
-    service = call.service
+    service = context.service
     endpoint = service.ready_generator().endpoint
 
     async def send(stream: EventStream) -> None:
@@ -34,32 +34,37 @@ async def live(call: Call) -> web.StreamResponse:
         if not stream.is_open:
             raise unavailable("The server is shutting down.")
 
-    return await call.stream(send)
+    return await context.stream(send)
 
 
-async def list_requests(call: Call) -> web.StreamResponse:
+async def list_requests(context: RequestContext) -> web.StreamResponse:
     """The answers that are being given, oldest first."""
-    book = call.service.book
-    return call.json({"object": "list", "total": len(book.live), "data": live_answers(book)})
+    tracker = context.service.tracker
+    return context.json(
+        {"object": "list", "total": len(tracker.running), "data": live_answers(tracker)}
+    )
 
 
-async def cancel_request(call: Call) -> web.StreamResponse:
+async def cancel_request(context: RequestContext) -> web.StreamResponse:
     """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far.
 
     The id of an answer is chosen here, and ends it whoever asked for it. The name of a request is chosen by its
     client, and another client may have chosen the same: it means those that came with the same key.
     """
-    generator = call.service.ready_generator()
-    wanted = call.path_argument
+    generator = context.service.ready_generator()
+    wanted = context.path_argument
     found = [
         record.request_id
-        for record in list(call.service.book.live.values())
+        for record in list(context.service.tracker.running.values())
         if wanted == record.request_id
-        or (record.origin.name == wanted and record.origin.key == call.key_name)
+        or (
+            record.client_request.id == wanted
+            and record.client_request.key_name == context.key_name
+        )
     ]
     if not found:
         raise ApiError(
             404, f"There is no running request {wanted[:200]!r}.", code="request_not_found"
         )
     await asyncio.gather(*map(generator.endpoint.abort, found))
-    return call.json({"id": wanted, "object": "request", "cancelled": found})
+    return context.json({"id": wanted, "object": "request", "cancelled": found})

@@ -24,21 +24,21 @@ _log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 WINDOW_S = 10
-"""Percentiles and the share of prefix hits are of the last so many seconds."""
+"""Seconds that percentiles and the rate of prefix hits look back."""
 MAX_ANSWERS = 200
-"""Told one by one; the oldest ones."""
+"""Answers listed one by one: the oldest."""
 MAX_REPLICAS = 256
-"""Told one by one."""
+"""Replicas listed one by one."""
 MAX_STEP_BINS = 1024
-"""In one snapshot, of all replicas together."""
+"""Step bins in one snapshot, for all replicas together."""
 
 
 class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer that is being given."""
+    """One running answer."""
 
     id: str
     name: str
-    """What the client calls the request; of several answers to one request it is the same."""
+    """The client's id of the request, which several answers may share."""
     key: str
     state: str
     """`waiting` for its first token, or `generating`."""
@@ -50,7 +50,7 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
-    """How full one tier of KV is, in blocks. `num_cached` are those that can be given up for others."""
+    """Blocks of one KV tier. `num_cached` blocks can be evicted."""
 
     name: str
     num_total: int
@@ -60,7 +60,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine or host. What it does not say itself is None while it does not answer."""
+    """One engine or host. Its own figures are None while it does not answer."""
 
     name: str
     state: str
@@ -74,38 +74,38 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One second of a server. Rates are None in the first one: nothing came before it."""
+    """One second of a server. The first snapshot has no rates: they are None."""
 
     prompt_tokens_per_s: float | None
-    """Taken up by engines, with those whose KV was there already."""
+    """Prompt tokens that engines admitted, prefix hits included."""
     output_tokens_per_s: float | None
-    """Generated for clients of this server."""
+    """Tokens generated for clients of this server."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     num_running: int
     num_waiting: int
     num_awaiting_kv: int
     prefix_hit_rate: float | None
-    """Of the prompt tokens of the last seconds; None if there were none."""
+    """Share of the prompt tokens of the last `WINDOW_S`; None without prompt tokens."""
     num_preemptions: int
     num_restarts: int
-    """Of workers and engines. Neither this nor preemptions fall while the server runs."""
+    """Restarts of workers and engines; like preemptions, never falls while the server runs."""
     tiers: list[TierState]
     """The device first."""
     num_replicas: int
-    """With those that are not among `replicas`."""
+    """All replicas, also the ones that `replicas` leaves out."""
     replicas: list[ReplicaState]
     num_answers: int
     answers: list[LiveAnswer]
     steps: dict[str, list[StepBin]]
-    """By replica, those that have ended since the last snapshot; `age_s` is as of this one."""
+    """Steps that have ended since the last snapshot, by replica; `age_s` is their age now."""
 
 
 class LiveStats:
     """Makes a snapshot a second while somebody watches. Belongs to one event loop."""
 
-    def __init__(self, book: RequestTracker) -> None:
-        self._book = book
+    def __init__(self, tracker: RequestTracker) -> None:
+        self._tracker = tracker
         self._progress = Progress()
         self._feed: _Feed | None = None
         self._closed = False
@@ -122,7 +122,7 @@ class LiveStats:
         if self._closed:
             return
         if self._feed is None:
-            self._feed = _Feed(_View(endpoint, self._book, self._progress))
+            self._feed = _Feed(_View(endpoint, self._tracker, self._progress))
         feed = self._feed
         feed.num_watchers += 1
         try:
@@ -143,12 +143,12 @@ class LiveStats:
 
 
 class _Feed:
-    """What all who watch at the same time are shown."""
+    """The snapshots for all watchers, made by one task."""
 
     def __init__(self, view: _View) -> None:
         self.num_watchers = 0
         self.next: asyncio.Future[LiveSnapshot | None] = asyncio.get_running_loop().create_future()
-        """None, and no other any more, when there is nothing to be seen."""
+        """The next snapshot; None at the end."""
         self._view = view
         self.task = asyncio.create_task(self._sample())
         self.task.add_done_callback(self._end)
@@ -164,7 +164,7 @@ class _Feed:
         due = loop.time()
         with contextlib.suppress(EngineDeadError):  # the server ends, and says why
             while True:
-                snapshot = await self._view.look()
+                snapshot = await self._view.snapshot()
                 told, self.next = self.next, loop.create_future()
                 told.set_result(snapshot)
                 due = max(due + INTERVAL_S, loop.time())
@@ -172,37 +172,37 @@ class _Feed:
 
 
 class _View:
-    """What is seen from one snapshot to the next."""
+    """Makes snapshots, and keeps what is compared from one to the next."""
 
-    def __init__(self, endpoint: Endpoint, book: RequestTracker, progress: Progress) -> None:
+    def __init__(self, endpoint: Endpoint, tracker: RequestTracker, progress: Progress) -> None:
         self._endpoint = endpoint
-        self._book = book
+        self._tracker = tracker
         self._progress = progress
         self._clock = asyncio.get_running_loop().time
-        self._latencies = Latencies(round(WINDOW_S / INTERVAL_S))
+        self._latencies = Latencies(tracker, round(WINDOW_S / INTERVAL_S))
         self._steps: dict[str, list[tuple[float, StepBin]]] = {}
-        """By replica, with the time at which they were told."""
+        """Step bins by replica, with the time at which they came."""
         self._num_bins = 0
         self._began = self._clock()
-        self._at: float | None = None
-        """Of the last snapshot; nothing is said of the time before the first."""
-        self._tokens_before = 0
+        self._last_at: float | None = None
+        """Time of the last snapshot."""
+        self._last_num_tokens = 0
+        """Tokens of all answers at the last snapshot."""
         self._prompts: deque[Growth] = deque(maxlen=round(WINDOW_S / INTERVAL_S))
-        self._unobserve = book.observe(self._latencies)
-        self._unfollow = endpoint.subscribe_steps(self._hear)
+        self._unsubscribe = endpoint.subscribe_steps(self._on_steps)
 
     def close(self) -> None:
-        self._unobserve()
-        self._unfollow()
+        self._latencies.close()
+        self._unsubscribe()
 
-    def _hear(self, news: StepStatistics) -> None:
+    def _on_steps(self, steps: StepStatistics) -> None:
         room = MAX_STEP_BINS - self._num_bins
-        bins = news.bins[-room:] if room > 0 else []
+        bins = steps.bins[-room:] if room > 0 else []
         self._num_bins += len(bins)
         now = self._clock()
-        self._steps.setdefault(news.replica, []).extend((now, one) for one in bins)
+        self._steps.setdefault(steps.replica, []).extend((now, one) for one in bins)
 
-    def _take_steps(self) -> dict[str, list[StepBin]]:
+    def _drain_steps(self) -> dict[str, list[StepBin]]:
         steps, self._steps, self._num_bins = self._steps, {}, 0
         now = self._clock()
         return {
@@ -217,17 +217,14 @@ class _View:
             for replica, bins in steps.items()
         }
 
-    async def look(self) -> LiveSnapshot:
-        """
-        Raises:
-            EngineDeadError: there is nothing to be seen any more.
-        """
+    async def snapshot(self) -> LiveSnapshot:
+        """Raises EngineDeadError when the endpoint has ended."""
         report = await self._endpoint.load()
         now = self._clock()
-        growth = self._progress.take(report, now, self._began)
+        growth = self._progress.update(report, now, self._began)
         self._prompts.append(growth)
+        is_first = self._last_at is None
         output_rate = self._output_tokens_per_s(now)
-        is_first, self._at = self._at is None, now
         ttft, itl = self._latencies.next_window()
         return LiveSnapshot(
             prompt_tokens_per_s=None if is_first else round(growth.prompt_tokens_per_s, 1),
@@ -246,36 +243,36 @@ class _View:
             tiers=_tiers(report),
             num_replicas=len(report.replicas),
             replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
-            num_answers=len(self._book.live),
-            answers=live_answers(self._book),
-            steps=self._take_steps(),
+            num_answers=len(self._tracker.running),
+            answers=live_answers(self._tracker),
+            steps=self._drain_steps(),
         )
 
     def _output_tokens_per_s(self, now: float) -> float | None:
-        """Since the last snapshot; None if this is the first."""
-        before, self._tokens_before = self._tokens_before, self._latencies.num_tokens
-        if self._at is None:
-            return None
-        return round((self._tokens_before - before) / max(now - self._at, 1e-3), 1)
+        """The rate since the last snapshot; None in the first."""
+        num_tokens = self._tracker.num_tokens - self._last_num_tokens
+        last_at = self._last_at
+        self._last_num_tokens, self._last_at = self._tracker.num_tokens, now
+        return None if last_at is None else round(num_tokens / max(now - last_at, 1e-3), 1)
 
 
-def live_answers(book: RequestTracker) -> list[LiveAnswer]:
-    """The oldest of those that are being given."""
-    now_ns = book.clock_ns()
-    return [_answer(record, now_ns) for record in islice(book.live.values(), MAX_ANSWERS)]
+def live_answers(tracker: RequestTracker) -> list[LiveAnswer]:
+    """The oldest running answers."""
+    now_ns = tracker.clock_ns()
+    return [_answer(record, now_ns) for record in islice(tracker.running.values(), MAX_ANSWERS)]
 
 
 def _answer(record: RequestStatistics, now_ns: int) -> LiveAnswer:
     return LiveAnswer(
         id=record.request_id,
-        name=record.origin.name,
-        key=record.origin.key,
+        name=record.client_request.id,
+        key=record.client_request.key_name,
         state="waiting" if record.first_token_ns is None else "generating",
         prompt_tokens=record.num_prompt_tokens,
         cached_tokens=record.num_cached_tokens,
         output_tokens=record.num_output_tokens,
         max_tokens=record.max_tokens,
-        age_s=round((now_ns - record.origin.arrived_ns) / 1e9, 2),
+        age_s=round((now_ns - record.client_request.arrived_ns) / 1e9, 2),
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import RequestFigures
 from pagoda.api.service import Service
 from pagoda.errors import EngineDeadError
@@ -32,20 +32,20 @@ class Snapshot(NamedTuple):
     limits: EngineReady | None
 
 
-async def metrics(call: Call) -> web.StreamResponse:
+async def metrics(context: RequestContext) -> web.StreamResponse:
     """All figures, under Pagoda's own names."""
-    return await _answer(call, aliases=False)
+    return await _answer(context, aliases=False)
 
 
-async def metrics_with_aliases(call: Call) -> web.StreamResponse:
+async def metrics_with_aliases(context: RequestContext) -> web.StreamResponse:
     """And again under the names that vLLM has for them, which its dashboards ask for."""
-    return await _answer(call, aliases=True)
+    return await _answer(context, aliases=True)
 
 
-async def _answer(call: Call, *, aliases: bool) -> web.StreamResponse:
-    snapshot = await _snapshot(call.service)
+async def _answer(context: RequestContext, *, aliases: bool) -> web.StreamResponse:
+    snapshot = await _snapshot(context.service)
     text = await asyncio.to_thread(_render, snapshot, aliases)  # streams go on meanwhile
-    return call.text(text, CONTENT_TYPE)
+    return context.text(text, CONTENT_TYPE)
 
 
 def _render(snapshot: Snapshot, aliases: bool) -> str:
@@ -65,7 +65,7 @@ async def _snapshot(service: Service) -> Snapshot:
     return Snapshot(
         service.config.served_model_name,
         service.request_metrics.figures(),
-        service.book.longest_wait_ns() / 1e9,
+        service.tracker.longest_wait_ns() / 1e9,
         own_memory(service),
         report,
         limits,

@@ -10,7 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 from pagoda.api.errors import ApiError
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 
 _DIRECTORY = Path(__file__).parent / "ui"
 _TYPES = {
@@ -50,20 +50,20 @@ def _files() -> dict[str, _File]:
     return files
 
 
-async def index(call: Call) -> web.StreamResponse:
-    return _answer(call, "index.html")
+async def index(context: RequestContext) -> web.StreamResponse:
+    return _answer(context, "index.html")
 
 
-async def file(call: Call) -> web.StreamResponse:
-    return _answer(call, call.path_argument)
+async def file(context: RequestContext) -> web.StreamResponse:
+    return _answer(context, context.path_argument)
 
 
-def _answer(call: Call, name: str) -> web.Response:
+def _answer(context: RequestContext, name: str) -> web.Response:
     found = _files().get(name)
     if found is None:
         raise ApiError(404, f"The page has no file {name[:200]!r}.")
-    headers = {**_HEADERS, "ETag": found.etag, "X-Request-Id": call.request_id}
-    known = (tag.strip() for tag in call.http.headers.get("If-None-Match", "").split(","))
+    headers = {**_HEADERS, "ETag": found.etag, "X-Request-Id": context.request_id}
+    known = (tag.strip() for tag in context.http.headers.get("If-None-Match", "").split(","))
     if any(tag.removeprefix("W/") in (found.etag, "*") for tag in known):
         return web.Response(status=304, headers=headers)
     return web.Response(body=found.body, headers={**headers, "Content-Type": found.content_type})

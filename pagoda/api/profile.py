@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from pagoda.api.errors import ApiError
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.trace_control import TraceControl, TraceStateError
 from pagoda.telemetry.tracer import LEVELS, TraceLevel
@@ -24,33 +24,33 @@ class StartBody(msgspec.Struct, forbid_unknown_fields=True):
     seconds: float | None = None
 
 
-async def start_profile(call: Call) -> web.StreamResponse:
+async def start_profile(context: RequestContext) -> web.StreamResponse:
     """Answers once this process traces; its engines and their workers follow at once."""
-    control = _control(call)
-    body = await call.parse(StartBody) if call.http.can_read_body else StartBody()
-    _check(body, call.service.is_router)
+    control = _control(context)
+    body = await context.parse(StartBody) if context.http.can_read_body else StartBody()
+    _check(body, context.service.is_router)
     try:
         await control.start(LEVELS[body.level], num_steps=body.num_steps, seconds=body.seconds)
     except TraceStateError as error:
         raise ApiError(409, str(error), code="profile_running") from None
-    return call.json(_described(control, LEVELS[body.level]))
+    return context.json(_described(control, LEVELS[body.level]))
 
 
-async def stop_profile(call: Call) -> web.StreamResponse:
+async def stop_profile(context: RequestContext) -> web.StreamResponse:
     """Answers once all fragments are closed, or some seconds later, with what went wrong. Of a trace that ended by
     itself it tells once."""
-    control = _control(call)
+    control = _control(context)
     try:
         ended = await control.stop()
     except TraceStateError as error:
         raise ApiError(409, str(error), code="no_profile") from None
-    return call.json({**_described(control, ended.session.level), "problems": ended.problems})
+    return context.json({**_described(control, ended.session.level), "problems": ended.problems})
 
 
-def _control(call: Call) -> TraceControl:
-    if call.service.tracing is None:
+def _control(context: RequestContext) -> TraceControl:
+    if context.service.tracing is None:
         raise ApiError(404, "This server cannot be traced.")
-    return call.service.tracing
+    return context.service.tracing
 
 
 def _check(body: StartBody, is_router: bool) -> None:

@@ -1,16 +1,15 @@
-"""What replicas have counted, from one look at them to the next.
+"""Growth of the counters of replicas from one report to the next.
 
-Sums over replicas cannot be compared: they fall when one does not answer in time, and rise by all that it ever
-counted when it does again. So each is compared with itself.
+Sums over replicas cannot be compared: a replica that misses a query seems to count nothing, then a lot at once;
+and hosts come and go. Therefore each replica is compared with itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagoda.messages.load import LoadReport
+from pagoda.messages.load import LoadReport, ReplicaLoad
 
 _COUNTERS = (
     "num_prompt_tokens",
@@ -22,7 +21,7 @@ _COUNTERS = (
 
 @dataclass(frozen=True)
 class Growth:
-    """Of all replicas, each since it was seen before."""
+    """Growth of all replicas, each since its own last report."""
 
     num_prompt_tokens: int
     num_prefix_hit_tokens: int
@@ -30,11 +29,13 @@ class Growth:
 
 
 class Progress:
-    """Keeps what each replica said last. Whatever was counted before an engine was started again still counts."""
+    """Keeps the last counters of each replica, and totals that never fall."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, Counter[str]]] = {}
-        """What counts, with the time at which it was told."""
+        """The time and the counters of the last report, by replica."""
+        self._losses: Counter[str] = Counter()
+        """Engines lost, by replica."""
         self._totals: Counter[str] = Counter()
 
     @property
@@ -43,32 +44,24 @@ class Progress:
 
     @property
     def num_restarts(self) -> int:
-        """Of workers, and of engines."""
-        return self._totals["num_worker_restarts"] + self._totals["num_losses"]
+        """Restarts of workers and engines."""
+        return self._totals["num_worker_restarts"] + self._losses.total()
 
-    def take(self, report: LoadReport, now: float, since: float) -> Growth:
-        """Growth is of replicas that were seen at `since` or later; of others it is not known when they grew."""
+    def update(self, report: LoadReport, now: float, since: float) -> Growth:
+        """Takes a report. A replica whose last report is from before `since` adds nothing to the growth."""
         grown: Counter[str] = Counter()
         rate = 0.0
-        for source, counts in _sources(report, "all"):
-            seen_at, before = self._seen.get(source, (None, Counter()))
-            more = (
-                counts - before
-            )  # an engine that was started again counts anew: nothing is negative
-            self._seen[source] = now, counts
+        own = ReplicaLoad(name="", state="", num_requests=0, weighed_tokens=0, report=report)
+        for replica in report.replicas or (own,):
+            self._losses[replica.name] = max(self._losses[replica.name], replica.num_losses)
+            if replica.report is None:
+                continue
+            counts = Counter({name: getattr(replica.report, name) for name in _COUNTERS})
+            seen_at, before = self._seen.get(replica.name, (None, Counter()))
+            more = counts - before  # a host that was started again counts from zero: no growth
+            self._seen[replica.name] = now, counts
             self._totals.update(more)
             if seen_at is not None and seen_at >= since:
                 grown.update(more)
                 rate += more["num_prompt_tokens"] / max(now - seen_at, 1e-3)
         return Growth(grown["num_prompt_tokens"], grown["num_prefix_hit_tokens"], rate)
-
-
-def _sources(report: LoadReport, name: str) -> Iterator[tuple[str, Counter[str]]]:
-    """Engines by themselves, also those behind hosts. Losses are known of those that do not answer, too."""
-    for replica in report.replicas:
-        own = f"{name}/{replica.name}"
-        yield f"{own} losses", Counter(num_losses=replica.num_losses)
-        if replica.report is not None:
-            yield from _sources(replica.report, own)
-    if not report.replicas:
-        yield name, Counter({counter: getattr(report, counter) for counter in _COUNTERS})

@@ -15,34 +15,34 @@ from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.protocol import parse_body
 from pagoda.api.service import Service
 from pagoda.api.sse import EventStream, error_event
-from pagoda.frontend.request_tracker import Origin
+from pagoda.frontend.request_tracker import ClientRequest
 
 _log = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "The server made an error; its log says more."
 
 _LARGE_BODY_BYTES = 256 * 2**10
-"""Bodies longer than this are decoded in a thread, so that streams go on meanwhile."""
+"""Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class RequestContext:
     """A request, the server's state, and who asks."""
 
     http: web.BaseRequest
     service: Service
     key_name: str | None
     """Of the API key that it came with; empty if none is asked for, None if it lacks one."""
-    origin: Origin
+    client_request: ClientRequest
     """What its answers are known by."""
     path_argument: str = ""
     """What stands in the path where the route has a `*`."""
 
     @property
     def request_id(self) -> str:
-        return self.origin.name
+        return self.client_request.id
 
     @property
     def session_header(self) -> str | None:
@@ -84,9 +84,10 @@ class Call:
             InvalidRequestError: it is not such a body; names the field.
         """
         body = await self.body()
-        if len(body) <= _LARGE_BODY_BYTES:
+        generator = self.service.generator
+        if len(body) <= _LARGE_BODY_BYTES or generator is None:
             return parse_body(body, kind)
-        return await asyncio.to_thread(parse_body, body, kind)
+        return await generator.long_texts.run(lambda: parse_body(body, kind))
 
     def json(self, value: object, *, status: int = 200) -> web.Response:
         """An answer in one piece."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.frontend.request_tracker import REFUSED, Growth, RequestStatistics
+from pagoda.frontend.request_tracker import REFUSED, RequestStatistics, RequestTracker
 from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.histogram import Histogram, total
 
@@ -90,7 +90,7 @@ class _KeyFigures:
         if record.finish_reason not in _COMPLETE:
             return
         if record.ended_ns is not None:
-            duration_ns = record.ended_ns - record.origin.arrived_ns
+            duration_ns = record.ended_ns - record.client_request.arrived_ns
             self._observe("request_duration_seconds", duration_ns / 1e9)
         if record.first_token_ns is None or record.last_token_ns is None:
             return
@@ -135,25 +135,33 @@ class RequestFigures(NamedTuple):
 
 
 class RequestMetrics:
-    """A `RequestObserver` that counts."""
+    """Counts requests and tokens; listens to a `RequestTracker`."""
 
     def __init__(self, keys: Sequence[str] = ("",)) -> None:
         """`keys` are the names of those that there are; others may come too."""
         self._by_key = {key: _KeyFigures() for key in keys}
         self._refusals: Counter[Refusal] = Counter()
 
-    def began(self, record: RequestStatistics) -> None:
-        if record.origin.key not in self._by_key:
-            self._by_key[record.origin.key] = _KeyFigures()
+    def follow(self, tracker: RequestTracker) -> None:
+        """Counts the answers that `tracker` records."""
+        tracker.subscribe(
+            on_start=self._on_start, on_tokens=self._on_tokens, on_finish=self._on_finish
+        )
 
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:
-        figures = self._by_key[record.origin.key]
-        figures.num_tokens += growth.num_tokens
-        histogram = figures.first_token if growth.is_first else figures.next_token
-        histogram.observe(growth.waited_ns / 1e9)
+    def _on_start(self, record: RequestStatistics) -> None:
+        if record.client_request.key_name not in self._by_key:
+            self._by_key[record.client_request.key_name] = _KeyFigures()
 
-    def ended(self, record: RequestStatistics) -> None:
-        self._by_key[record.origin.key].end(record)
+    def _on_tokens(
+        self, record: RequestStatistics, num_tokens: int, waited_ns: int, is_first: bool
+    ) -> None:
+        figures = self._by_key[record.client_request.key_name]
+        figures.num_tokens += num_tokens
+        histogram = figures.first_token if is_first else figures.next_token
+        histogram.observe(waited_ns / 1e9)
+
+    def _on_finish(self, record: RequestStatistics) -> None:
+        self._by_key[record.client_request.key_name].end(record)
 
     def refused(self, refusal: Refusal) -> None:
         """A request was answered with an error."""

@@ -71,11 +71,11 @@ async def serve(
     profile: ProfileConfig,
     tracer: Tracer,
     spans: RequestSpans | None = None,
-    further_books: Sequence[RequestTracker] = (),
+    further_trackers: Sequence[RequestTracker] = (),
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
     and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
-    `spans` are made of its answers, and closed at the end. Traces show answers in `further_books` as well.
+    `spans` are made of its answers, and closed at the end. Traces show answers in `further_trackers` as well.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
     `tracer` is that of this process; what `make_fleet` makes has it too.
@@ -90,13 +90,13 @@ async def serve(
             api_keys=server.api_keys,
             allowed_hosts=hosts_for(server.host, server.allowed_hosts),
         ),
-        book=RequestTracker(tracer.clock_ns),
+        tracker=RequestTracker(tracer.clock_ns),
     )
     tracing = service.tracing = TraceControl(
-        tracer, [service.book, *further_books], profile.directory, _run_name(tracer, server)
+        tracer, [service.tracker, *further_trackers], profile.directory, _run_name(tracer, server)
     )
     if spans is not None:
-        service.book.observe(spans)
+        spans.follow(service.tracker)
     signals = _Signals()
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
@@ -114,7 +114,7 @@ async def serve(
     tracing.join(fleet)
     dispatcher = fleet.dispatcher
     try:
-        loading = asyncio.ensure_future(start_generator(fleet, load_text, service.book))
+        loading = asyncio.ensure_future(start_generator(fleet, load_text, service.tracker))
         if not await signals.before(loading):
             return
         service.generator = loading.result()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagoda.api.answer_log import AnswerLog
+from pagoda.api.answer_log import log_answer
 from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.keys import NO_KEYS, ApiKeys
 from pagoda.api.live_stats import LiveStats
@@ -45,7 +45,7 @@ class Service:
     draining: bool = False
     fleet: Fleet | None = None
     """What is behind the API, as soon as it is being started."""
-    book: RequestTracker = field(default_factory=RequestTracker)
+    tracker: RequestTracker = field(default_factory=RequestTracker)
     """The answers that are being given."""
     tracing: TraceControl | None = None
     """None in a server that cannot be traced."""
@@ -55,10 +55,10 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.live_stats = LiveStats(self.book)
+        self.live_stats = LiveStats(self.tracker)
         self.request_metrics = RequestMetrics(self.config.api_keys.names)
-        self.book.observe(self.request_metrics)
-        self.book.observe(AnswerLog())
+        self.request_metrics.follow(self.tracker)
+        self.tracker.subscribe(on_finish=log_answer)
 
     @property
     def is_router(self) -> bool:

@@ -1,4 +1,4 @@
-"""Figures once more, under the names and labels that vLLM has for the same: its dashboards then work as they are.
+"""Metrics under the names and labels that vLLM has for the same, so that its dashboards work as they are.
 
 What vLLM counts for each engine and Pagoda for each API key, as requests, has no label `engine` here. Names with
 colons are not what Prometheus recommends, which is why they are not in `GET /metrics`.
@@ -6,18 +6,15 @@ colons are not what Prometheus recommends, which is why they are not in `GET /me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagoda.api.metric_series import (
-    add_histogram,
     device_usage,
+    family,
+    histograms,
     num_unplaced,
     reports_of,
     step_tokens,
@@ -25,30 +22,15 @@ from pagoda.api.metric_series import (
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
 from pagoda.frontend.request_tracker import REFUSED
+from pagoda.messages.figures import figures_of
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import LoadReport
 
 _PREFIX = "vllm:"
-_Value = Callable[[LoadReport], float]
-
+_HELP = "As vLLM has it."
+_ENGINE = ("model_name", "engine")
 _NO_ENGINE = ""
-"""The label of requests that wait for one: whoever scales by what waits adds over engines."""
-_GAUGES: dict[str, _Value] = {
-    "num_requests_running": lambda report: report.num_running,
-    # There, requests that wait for KV are among those that wait.
-    "num_requests_waiting": lambda report: report.num_waiting + report.num_awaiting_kv,
-    "kv_cache_usage_perc": device_usage,
-    "gpu_cache_usage_perc": device_usage,
-}
-_COUNTERS: dict[str, _Value] = {
-    "num_preemptions_total": lambda report: report.num_preemptions,
-    "prompt_tokens_total": lambda report: report.num_prompt_tokens,
-    "generation_tokens_total": lambda report: report.num_generated_tokens,
-    "prefix_cache_queries_total": lambda report: report.num_prompt_tokens,
-    "prefix_cache_hits_total": lambda report: report.num_prefix_hit_tokens,
-    "gpu_prefix_cache_queries_total": lambda report: report.num_prompt_tokens,
-    "gpu_prefix_cache_hits_total": lambda report: report.num_prefix_hit_tokens,
-}
+"""The label of requests that wait for an engine. Autoscalers add up what waits over all engines."""
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
@@ -61,11 +43,11 @@ _HISTOGRAMS = {
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_generated_tokens",
 }
-"""Theirs, and ours."""
+"""Pagoda's name of each histogram of vLLM."""
 
 
 def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
-    """What vLLM has as well."""
+    """Metrics that vLLM has too."""
     yield from _of_requests(snapshot)
     if snapshot.report is not None:
         yield from _of_engines(snapshot.model_name, snapshot.report)
@@ -74,48 +56,65 @@ def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
-    success = CounterMetricFamily(
+    finished = snapshot.requests.finished.values()
+    reasons = sorted({reason for counts in finished for reason in counts} - {REFUSED})
+    yield family(
+        CounterMetricFamily,
         f"{_PREFIX}request_success_total",
         "Answers that have ended, by the reason of their end.",
-        labels=["model_name", "finished_reason"],
+        ["model_name", "finished_reason"],
+        [
+            ([snapshot.model_name, reason], sum(counts[reason] for counts in finished))
+            for reason in reasons
+        ],
     )
-    reasons = {reason for counts in snapshot.requests.finished.values() for reason in counts}
-    for reason in sorted(reasons - {REFUSED}):
-        count = sum(counts[reason] for counts in snapshot.requests.finished.values())
-        success.add_metric([snapshot.model_name, reason], count)
-    yield success
     for name, own_name in _HISTOGRAMS.items():
         help_text = HISTOGRAMS[own_name].help_text
-        family = HistogramMetricFamily(f"{_PREFIX}{name}", help_text, labels=["model_name"])
-        add_histogram(family, [snapshot.model_name], snapshot.requests.total(own_name))
-        yield family
+        total = snapshot.requests.total(own_name)
+        series = [([snapshot.model_name], total)]
+        yield histograms(f"{_PREFIX}{name}", help_text, ["model_name"], series)
 
 
 def _of_engines(model: str, whole: LoadReport) -> Iterator[Metric]:
-    labels = ["model_name", "engine"]
     reports = reports_of(whole)
-    for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-        for name, value in table.items():
-            metric = family(f"{_PREFIX}{name}", "As vLLM has it.", labels=labels)
-            for engine, report in reports.items():
-                metric.add_metric([model, engine], value(report))
-            if name == "num_requests_waiting":
-                metric.add_metric([model, _NO_ENGINE], num_unplaced(whole))
-            yield metric
-    tokens = HistogramMetricFamily(
-        f"{_PREFIX}iteration_tokens_total", "Tokens of a step.", labels=labels
-    )
-    for engine, report in reports.items():
-        add_histogram(tokens, [model, engine], step_tokens(report))
-    yield tokens
+    for name, (is_counter, fields) in _declared_aliases().items():
+        values = {
+            engine: sum(getattr(report, field) for field in fields)
+            for engine, report in reports.items()
+        }
+        if name == "num_requests_waiting":
+            values[_NO_ENGINE] = num_unplaced(whole)
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        series = [([model, engine], value) for engine, value in values.items()]
+        yield family(kind, f"{_PREFIX}{name}", _HELP, _ENGINE, series)
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        usage = [([model, engine], device_usage(report)) for engine, report in reports.items()]
+        yield family(GaugeMetricFamily, f"{_PREFIX}{name}", _HELP, _ENGINE, usage)
+    tokens = [([model, engine], step_tokens(report)) for engine, report in reports.items()]
+    yield histograms(f"{_PREFIX}iteration_tokens_total", "Tokens of a step.", _ENGINE, tokens)
+
+
+def _declared_aliases() -> dict[str, tuple[bool, list[str]]]:
+    """For each of vLLM's names: True for a counter, and the fields of a load report that are added up."""
+    aliases: defaultdict[str, list[str]] = defaultdict(list)
+    counters = set()
+    for field, figures in figures_of(LoadReport).items():
+        for figure in figures:
+            for name in figure.vllm:
+                aliases[name].append(field)
+                if figure.is_counter:
+                    counters.add(name)
+    return {name: (name in counters, fields) for name, fields in aliases.items()}
 
 
 def _cache_config(reports: dict[str, LoadReport], limits: EngineReady) -> Metric:
-    info = GaugeMetricFamily(
+    return family(
+        GaugeMetricFamily,
         f"{_PREFIX}cache_config_info",
         "The size of the KV cache; the value is always 1.",
-        labels=["engine", "block_size", "num_gpu_blocks"],
+        ["engine", "block_size", "num_gpu_blocks"],
+        [
+            ([engine, str(limits.block_size), str(report.num_blocks)], 1)
+            for engine, report in reports.items()
+        ],
     )
-    for engine, report in reports.items():
-        info.add_metric([engine, str(limits.block_size), str(report.num_blocks)], 1)
-    return info

@@ -13,6 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagoda.checkpoints.weight_formats import (
+    DenseFormat,
+    GroupedFormat,
+    Int8Format,
+    WeightFormat,
+    format_bytes,
+)
+
 
 @dataclass(frozen=True)
 class DenseWeight:
@@ -49,8 +57,8 @@ class GroupedWeight:
     """4 or 8."""
     group_size: int
     """One of `weight_formats.GROUP_SIZES`; divides the number of inputs."""
-    input_order: Tensor | None = None
-    """[in] int64: the map's input `i` is the activation's element `input_order[i]` (GPTQ's act-order)."""
+    act_order: Tensor | None = None
+    """[in] int64: the map's input `i` is the activation's element `act_order[i]` (GPTQ's act-order)."""
 
 
 LinearWeight = DenseWeight | Int8Weight | GroupedWeight
@@ -63,15 +71,19 @@ def weight_shape(weight: LinearWeight) -> tuple[int, int]:
     return outputs, inputs
 
 
-def weight_bytes(weight: LinearWeight) -> int:
-    """In memory, once a backend has packed it."""
+def weight_format(weight: LinearWeight) -> WeightFormat:
+    """Format of a weight, which tells its size."""
     if isinstance(weight, DenseWeight):
-        return weight.values.nbytes
+        return DenseFormat()
     if isinstance(weight, Int8Weight):
-        return weight.values.nbytes + weight.scales.nbytes
-    others = (weight.scales, weight.offsets, weight.input_order)
-    num_codes = weight.codes.numel()
-    return num_codes * weight.bits // 8 + sum(part.nbytes for part in others if part is not None)
+        return Int8Format()
+    has_offsets, has_order = weight.offsets is not None, weight.act_order is not None
+    return GroupedFormat(weight.bits, weight.group_size, has_offsets, has_order)
+
+
+def weight_bytes(weight: LinearWeight, dtype: torch.dtype) -> int:
+    """Bytes in memory, once a backend has packed the weight; `dtype` is that of activations."""
+    return format_bytes(weight_format(weight), *weight_shape(weight), dtype.itemsize)
 
 
 def dequantize(weight: LinearWeight) -> Tensor:
@@ -86,10 +98,10 @@ def dequantize(weight: LinearWeight) -> Tensor:
     )
     if weight.offsets is not None:
         values += _per_input(weight.offsets, spread)
-    if weight.input_order is None:
+    if weight.act_order is None:
         return values
     ordered = torch.empty_like(values)
-    ordered[:, weight.input_order] = values
+    ordered[:, weight.act_order] = values
     return ordered
 
 

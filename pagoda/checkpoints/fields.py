@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
@@ -53,11 +54,16 @@ class Fields:
             self.refuse(name, "must be a JSON object")
         return Fields(value, self.source, f"{self._prefix}{name}.")
 
+    def require(self, name: str, neutral: object) -> None:
+        """Refuses any value but an absent one, null and `neutral`, which leave the arithmetic as it is."""
+        if self.values.get(name) is not None and self.values[name] != neutral:
+            self.refuse(name, f"is not supported; it must be absent or {json.dumps(neutral)}")
+
     def optional_number(self, name: str) -> float | None:
         return None if self.values.get(name) is None else self.number(name)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of strings; none where the field is absent."""
+        """Items of a list of strings; none where the field is absent."""
         value = self.values.get(name)
         if value is None:
             return ()

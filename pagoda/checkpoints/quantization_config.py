@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     DenseFormat,
     GroupedFormat,
@@ -14,11 +15,6 @@ from pagoda.checkpoints.weight_formats import (
     held_group_size,
 )
 from pagoda.errors import ConfigError
-
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
-ROUTERS = (".mlp.gate", ".block_sparse_moe.gate")
-"""Ends of the names of the maps that choose experts."""
 
 _SUPPORTED = (
     "compressed-tensors (int8 weights and inputs, or packed int4 and int8 weights), awq (4 bits) and "
@@ -32,7 +28,7 @@ class Int8Scheme:
 
     summary = "int8 weights"
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:  # noqa: ARG002 - any map
+    def format_of(self, linear: LinearSpec) -> WeightFormat:  # noqa: ARG002 - any layer
         return Int8Format()
 
 
@@ -51,12 +47,12 @@ class GroupScheme:
         groups = "one group" if self.group_size is None else f"groups of {self.group_size}"
         return f"int{self.bits} weights ({groups})"
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
         return GroupedFormat(
             bits=self.bits,
-            group_size=held_group_size(name, inputs, self.group_size),
+            group_size=held_group_size(linear.name, linear.inputs, self.group_size),
             offsets=not self.symmetric,
-            input_order=self.act_order,
+            act_order=self.act_order,
         )
 
 
@@ -75,17 +71,18 @@ class CompressedTensors:
         kinds = dict.fromkeys(scheme.summary for _, scheme in self.targets)
         return f"compressed-tensors {' and '.join(kinds)}"
 
-    def scheme_of(self, name: str) -> Scheme | None:
-        if name == EMBEDDING or any(_matches(pattern, name) for pattern in self.ignore):
+    def scheme_of(self, linear: LinearSpec) -> Scheme | None:
+        ignored = any(_matches(pattern, linear.name) for pattern in self.ignore)
+        if linear.role is Role.EMBEDDING or ignored:
             return None
-        for wanted in (name, "Linear"):
+        for wanted in (linear.name, "Linear"):
             for target, scheme in self.targets:
                 if _matches(target, wanted):
                     return scheme
         return None
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:
-        return _format_of(self.scheme_of(name), name, inputs)
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        return _format_of(self.scheme_of(linear), linear)
 
 
 @dataclass(frozen=True)
@@ -100,13 +97,13 @@ class Awq:
     def summary(self) -> str:
         return f"awq {self.scheme.summary}"
 
-    def scheme_of(self, name: str) -> GroupScheme | None:
-        if name in (EMBEDDING, HEAD) or name.endswith(ROUTERS):
+    def scheme_of(self, linear: LinearSpec) -> GroupScheme | None:
+        if linear.role in (Role.EMBEDDING, Role.HEAD, Role.ROUTER):
             return None
-        return None if any(part in name for part in self.not_converted) else self.scheme
+        return None if any(part in linear.name for part in self.not_converted) else self.scheme
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:
-        return _format_of(self.scheme_of(name), name, inputs)
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        return _format_of(self.scheme_of(linear), linear)
 
 
 @dataclass(frozen=True)
@@ -124,16 +121,19 @@ class Gptq:
     def summary(self) -> str:
         return f"gptq {self.scheme.summary}"
 
-    def scheme_of(self, name: str) -> GroupScheme | None:
-        if name in (EMBEDDING, HEAD):
-            return self.scheme if name == HEAD and self.head else None
-        if name.endswith(ROUTERS):  # no file says so, as none is quantized
+    def scheme_of(self, linear: LinearSpec) -> GroupScheme | None:
+        if linear.role is Role.HEAD:
+            return self.scheme if self.head else None
+        if linear.role in (
+            Role.EMBEDDING,
+            Role.ROUTER,
+        ):  # no file lists routers, as none is quantized
             return None
-        chosen = not self.modules or name.endswith(tuple(f".{module}" for module in self.modules))
-        return self.scheme if chosen else None
+        ends = tuple(f".{module}" for module in self.modules)
+        return self.scheme if not ends or linear.name.endswith(ends) else None
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:
-        return _format_of(self.scheme_of(name), name, inputs)
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        return _format_of(self.scheme_of(linear), linear)
 
 
 CheckpointQuantization = CompressedTensors | Awq | Gptq
@@ -161,8 +161,8 @@ def parse_quantization(config: Fields) -> CheckpointQuantization | None:
     return _gptq(fields)
 
 
-def _format_of(scheme: Scheme | None, name: str, inputs: int) -> WeightFormat:
-    return DenseFormat() if scheme is None else scheme.format_of(name, inputs)
+def _format_of(scheme: Scheme | None, linear: LinearSpec) -> WeightFormat:
+    return DenseFormat() if scheme is None else scheme.format_of(linear)
 
 
 def _matches(target: str, name: str) -> bool:

@@ -1,43 +1,13 @@
-"""Whether a model can be split over so many devices, seen from its shape alone."""
+"""How many devices a model can be split over, seen from its shape alone."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
-import msgspec
-
-from pagoda.checkpoints.gguf.config import config_values
-from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
-from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.load_config import load_model_config
+from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.errors import ConfigError
 from pagoda.parallel.config import ParallelConfig, can_share_heads
-
-VOCABULARY = "tokens of the vocabulary"
-INNER = "inner channels (intermediate_size)"
-EXPERT_INNER = "inner channels of an expert"
-_EXPERT_COUNTS = ("num_local_experts", "num_experts")
-
-
-class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks share out; None is not known."""
-
-    heads: int | None = None
-    kv_heads: int | None = None
-    layers: int | None = None
-    channels: tuple[tuple[int, str], ...] = ()
-    """How many there are of what each rank needs one of at least, such as `(512, "tokens of the vocabulary")`."""
-    experts: int | None = None
-    """Zero where all layers are dense."""
-
-    def can_share(self, tp_size: int, *, expert_parallel: bool) -> bool:
-        """Whether so many tensor-parallel ranks can."""
-        heads_fit = self.heads is None or can_share_heads(
-            self.heads, self.kv_heads or self.heads, tp_size
-        )
-        experts_fit = not expert_parallel or self.experts is None or tp_size <= self.experts
-        return heads_fit and experts_fit and all(tp_size <= count for count, _ in self.channels)
 
 
 def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> None:
@@ -47,40 +17,64 @@ def check_topology(model: str, load_format: str, parallel: ParallelConfig) -> No
     worker to say.
 
     Raises:
-        ConfigError: they cannot; the error names the nearest sizes that can.
+        ConfigError: the ranks cannot; the error names the nearest sizes that can.
     """
-    if parallel.replica_size > 1:
-        sizes = _sizes(_shape(model, load_format), expert_parallel=parallel.expert_parallel)
-        check_sizes(model, sizes, parallel)
+    if parallel.replica_size == 1:
+        return
+    try:
+        config = load_model_config(model, load_format)
+    except ConfigError:
+        return
+    check_shares(model, config, parallel)
 
 
-def check_sizes(model: str, sizes: ModelSizes, parallel: ParallelConfig) -> None:
-    """Checks the same of sizes that are known; `model` names it in errors.
+def check_shares(model: str, config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Checks the same of a known shape; `model` names it in errors.
 
     Raises:
-        ConfigError: they cannot be shared out so.
+        ConfigError: the model cannot be shared out so.
     """
     tp_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     nearest = nearest_sizes(
         tp_size,
-        sizes.heads or tp_size,
-        lambda size: sizes.can_share(size, expert_parallel=parallel.expert_parallel),
+        config.num_heads,
+        lambda size: can_share(config, size, expert_parallel=parallel.expert_parallel),
     )
-    if sizes.heads is not None:
-        _check_heads(model, tp_size, sizes.heads, sizes.kv_heads or sizes.heads, nearest)
-    for count, what in sizes.channels:
+    _check_heads(model, tp_size, config.num_heads, config.num_kv_heads, nearest)
+    for count, what in _channels(config, expert_parallel=parallel.expert_parallel):
         if tp_size > count:
             raise ConfigError(
                 f"--tensor-parallel-size {tp_size} is more than the {count} {what} of {model}, of which every "
                 f"rank needs one at least; the nearest that is not is {nearest}."
             )
-    if parallel.expert_parallel and sizes.experts is not None:
-        _check_experts(model, tp_size, sizes.experts)
-    if sizes.layers is not None and num_stages > sizes.layers:
+    if parallel.expert_parallel:
+        _check_experts(model, tp_size, 0 if config.experts is None else config.experts.num_experts)
+    if num_stages > config.num_layers:
         raise ConfigError(
-            f"--pipeline-parallel-size {num_stages} is more than the {sizes.layers} layers of {model}; "
-            f"a stage has at least one, so it may be at most {sizes.layers}."
+            f"--pipeline-parallel-size {num_stages} is more than the {config.num_layers} layers of {model}; "
+            f"a stage has at least one, so it may be at most {config.num_layers}."
         )
+
+
+def can_share(config: ModelConfig, tp_size: int, *, expert_parallel: bool) -> bool:
+    """Tells if `tp_size` tensor-parallel ranks can each have a part of every layer."""
+    channels = _channels(config, expert_parallel=expert_parallel)
+    return (
+        can_share_heads(config.num_heads, config.num_kv_heads, tp_size)
+        and all(tp_size <= count for count, _ in channels)
+        and not (expert_parallel and config.experts and tp_size > config.experts.num_experts)
+    )
+
+
+def _channels(config: ModelConfig, *, expert_parallel: bool) -> list[tuple[int, str]]:
+    """Counts of what each rank needs at least one of, such as `(512, "tokens of the vocabulary")`."""
+    experts = config.experts
+    channels = [(config.vocab_size, "tokens of the vocabulary")]
+    if experts is None or len(experts.layers) < config.num_layers:
+        channels.append((config.intermediate_size, "inner channels (intermediate_size)"))
+    if experts is not None and not expert_parallel:
+        channels.append((experts.intermediate_size, "inner channels of an expert"))
+    return channels
 
 
 def nearest_sizes(size: int, most: int, fits: Callable[[int], bool]) -> str:
@@ -113,43 +107,3 @@ def _check_experts(model: str, size: int, experts: int) -> None:
             f"--tensor-parallel-size {size} is more than the {experts} experts of {model}; with "
             f"--enable-expert-parallel it may be at most {experts}."
         )
-
-
-def _sizes(shape: Mapping[str, object], *, expert_parallel: bool) -> ModelSizes:
-    """Of a config.json as far as it can be understood."""
-    if not shape:
-        return ModelSizes()
-    experts = next(
-        (count for name in _EXPERT_COUNTS if (count := _count(shape.get(name))) is not None), 0
-    )
-    counts = [(_count(shape.get("vocab_size")), VOCABULARY)]
-    if not experts:
-        counts.append((_count(shape.get("intermediate_size")), INNER))
-    elif not expert_parallel:
-        inner = "moe_intermediate_size" if "moe_intermediate_size" in shape else "intermediate_size"
-        counts.append((_count(shape.get(inner)), EXPERT_INNER))
-    return ModelSizes(
-        heads=_count(shape.get("num_attention_heads")),
-        kv_heads=_count(shape.get("num_key_value_heads")),
-        layers=_count(shape.get("num_hidden_layers")),
-        channels=tuple((count, what) for count, what in counts if count is not None),
-        experts=experts,
-    )
-
-
-def _shape(model: str, load_format: str) -> Mapping[str, object]:
-    """What a config.json says or would say; empty if there is none that can be read."""
-    if load_format == "dummy" and model in PRESETS:
-        return PRESETS[model]
-    path = Path(model)
-    if is_gguf(path):
-        return config_values(read_gguf(path))
-    try:
-        values = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagoda.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda.checkpoints.model_config import LinearSpec
 
 GROUP_SIZES = (32, 64, 128)
 """Numbers of inputs that may share a scale in a grouped weight, in memory."""
@@ -28,7 +31,7 @@ class GroupedFormat:
     bits: int
     group_size: int
     offsets: bool
-    input_order: bool
+    act_order: bool
     can_regroup: bool = True
     """Whether a part may hold a group as several of the same scale."""
 
@@ -44,11 +47,11 @@ class Quantization(Protocol):
         """For the operator, such as `int4 weights (groups of 32)`."""
         ...
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:
-        """Of the whole linear map `name`; for a part of it see `part_format`.
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        """Format of a whole linear layer; for a rank's part of it see `part_format`.
 
         Raises:
-            ConfigError: a map of so many inputs cannot be held so.
+            ConfigError: a layer of so many inputs cannot be held so.
         """
         ...
 
@@ -61,7 +64,7 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
     if isinstance(held_as, Int8Format):
         return weights + 4 * outputs
     per_group = 4 if held_as.offsets else 2
-    order = 8 * inputs if held_as.input_order else 0
+    order = 8 * inputs if held_as.act_order else 0
     return weights * held_as.bits // 8 + weights // held_as.group_size * per_group + order
 
 
@@ -73,7 +76,7 @@ def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFo
     """
     if not isinstance(held_as, GroupedFormat) or len(part) == num_inputs:
         return held_as
-    if held_as.input_order:
+    if held_as.act_order:
         return DenseFormat()
     sizes = sorted(GROUP_SIZES, reverse=True) if held_as.can_regroup else [held_as.group_size]
     for size in sizes:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.checkpoints.gguf.reader import read_gguf
+from pagoda.checkpoints.load_config import load_model_config
+from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts, output
@@ -18,8 +20,6 @@ from pagoda.cli.sizes import format_bytes
 from pagoda.cli.weight_traffic import (
     WeightTraffic,
     gguf_traffic,
-    is_quantized,
-    read_config,
     stored_traffic,
     weight_traffic,
 )
@@ -99,22 +99,23 @@ def _models(
     model: str | None, dtype: str, quantization: str
 ) -> Iterable[tuple[str, WeightTraffic]]:
     if model is not None and model in PRESETS:
-        yield model, weight_traffic(PRESETS[model], dtype, f"preset {model}", quantization)
+        yield model, weight_traffic(_preset(model), dtype, quantization)
         return
     files = resolve_model(model)
+    config = load_model_config(files.model, "auto")
     if files.gguf is not None:
         yield files.served_name, gguf_traffic(read_gguf(files.gguf), dtype)
-        return
-    directory = files.directory or Path(files.model)
-    config = read_config(directory)
-    if is_quantized(config):
-        yield files.served_name, stored_traffic(config, directory)
-        return
-    source = str(directory / "config.json")
-    yield files.served_name, weight_traffic(config, dtype, source, quantization)
+    elif config.quantization is not None:
+        yield files.served_name, stored_traffic(config, files.directory or Path(files.model))
+    else:
+        yield files.served_name, weight_traffic(config, dtype, quantization)
     if model is None:
-        for name, preset in PRESETS.items():
-            yield name, weight_traffic(preset, dtype, f"preset {name}", quantization)
+        for name in PRESETS:
+            yield name, weight_traffic(_preset(name), dtype, quantization)
+
+
+def _preset(name: str) -> ModelConfig:
+    return load_model_config(name, "dummy")
 
 
 def _limit_row(name: str, traffic: WeightTraffic, bandwidth: Bandwidth) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.cli.sizes import format_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.object_listing import FAN_OUTS, Found, list_files, object_directories
+from pagoda.kv.object_listing import FAN_OUTS, FoundFile, list_files, object_directories
 from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, read_manifest
 
 _GENERAL = GeneralOptions()
@@ -181,7 +181,7 @@ def _look_into(root: Path) -> list[_Directory]:
     return directories
 
 
-def _parts(path: str) -> Iterator[Sequence[Found]]:
+def _parts(path: str) -> Iterator[Sequence[FoundFile]]:
     """The files of a directory of blocks: those in itself, then those of each fan-out directory."""
     for name in ("", *FAN_OUTS):
         try:
@@ -190,7 +190,7 @@ def _parts(path: str) -> Iterator[Sequence[Found]]:
             yield ()
 
 
-def _count(directory: _Directory, found: Found) -> None:
+def _count(directory: _Directory, found: FoundFile) -> None:
     if found.key is not None:
         directory.num_blocks += 1
         directory.num_bytes += found.num_bytes
@@ -199,7 +199,7 @@ def _count(directory: _Directory, found: Found) -> None:
         directory.num_left_over += 1
 
 
-def _is_left_over(found: Found) -> bool:
+def _is_left_over(found: FoundFile) -> bool:
     return found.is_temporary and found.is_stale(time.time())
 
 
@@ -255,7 +255,7 @@ def _count_of(number: int, what: str) -> str:
 
 def _check(
     directories: Sequence[_Directory], progress: Progress, total: int
-) -> Iterator[tuple[Found, str | None]]:
+) -> Iterator[tuple[FoundFile, str | None]]:
     """Each block, and what is wrong with it. One that has been removed meanwhile is none."""
     task = progress.add_task("Checking", total=total)
     for directory in directories:
@@ -302,7 +302,7 @@ def _agreed(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def _removable(path: str) -> Iterator[Found]:
+def _removable(path: str) -> Iterator[FoundFile]:
     for part in _parts(path):
         for found in part:
             if found.key is not None or _is_left_over(found):

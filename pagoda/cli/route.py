@@ -118,7 +118,7 @@ def route(
             profile=profile.config(),
             tracer=tracer,
             spans=spans,
-            further_books=() if joined is None else [joined.book],
+            further_trackers=() if joined is None else [joined.tracker],
         )
     )
     return 0

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from pagoda.api.answer_log import AnswerLog
+from pagoda.api.answer_log import log_answer
 from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
@@ -120,10 +120,10 @@ class JoinOptions:
         advertised = Advertised.parse(self.advertise)
         if self.join is None and advertised.port is None:
             return None
-        book = RequestTracker()
-        book.observe(AnswerLog())
+        tracker = RequestTracker()
+        tracker.subscribe(on_finish=log_answer)
         if spans is not None:
-            book.observe(spans)
+            spans.follow(tracker)
         keys = self.keys("--join" if self.join is not None else "--advertise with a port")
         return JoinConfig(
             register=registering(self.join, keys),
@@ -131,7 +131,7 @@ class JoinOptions:
             advertised=advertised,
             model=files.served_name,
             model_digest=model_digest(files),
-            book=book,
+            tracker=tracker,
         )
 
     def keys(self, user: str) -> CurveKeys:
@@ -232,7 +232,7 @@ def serve(
             profile=profile.config(),
             tracer=tracer,
             spans=spans,
-            further_books=() if joined is None else [joined.book],
+            further_trackers=() if joined is None else [joined.tracker],
         )
     )
     return 0

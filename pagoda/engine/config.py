@@ -6,7 +6,8 @@ import msgspec
 
 from pagoda.errors import ConfigError
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.worker_config import CurveKeys, Role, SimConfig, WorkerConfig
+from pagoda.messages.transfers import KVDirectory
+from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True):
@@ -82,6 +83,24 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     keys: CurveKeys
     lease_s: float = 30.0
     """How long KV is held for someone who says nothing."""
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost model of the simulated executor.
+
+    A step takes `base_s + per_token_s * tokens` seconds, a transfer `per_transferred_block_s * blocks` seconds.
+    Steps and transfers do not slow each other down.
+    """
+
+    base_s: float = 0.0
+    per_token_s: float = 0.0
+    per_transferred_block_s: float = 0.0
+    num_blocks: int = 8192
+    block_size: int = 16
+    max_model_len: int = 131072
+    vocab_size: int = 512
+    kv_host_slots: int = 0
+    kv_directories: tuple[KVDirectory, ...] = ()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import logging
 from typing import Protocol
 
 from pagoda.engine.config import EngineConfig, KVTiersConfig
+from pagoda.engine.load_reports import LoadReportSchedule
 from pagoda.engine.prefix_cache_updates import CacheReporter
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.engine.step_meter import StepMeter
@@ -39,7 +40,7 @@ from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
-from pagoda.pd.transfer_tokens import TransferToken
+from pagoda.pd.transfer_tokens import TransferTokens
 from pagoda.telemetry.tracer import Tracer
 
 STABLE_S = 30.0
@@ -87,13 +88,14 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._handoff = handoff
-        self._holder: KVExporter | None = None
+        self._exporter: KVExporter | None = None
         self._remote: RemoteKV | None = None
         self._scheduler: Scheduler | None = None
         self._tiers: TieredKVConnector | None = None
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
         self._step_news = StepReporter(clock)
+        self._load_reports = LoadReportSchedule(clock)
         self._worker: WorkerReady | None = None
         self._is_worker_ready = False
         self._restart_at: float | None = None
@@ -163,6 +165,11 @@ class EngineCore:
         if self._scheduler is not None:
             self._scheduler.abort(request_id)
 
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler, for tests to inspect; None before the worker is ready for the first time."""
+        return self._scheduler
+
     def step(self) -> list[TokenChunk]:
         """Collects results, then hands out as many plans as may be under way.
 
@@ -188,8 +195,8 @@ class EngineCore:
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self._restart_at = None
             self._executor.start(self._worker.num_blocks if self._worker else None)
-        if self._holder is not None:
-            self._holder.step()
+        if self._exporter is not None:
+            self._exporter.step()
         if self._scheduler is not None:
             chunks += self._scheduler.end_unwanted()
             chunks += self._take_remote_news(self._scheduler)
@@ -221,17 +228,19 @@ class EngineCore:
 
     def _submit_transfers(self) -> None:
         if self._tiers is not None:
-            transfers = self._tiers.take_transfers()
-            met, parted = ([], []) if self._remote is None else self._remote.take_peers()
-            if transfers or met or parted:
-                self._executor.submit_transfers(transfers, met, parted)
+            transfers = self._tiers.drain_transfers()
+            added_peers, removed_peers = (
+                ([], []) if self._remote is None else self._remote.drain_peer_changes()
+            )
+            if transfers or added_peers or removed_peers:
+                self._executor.submit_transfers(transfers, added_peers, removed_peers)
 
     def _take_remote_news(self, scheduler: Scheduler) -> list[TokenChunk]:
         if self._remote is None:
             return []
         self._remote.step()
         chunks: list[TokenChunk] = []
-        for news in self._remote.take_news():
+        for news in self._remote.drain_events():
             match news:
                 case Arrived(request_id, token):
                     chunks += scheduler.take_first_token(request_id, token)
@@ -272,8 +281,8 @@ class EngineCore:
                 self._tracing.watch(self._scheduler)
         if self._tiers is not None:
             self._tiers.workers_ready(worker)
-        if self._holder is not None:
-            self._holder.workers_ready(worker)
+        if self._exporter is not None:
+            self._exporter.workers_ready(worker)
 
     def _make_scheduler(self, worker: WorkerReady) -> Scheduler:
         config = self._config
@@ -306,8 +315,8 @@ class EngineCore:
             )
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
-        self._holder = self._make_holder(kv.pool)
-        return Scheduler(limits, kv, self._clock, self._tiers, self._holder)
+        self._exporter = self._make_exporter(kv.pool)
+        return Scheduler(limits, kv, self._clock, self._tiers, self._exporter)
 
     def _open_remote(self, ledger: TransferLedger) -> KVConnector:
         links, config = self._handoff, self._config.handoff
@@ -317,21 +326,21 @@ class EngineCore:
             links.peers,
             ledger,
             self._clock,
-            seal=TransferToken(config.keys),
+            tokens=TransferTokens(config.keys),
             engine_id=links.engine_id,
             also_holds=config.role.holds_kv,
             fails=self._config.fail_on_load_failure,
         )
         return self._remote
 
-    def _make_holder(self, pool: BlockPool) -> KVExporter | None:
+    def _make_exporter(self, pool: BlockPool) -> KVExporter | None:
         links, config = self._handoff, self._config.handoff
-        if links is None or links.door is None or config is None:
+        if links is None or links.listener is None or config is None:
             return None
         leases = LeaseBook(pool, self._clock, config.lease_s)
         tp_size = self._config.worker.parallel.tensor_parallel_size
-        seal = TransferToken(config.keys)
-        return KVExporter(links.door, leases, seal, links.engine_id, config.lease_s, tp_size)
+        tokens = TransferTokens(config.keys)
+        return KVExporter(links.listener, leases, tokens, links.engine_id, config.lease_s, tp_size)
 
     def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
@@ -389,7 +398,7 @@ class EngineCore:
 
     def take_kv_events(self) -> list[KVEvent]:
         """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
-        return [] if self._kv_events is None else self._kv_events.take()
+        return [] if self._kv_events is None else self._kv_events.drain()
 
     def subscribe_cache(self, frontend: bytes) -> None:
         """From now on `frontend` is among those that `take_news` names.
@@ -420,14 +429,24 @@ class EngineCore:
                 self._restart_at,
                 self._executor.next_event_at(),
                 None if self._tiers is None else self._tiers.next_event_at(),
-                None if self._holder is None else self._holder.next_event_at(),
+                None if self._exporter is None else self._exporter.next_event_at(),
                 None if self._remote is None else self._remote.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
                 self._step_news.next_event_at(),
+                self._load_reports.next_event_at(),
             )
             if instant is not None
         ]
         return min(instants, default=None)
+
+    def take_load_report(self) -> LoadReport | None:
+        """The report that frontends are to be sent now without having asked; None if none is due."""
+        scheduler = self._scheduler
+        if scheduler is None or not self._load_reports.is_due(
+            scheduler.num_steps, is_worker_ready=self._is_worker_ready
+        ):
+            return None
+        return self.load()
 
     def load(self) -> LoadReport:
         """Raises RuntimeError before the engine is ready."""
@@ -435,7 +454,7 @@ class EngineCore:
         if scheduler is None:
             raise RuntimeError("The engine is not ready.")
         busy = scheduler.has_requests()
-        leases = None if self._holder is None else self._holder.leases
+        leases = None if self._exporter is None else self._exporter.leases
         return LoadReport(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -458,7 +477,7 @@ class EngineCore:
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
             num_leases=leases.num_leases if leases else 0,
-            num_wanted_leases=0 if self._holder is None else self._holder.num_wanted,
+            num_wanted_leases=0 if self._exporter is None else self._exporter.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
             num_generated_tokens=scheduler.num_generated_tokens,
@@ -476,12 +495,12 @@ class EngineCore:
     def pollables(self) -> list[object]:
         """File descriptors and sockets that become readable with news for `step` or `take_trace_end`."""
         tiers = [] if self._tiers is None else self._tiers.pollables()
-        holder = [] if self._holder is None else self._holder.pollables()
-        return [*self._executor.pollables(), *tiers, *holder, *self._tracing.pollables()]
+        exporter = [] if self._exporter is None else self._exporter.pollables()
+        return [*self._executor.pollables(), *tiers, *exporter, *self._tracing.pollables()]
 
     def close(self) -> None:
-        if self._holder is not None:
-            self._holder.close()
+        if self._exporter is not None:
+            self._exporter.close()
         if self._tiers is not None:
             self._tiers.close()
         self._executor.close()

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from pagoda.engine.request import Request
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import Demand
+from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import KVManager
-from pagoda.kv.tiered_connector import Found, TieredKVConnector, Unknown
+from pagoda.kv.tiered_connector import PendingLookup, TieredKVConnector, TierMatch
 
 _NUM_PREFETCHED = 4
 """So many of those in line, the first, are looked at again when there is news: a long prompt takes time."""
@@ -79,29 +79,31 @@ class KVWaiting:
 
     # ---- as requests come and go
 
-    def announce(self, request: Request, num_hits: int) -> None:
+    def on_queued(self, request: Request, num_hits: int) -> None:
         """The request is queued, and finds so many blocks on the device."""
         has_token_behind = request.kv_source is not None
         keys = self._kv.prefix_keys(request.table, request.token_ids, whole=has_token_behind)
         token_ids = request.token_ids[: len(keys) * self._kv.block_size]
-        request.demand = Demand(request.request_id, keys, token_ids, request.kv_source)
+        request.prefix = PrefixRequest(request.request_id, keys, token_ids, request.kv_source)
         request.load_tried = False
-        self._tiers.announce(request.demand, min(num_hits, len(keys)))
+        self._tiers.on_queued(request.prefix, min(num_hits, len(keys)))
 
-    def forget(self, request: Request) -> None:
+    def on_dequeued(self, request: Request) -> None:
         """The request is admitted or ends."""
         self._in_line.pop(request.request_id, None)
         self._staying.discard(request.request_id)
-        if request.demand is not None:
-            request.demand = request.kv_source = None
-            self._tiers.forget(request.request_id)
+        if request.prefix is not None:
+            request.prefix = request.kv_source = None
+            self._tiers.on_dequeued(request.request_id)
 
     def passed(self, request: Request) -> None:
         """The request has got past further blocks: they are published, by itself or by whoever computed them."""
         table = request.table
-        if table.num_published > request.num_offered:
-            first, request.num_offered = request.num_offered, table.num_published
-            self._tiers.offer(self._kv.offers(table, request.token_ids, first, table.num_published))
+        if table.num_published > request.num_saved:
+            first, request.num_saved = request.num_saved, table.num_published
+            self._tiers.save(
+                self._kv.cached_blocks(table, request.token_ids, first, table.num_published)
+            )
 
     # ---- waiting
 
@@ -111,11 +113,11 @@ class KVWaiting:
         It tries to load once for each time that it is queued: KV that is evicted again before it is admitted must
         not keep it here for ever.
         """
-        demand = request.demand
-        if demand is None or request.load_tried:
+        prefix = request.prefix
+        if prefix is None or request.load_tried:
             return Begin.COMPUTES
-        found = self._tiers.lookup(demand, len(hits))
-        if isinstance(found, Unknown):
+        found = self._tiers.lookup(prefix, len(hits))
+        if isinstance(found, PendingLookup):
             return self._wait_for_answer(request, found)
         if found.num_blocks == 0:
             return Begin.COMPUTES
@@ -124,17 +126,17 @@ class KVWaiting:
 
     def must_stay(self, request: Request) -> bool:
         """Whether the request, which is in line, cannot go on because too many wait for an answer already."""
-        demand, request_id = request.demand, request.request_id
-        if demand is None or request.load_tried or not self._is_full:
+        prefix, request_id = request.prefix, request.request_id
+        if prefix is None or request.load_tried or not self._is_full:
             return False
         if request_id not in self._staying:
             hits = self._kv.find_prefix(request.table, request.token_ids)
-            if not isinstance(self._tiers.lookup(demand, len(hits)), Unknown):
+            if not isinstance(self._tiers.lookup(prefix, len(hits)), PendingLookup):
                 return False
             self._staying.add(request_id)
         return True
 
-    def _wait_for_answer(self, request: Request, unknown: Unknown) -> Begin:
+    def _wait_for_answer(self, request: Request, unknown: PendingLookup) -> Begin:
         if request.request_id not in self._unanswered:
             if self._is_full:
                 return Begin.STAYS
@@ -144,7 +146,7 @@ class KVWaiting:
         self._tiers.wait(request.request_id, unknown)
         return Begin.WAITS
 
-    def _load(self, request: Request, hits: list[Block], found: Found) -> None:
+    def _load(self, request: Request, hits: list[Block], found: TierMatch) -> None:
         self._unanswered.pop(request.request_id, None)
         self._in_line.pop(request.request_id, None)
         self._staying.discard(request.request_id)
@@ -160,9 +162,9 @@ class KVWaiting:
     def prefetch(self, request: Request, num_hits: int) -> None:
         """There is no room for the request now: brings what it will need nearer, and more with later news."""
         self._in_line.pop(request.request_id, None)
-        if request.demand is None or request.load_tried:
+        if request.prefix is None or request.load_tried:
             return
-        if not self._tiers.prefetch(request.demand, num_hits):
+        if not self._tiers.prefetch(request.prefix, num_hits):
             self._in_line[request.request_id] = request
 
     def prefetch_more(self) -> None:
@@ -184,7 +186,7 @@ class KVWaiting:
     def take_arrivals(self) -> list[Arrival]:
         """Requests that need not wait any more, with what came of their KV cached."""
         arrivals = []
-        for request_id, num_loaded, failure in self._tiers.take_ended():
+        for request_id, num_loaded, failure in self._tiers.drain_load_ends():
             request = self._loading.pop(request_id, None)
             if request is None:
                 request = self._unanswered.pop(request_id)
@@ -213,8 +215,8 @@ class KVWaiting:
         """The workers are lost: requests that did not wait for KV may do so from now on."""
         for request in requests:
             request.load_tried = False
-            if request.demand is None:
-                self.announce(request, 0)
+            if request.prefix is None:
+                self.on_queued(request, 0)
 
     def lose_workers(self) -> list[Request]:
         """All KV on its way is lost; returns who waited for it.

@@ -83,8 +83,6 @@ class EngineProcess:
         """With the frontend that asked for a trace, as long as it takes."""
         self._stops_trace = False
         """Whether the trace is to end as soon as clocks are compared."""
-        self._told_worker_ready = True
-        """What frontends believe of the worker; `EngineReady` tells them that there is one."""
         self._stopping = False
 
     def run(self) -> None:
@@ -128,7 +126,7 @@ class EngineProcess:
                 self._receive()
                 self._send_chunks(self._core.step())
                 self._greet()
-                self._tell_of_the_worker()
+                self._report_load()
                 self._tell_followers()
                 self._tell_of_the_trace()
                 self._publish_kv_events()
@@ -209,14 +207,12 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # a pass over a large block pool would take longer than many steps
 
-    def _tell_of_the_worker(self) -> None:
-        """Frontends that choose between engines avoid one whose worker is being replaced."""
-        if self._core.ready is None or self._core.is_worker_ready == self._told_worker_ready:
-            return
-        self._told_worker_ready = self._core.is_worker_ready
-        report = self._core.load()
-        for frontend in self._frontends:
-            self._send(frontend, report)
+    def _report_load(self) -> None:
+        """Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one."""
+        report = self._core.take_load_report()
+        if report is not None:
+            for frontend in self._frontends:
+                self._send(frontend, report)
 
     def _tell_followers(self) -> None:
         for frontend, news in self._core.take_news():

@@ -11,7 +11,7 @@ first does not know what the last has sampled: there, a request waits for its sa
 
 from __future__ import annotations
 
-from pagoda.kv.connector import Demand
+from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
 from pagoda.messages.frontend import GenerateRequest
 
@@ -22,7 +22,6 @@ class Request:
     __slots__ = (
         "added_at",
         "admission",
-        "demand",
         "eos_token_ids",
         "fetched",
         "finished",
@@ -31,11 +30,12 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_offered",
         "num_pending_samples",
         "num_prompt_tokens",
+        "num_saved",
         "num_scheduled_tokens",
         "num_told_tokens",
+        "prefix",
         "queue_time_s",
         "rank",
         "request_id",
@@ -98,13 +98,13 @@ class Request:
         """Whether a token may be computed before the engine knows it."""
         self.num_cached_tokens: int | None = None
         """Prefix tokens found in the cache at first admission; None before it."""
-        self.demand: Demand | None = None
+        self.prefix: PrefixRequest | None = None
         """What connectors were told of it, from when it is queued until it is admitted."""
         self.load_tried = False
         """Whether KV was loaded for it, or waited for in vain, since it was queued."""
         self.fetched = range(0)
         """Blocks that were computed elsewhere for it, and loaded."""
-        self.num_offered = 0
+        self.num_saved = 0
         """Leading blocks that connectors were offered."""
         self.strikes = 0
         """Worker deaths during steps of this request, since it last got past `strike_point`."""
@@ -132,7 +132,7 @@ class Request:
         """No step of it is under way any more, and what was offered may be gone."""
         self.forget_kv()
         self.num_pending_samples = 0
-        self.num_offered = 0
+        self.num_saved = 0
 
     def forget_kv(self) -> None:
         """Back to a value: all tokens are kept, none is computed."""

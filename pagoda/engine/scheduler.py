@@ -136,7 +136,7 @@ class Scheduler:
         kv: KVManager,
         clock: Clock,
         tiers: TieredKVConnector | None = None,
-        holder: KVExporter | None = None,
+        exporter: KVExporter | None = None,
     ) -> None:
         """`clock` says how long requests wait."""
         if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
@@ -157,7 +157,7 @@ class Scheduler:
         """In order of rank, as is `_waiting`."""
         self._waiting: list[Request] = []
         self._kv_waiting = None if tiers is None else KVWaiting(kv, tiers, limits.max_num_seqs)
-        self._holder = holder
+        self._exporter = exporter
         self._observer: SchedulerObserver | None = None
         self._suspects: set[Request] = set()
         """Requests that are tried alone because workers died during their steps."""
@@ -231,7 +231,7 @@ class Scheduler:
         )
         self._num_arrivals += 1
         problem = self._refusal(request)
-        if problem is None and message.holds_kv and self._holder is None:
+        if problem is None and message.holds_kv and self._exporter is None:
             problem = (
                 "This engine holds no KV for others; it was started without --role prefill or both."
             )
@@ -243,15 +243,17 @@ class Scheduler:
                 return [TokenChunk(message.request_id, [], finish, stop_reason)]
         self._requests[request.request_id] = request
         news = []
-        if message.holds_kv and self._holder is not None:
-            source = self._holder.open(request.request_id, request.num_tokens // self.kv.block_size)
+        if message.holds_kv and self._exporter is not None:
+            source = self._exporter.open(
+                request.request_id, request.num_tokens // self.kv.block_size
+            )
             request.transfer_id = source.transfer_id
             news = [TokenChunk(request.request_id, [], kv_source=source)]
         if self._kv_waiting is None:
             self._wait(request)
         else:
             hits = self.kv.find_prefix(request.table, request.token_ids)
-            self._kv_waiting.announce(request, len(hits))
+            self._kv_waiting.on_queued(request, len(hits))
             self._queue([request], self._kv_waiting)
         return news
 
@@ -317,7 +319,7 @@ class Scheduler:
         elif self._kv_waiting is None or not self._kv_waiting.leave(request):
             _remove(self._waiting, request)
         if self._kv_waiting is not None:
-            self._kv_waiting.forget(request)
+            self._kv_waiting.on_dequeued(request)
             self._blocked = None
         self._free_blocks(request)
         if self._observer is not None:
@@ -325,26 +327,26 @@ class Scheduler:
 
     def _let_go(self, request: Request, reason: str) -> None:
         """What is held of the request for another engine is worth nothing to it any more."""
-        if request.transfer_id is not None and self._holder is not None:
-            self._holder.drop(request.transfer_id, reason)
+        if request.transfer_id is not None and self._exporter is not None:
+            self._exporter.drop(request.transfer_id, reason)
             request.transfer_id = None
 
     def _note_orphan(self, request: Request) -> None:
         """What is held of it will be lost; an engine that has asked for it is told, and computes it."""
         if (
             request.transfer_id is not None
-            and self._holder is not None
-            and self._holder.is_asked_for(request.transfer_id)
+            and self._exporter is not None
+            and self._exporter.is_asked_for(request.transfer_id)
         ):
             self._orphans.append(request)
 
     def end_unwanted(self) -> list[TokenChunk]:
         """Ends requests that were to be computed for other engines which do not need that any more."""
-        if self._holder is None:
+        if self._exporter is None:
             return []
         orphans, self._orphans = self._orphans, []
         unwanted = [request for request in orphans if not request.finished]
-        for request_id, transfer_id in self._holder.take_unwanted():
+        for request_id, transfer_id in self._exporter.drain_unwanted():
             request = self._requests.get(request_id)
             if request is not None and request.transfer_id == transfer_id:
                 unwanted.append(request)
@@ -531,7 +533,7 @@ class Scheduler:
         request.forget_kv()
         insort(self._waiting, request, key=_by_rank)
         if self._kv_waiting is not None:
-            self._kv_waiting.announce(request, num_published)
+            self._kv_waiting.on_queued(request, num_published)
         self.num_preemptions += 1
         if self._observer is not None:
             self._observer.preempted(request)
@@ -579,7 +581,7 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Takes blocks from what is held for others that have not asked for it; False if there is nothing."""
-        return self._holder is not None and self._holder.make_room()
+        return self._exporter is not None and self._exporter.make_room()
 
     def _is_still_blocked(self, request: Request) -> bool:
         """Whether nothing became free since the request last did not fit: looking at a long prompt costs time."""
@@ -629,7 +631,7 @@ class Scheduler:
             )
         )
         if self._kv_waiting is not None:
-            self._kv_waiting.forget(request)
+            self._kv_waiting.on_dequeued(request)
         self._passed(request)
         draft.add(request, slot, count)
         if self._observer is not None:
@@ -640,11 +642,11 @@ class Scheduler:
         """The request has got past further blocks: others may keep them, or fetch them."""
         if self._kv_waiting is not None:
             self._kv_waiting.passed(request)
-        if request.transfer_id is not None and self._holder is not None:
+        if request.transfer_id is not None and self._exporter is not None:
             table, transfer_id = request.table, request.transfer_id
-            first, end = self._holder.num_held(transfer_id), table.num_published
+            first, end = self._exporter.num_held(transfer_id), table.num_published
             if end > first:
-                self._holder.hold(
+                self._exporter.hold(
                     transfer_id, table.blocks[first:end], table.keys[first + 1 : end + 1]
                 )
 
@@ -734,12 +736,12 @@ class Scheduler:
     ) -> KVSource | None:
         """The request ends with this token, and its KV stays."""
         transfer_id, request.transfer_id = request.transfer_id, None
-        if transfer_id is None or self._holder is None:
+        if transfer_id is None or self._exporter is None:
             return None
         key = self.kv.sequence_key(request.table, request.token_ids)
         num_cached_tokens = request.num_cached_tokens or 0
         token = FirstToken(key, token_id, logprobs, num_cached_tokens)
-        return self._holder.finish(transfer_id, token)
+        return self._exporter.finish(transfer_id, token)
 
     def _finish_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
         """Whether the last output token ends the answer, and the stop token if one was asked for."""
@@ -816,10 +818,10 @@ class Scheduler:
         """
         struck = {share.request for flight in self._in_flight for share in flight.shares}
         self._in_flight.clear()
-        if self._holder is not None:
+        if self._exporter is not None:
             for request in self._requests.values():
                 self._note_orphan(request)
-            self._holder.workers_lost()
+            self._exporter.workers_lost()
         for request in struck:
             request.strike_point = max(request.strike_point, request.num_scheduled_tokens)
         for request in list(self._running):

@@ -47,11 +47,14 @@ class Executor(Protocol):
         ...
 
     def submit_transfers(
-        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+        self,
+        transfers: list[Transfer],
+        added_peers: Sequence[KVPeer] = (),
+        removed_peers: Sequence[str] = (),
     ) -> None:
         """Begins transfers, which go on beside the steps; for each, a `TransferEnd` or `WorkerLost` follows.
 
-        Transfers from now on, these included, may name the peers `met`; none after these names those `parted`,
+        Transfers from now on, these included, may name `added_peers`; none after these names `removed_peers`,
         and what still runs from there fails.
         """
         ...

@@ -15,7 +15,7 @@ from pagoda.executor.group_transfers import GroupTransfers
 from pagoda.executor.launcher import Launcher, WorkerSet, worker_name
 from pagoda.ipc.clock import Clock
 from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import (
     KVPeer,
@@ -26,6 +26,7 @@ from pagoda.messages.transfers import (
     Transfers,
 )
 from pagoda.messages.worker import (
+    PROTOCOL_VERSION,
     StepPlan,
     StepResult,
     WorkerFailed,
@@ -122,13 +123,16 @@ class GroupExecutor:
             group.deadline = now + self._step_timeout_s
 
     def submit_transfers(
-        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+        self,
+        transfers: list[Transfer],
+        added_peers: Sequence[KVPeer] = (),
+        removed_peers: Sequence[str] = (),
     ) -> None:
         group = self._group
         if group is None:
             raise RuntimeError("Transfers were submitted without a worker.")
         now = self._clock.now()
-        message = Transfers(transfers, list(met), list(parted))
+        message = Transfers(transfers, list(added_peers), list(removed_peers))
         group.send_to_links(self._encode_transfers(message), now)
         group.transfers.begin(transfers, now)
 
@@ -170,6 +174,10 @@ class GroupExecutor:
                     # A worker that was lost makes those fail that were talking to it: it is the one to name.
                     first = None if message.is_user_error else lost
                     return [*events, self._lose(first or group.failure(rank, message))]
+                case (
+                    WorkerHello(protocol_version=version) | WorkerReady(protocol_version=version)
+                ) if version != PROTOCOL_VERSION:
+                    return [*events, self._lose(group.refusal(rank, version))]
                 case WorkerHello():
                     group.greet(rank, message, self._clock.now())
                 case WorkerReady() | TransferLink():
@@ -257,7 +265,7 @@ class _Group:
         # What cannot be sent is known, instead of lost in silence.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
-            keep_door(self._context, keys)
+            start_authenticator(self._context, keys)
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
         ranks = range(len(configs))
@@ -416,6 +424,13 @@ class _Group:
             worker_name(c) for rank, c in enumerate(self._configs) if rank not in self._hellos
         ]
         _log.warning("still waiting for %s at %s", ", ".join(missing), self._endpoint)
+
+    def refusal(self, rank: int, version: int) -> WorkerLost:
+        error = (
+            f"the worker speaks protocol {version}, the engine {PROTOCOL_VERSION}; install the same version of "
+            "Pagoda on all hosts."
+        )
+        return self.failure(rank, WorkerFailed(error, is_user_error=True))
 
     def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
         if len(self._configs) == 1:

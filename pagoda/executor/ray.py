@@ -29,7 +29,7 @@ from pagoda.executor.base import WorkerLost
 from pagoda.executor.launcher import worker_name
 from pagoda.executor.placement import Placement, neighbours_first, plan_placement, workers_on_host
 from pagoda.executor.ray_rank import HostFacts, RankActor
-from pagoda.messages.frontend import PROTOCOL_VERSION
+from pagoda.messages.worker import PROTOCOL_VERSION
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.logging import LOG_LEVEL_ENV

@@ -11,7 +11,7 @@ import ray
 from pagoda.executor.local import WORKER_MODULE
 from pagoda.ipc.lifeline import ChildProcess
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.messages.frontend import PROTOCOL_VERSION
+from pagoda.messages.worker import PROTOCOL_VERSION
 from pagoda.telemetry.logging import LOG_LEVEL_ENV
 from pagoda.version import __version__
 

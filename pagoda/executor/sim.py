@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count as count_from
 from typing import Any, NamedTuple
 
+from pagoda.engine.config import SimConfig
 from pagoda.executor.base import ExecutorEvent, max_in_flight
 from pagoda.ipc.clock import Clock
 from pagoda.messages.frontend import TokenLogprobs
@@ -39,7 +40,6 @@ from pagoda.messages.transfers import (
     TransferPlace,
 )
 from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult, WorkerReady
-from pagoda.messages.worker_config import SimConfig
 from pagoda.telemetry.tracer import TraceSession
 
 _MASK = 2**64 - 1
@@ -82,7 +82,7 @@ class SimNeighbours:
 
     def find(self, peer: KVPeer) -> SimWorker | None:
         """None if it is gone."""
-        return self._workers.get(peer.ranks[0].doors[_NEIGHBOUR])
+        return self._workers.get(peer.ranks[0].descriptors[_NEIGHBOUR])
 
 
 _NEIGHBOUR = "sim"
@@ -145,10 +145,10 @@ class SimExecutor:
         self._busy_until = [self._clock.now()] * len(self._busy_until)
         self.close()
         num_blocks = num_blocks or config.num_blocks
-        doors = {}
+        descriptors = {}
         if self._neighbours is not None:
             self._name = self._neighbours.enter(self._worker)
-            doors = {_NEIGHBOUR: self._name}
+            descriptors = {_NEIGHBOUR: self._name}
         ready = WorkerReady(
             capabilities=Capabilities(
                 block_sizes=(config.block_size,),
@@ -164,7 +164,7 @@ class SimExecutor:
             arithmetic="simulated",
             kv_host_slots=config.kv_host_slots,
             kv_directories=config.kv_directories,
-            kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, doors=doors),),
+            kv_ranks=(KVRank(parts=(), num_blocks=num_blocks, descriptors=descriptors),),
             kv_digest=f"simulated, {config.block_size} tokens of {config.vocab_size}",
         )
         self._foresee(self._clock.now(), ready)
@@ -182,18 +182,18 @@ class SimExecutor:
     def submit_transfers(
         self,
         transfers: list[Transfer],
-        met: Sequence[KVPeer] = (),
-        parted: Sequence[str] = (),
+        added_peers: Sequence[KVPeer] = (),
+        removed_peers: Sequence[str] = (),
     ) -> None:
         self._forget_executed_steps()
-        self._peers |= {peer.peer_id: peer for peer in met}
+        self._peers |= {peer.peer_id: peer for peer in added_peers}
         for transfer in transfers:
             num_blocks = self._worker.begin(transfer)
             begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
             cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
             self._foresee(begins + cost, _Copying(transfer, fate.failed))
-        for peer_id in parted:
+        for peer_id in removed_peers:
             del self._peers[peer_id]
 
     def start_trace(self, session: TraceSession) -> None:

@@ -237,7 +237,7 @@ class AsyncLLM:
         params = sampling_params or self.get_default_sampling_params()
         return await self.generator.prepare(
             _plain_prompt(prompt),
-            _checked(params),
+            self.generator.check_sampling(params),
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
             priority=priority,
@@ -297,13 +297,3 @@ def _plain_prompt(prompt: Prompt) -> str | Sequence[int]:
     if not all(type(token_id) is int for token_id in token_ids):
         raise InvalidRequestError("a prompt is a string or a list of token ids.", param="prompt")
     return token_ids
-
-
-def _checked(params: SamplingParams) -> SamplingParams:
-    """Python callers may give any type; a wrong one is refused here rather than in the engine."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(params, str_keys=False), SamplingParams)
-    except (msgspec.ValidationError, TypeError) as error:
-        if isinstance(error.__cause__, InvalidRequestError):
-            raise error.__cause__ from None
-        raise InvalidRequestError(f"a sampling parameter is not right: {error}.") from None

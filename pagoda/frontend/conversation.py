@@ -21,6 +21,8 @@ MAX_SCHEMA_DEPTH = 32
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _MAX_PATTERN_CHARS = 1024
+_MESSAGE_CHARS = 32
+"""Counted for the role and the borders of a message."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +113,18 @@ def render_conversation(
         continue_final_message=bool(continue_final_message),
         switches=switches,
     )
+
+
+def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """Characters of a conversation, roughly: what a template makes of them takes as long."""
+    size = len(msgspec.json.encode(tools)) if tools else 0
+    for message in messages:
+        content = message.content or ""
+        parts = [content] if isinstance(content, str) else [part.text for part in content]
+        calls = message.tool_calls or ()
+        size += sum(map(len, parts)) + sum(len(call.function.arguments) for call in calls)
+        size += len(message.reasoning_content or "") + _MESSAGE_CHARS
+    return size
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.quarantine import Quarantine
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
-from pagoda.frontend.totals import sum_of_loads
+from pagoda.frontend.totals import counters_of, sum_of_loads
 from pagoda.frontend.tracked_request import RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.kv.block_keys import prefix_keys
@@ -58,10 +58,7 @@ DEFAULT_NO_REPLICA_TIMEOUT_S = 30
 """How long a router lets requests wait while it has no host that takes them."""
 _MOVED_RETRY_S = 1
 """A replica that a request was moved from is not tried again within this time."""
-_TICK_S = 1.0
-"""Interval of judging replicas and asking for their counters, while there are requests."""
-_NUM_REPORTS = 8
-"""Replicas whose counters are asked for at each tick."""
+_JUDGE_INTERVAL_S = 1.0
 _NUM_HEALTH_QUERIES = 16
 """Replicas that are asked for their health at once."""
 
@@ -102,9 +99,7 @@ class Dispatcher:
         self.quarantine = Quarantine()
         self._waiting: dict[TrackedRequest, None] = {}
         """Requests that wait for a replica, longest first."""
-        self._tick: asyncio.TimerHandle | None = None
-        self._to_report: dict[ReplicaSlot, None] = {}
-        """Replicas that have had requests since their counters were last asked for, longest ago first."""
+        self._judging: asyncio.TimerHandle | None = None
         self._is_subscribed = False
         """True while replicas tell what they have cached."""
         self._tasks: set[asyncio.Task[object]] = set()
@@ -143,9 +138,9 @@ class Dispatcher:
         return self.slots.least_pending_tokens()
 
     @property
-    def is_ticking(self) -> bool:
+    def is_judging(self) -> bool:
         """True while replicas are judged: as long as there are requests."""
-        return self._tick is not None
+        return self._judging is not None
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
@@ -362,7 +357,7 @@ class Dispatcher:
         both = list(zip(slots, reports, strict=True))
         num_waiting = sum(tracked.slot is None for tracked in self.requests.values())
         loads = tuple(self._load_of(slot, report) for slot, report in both)
-        counted = [part for slot, report in both for part in slot.counted.beside(report)]
+        counted = [counters_of(slot.last_report) for slot, report in both if report is None]
         return sum_of_loads(loads, num_held=num_waiting, counted=counted)
 
     def _load_of(self, slot: ReplicaSlot, report: LoadReport | None) -> ReplicaLoad:
@@ -373,7 +368,7 @@ class Dispatcher:
             state="ejected" if is_ejected else state,
             num_requests=slot.work.num_requests,
             weighed_tokens=slot.work.pending_tokens,
-            num_losses=slot.num_losses + slot.counted.num_losses,
+            num_losses=slot.num_losses + slot.last_report.num_engine_restarts,
             report=report,
         )
 
@@ -426,9 +421,9 @@ class Dispatcher:
             await self.abort(request_id)
 
     async def close(self) -> None:
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
+        if self._judging is not None:
+            self._judging.cancel()
+            self._judging = None
         await cancel_all(list(self._tasks))
         self._fail(EngineDeadError("The engine was closed."))
         ends = await asyncio.gather(
@@ -575,9 +570,8 @@ class Dispatcher:
         )
         slot.requests[tracked] = None
         slot.num_streams += bool(tracked.token_ids)
-        self._to_report[slot] = None
-        if self._tick is None:
-            self._tick_later()
+        if self._judging is None and len(self.slots) > 1:
+            self._judge_later()
         return slot
 
     def _keys_of(self, tracked: TrackedRequest) -> list[int]:
@@ -672,7 +666,6 @@ class Dispatcher:
         if tracked.state is not RequestState.ABORTED:
             tracked.state = RequestState.WAITING
         tracked.queue.leave()
-        self._to_report[slot] = None
         self.quarantine.clear(tracked)
 
     # ---- requests move
@@ -706,26 +699,17 @@ class Dispatcher:
                 tracked.crash_count += tracked in suspects
                 self._spawn(slot.replica.abort(tracked.request_id))
 
-    # ---- once a second
+    # ---- replicas are judged
 
-    def _tick_later(self) -> None:
-        self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
-
-    def _on_tick(self) -> None:
-        """Asks busy replicas for their counters and judges replicas, for as long as there are requests."""
-        self._tick = None
-        for slot in list(islice(self._to_report, _NUM_REPORTS)):
-            del self._to_report[slot]
-            if slot in self.slots:
-                self._spawn(slot.load())
-                if slot.requests:
-                    self._to_report[slot] = None
-        if self.requests or self._to_report:
-            self._tick_later()
-        if self.requests and len(self.slots) > 1:
-            self._judge()
+    def _judge_later(self) -> None:
+        self._judging = asyncio.get_running_loop().call_later(_JUDGE_INTERVAL_S, self._judge)
 
     def _judge(self) -> None:
+        """Compares replicas, for as long as there are requests."""
+        self._judging = None
+        if not self.requests:
+            return
+        self._judge_later()
         verdicts = self._outliers.check(self._waiting_at)
         for ejection in verdicts.ejected:
             self._log_ejection(ejection)

@@ -328,6 +328,7 @@ class EngineClient:
             case LoadReport(query_id=None):
                 ready = message.is_worker_ready
                 self._enter(ReplicaState.READY if ready else ReplicaState.DEGRADED)
+                self._session.take(message)
             case LoadReport() | RequestRefused() | PrefixCacheUpdate() | StepStatistics():
                 self._session.take(message)
             case ClockPing(number):

@@ -18,14 +18,20 @@ from msgspec import Meta
 
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
-from pagoda.engine.config import EngineConfig, HandoffConfig, KVEventsConfig, KVTiersConfig
+from pagoda.engine.config import (
+    EngineConfig,
+    HandoffConfig,
+    KVEventsConfig,
+    KVTiersConfig,
+    SimConfig,
+)
 from pagoda.errors import ConfigError
 from pagoda.frontend.handoff_options import Handoff
 from pagoda.frontend.kv_directory import check_kv_directory
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.sizes import parse_bytes
 from pagoda.ipc.machine import available_memory_bytes
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, num_cpu_devices
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]

@@ -12,6 +12,7 @@ import msgspec
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import CacheListener, StepListener
 from pagoda.frontend.token_stream import TokenStream
+from pagoda.frontend.totals import CounterHistory
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
@@ -56,8 +57,17 @@ class EngineSession:
         self._cache_listeners: list[CacheListener] = []
         self._step_listeners: list[StepListener] = []
         self._questions: set[asyncio.Future[None]] = set()
+        self._history = CounterHistory()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._streams)
+
+    @property
+    def has_cache_listeners(self) -> bool:
+        return bool(self._cache_listeners)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """As `Endpoint.generate`."""
@@ -135,7 +145,7 @@ class EngineSession:
         self,
         message: TokenChunks | LoadReport | RequestRefused | PrefixCacheUpdate | StepStatistics,
     ) -> None:
-        """What came back. A `LoadReport` is one that was asked for."""
+        """Hands a message of the engine to the stream, query or listeners that it is for."""
         match message:
             case TokenChunks():
                 # Not when its reader comes for it: a client that reads slowly says nothing of the engine.
@@ -146,9 +156,10 @@ class EngineSession:
                         msgspec.structs.force_setattr(chunk, "received_ns", now_ns)
                         stream.push(chunk)
             case LoadReport():
+                report = self._history.update(message)
                 answer = self._queries.get(message.query_id or 0)
                 if answer is not None and not answer.done():
-                    answer.set_result(message)
+                    answer.set_result(report)
             case RequestRefused():
                 stream = self._streams.get(message.request_id)
                 if stream is not None:
@@ -164,7 +175,8 @@ class EngineSession:
                     hear(message)
 
     def fail(self, error: Exception) -> None:
-        """Whoever had them is gone; all streams and queries end with `error`."""
+        """The engine is gone: all streams and queries end with `error`. What it has counted still counts."""
+        self._history.on_engine_lost()
         for stream in self._streams.values():
             stream.fail(error)
         for answer in self._queries.values():

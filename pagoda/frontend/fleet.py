@@ -26,7 +26,7 @@ from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import CurveKeys
@@ -132,7 +132,7 @@ class JoinConfig:
     advertised: Advertised
     model: str
     model_digest: str
-    book: RequestTracker = field(default_factory=RequestTracker)
+    tracker: RequestTracker = field(default_factory=RequestTracker)
     """Is told of each answer to a router."""
 
 
@@ -164,7 +164,7 @@ class JoinedFleet:
     async def start(self) -> None:
         await self._inner.start()
         join = self._join
-        keep_door(self._context, join.keys)
+        start_authenticator(self._context, join.keys)
         identity = Identity(
             id=self.host_id,
             model=join.model,
@@ -180,7 +180,7 @@ class JoinedFleet:
             join.keys,
             identity,
             self._tracer,
-            join.book,
+            join.tracker,
         )
         record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
         _log.info("routers reach this host at %s:%d", host, self._door.port)
@@ -254,7 +254,7 @@ class RoutedFleet:
 
     async def start(self) -> None:
         config = self._config
-        keep_door(self._context, config.keys)
+        start_authenticator(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
             self._hosts,

@@ -29,7 +29,7 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all, keep_going
 from pagoda.frontend.endpoint import Endpoint, ReplicaState
 from pagoda.frontend.host_client import MAX_MESSAGE_BYTES, Identity
-from pagoda.frontend.request_tracker import Origin, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server
 from pagoda.ipc.heartbeat import notice_silence
@@ -78,17 +78,17 @@ class HostServer:
         keys: CurveKeys,
         identity: Identity,
         tracer: Tracer | None = None,
-        book: RequestTracker | None = None,
+        tracker: RequestTracker | None = None,
     ) -> None:
-        """Binds `address`, whose port may be `*`. `context` must have a doorkeeper. `tracer` is that of this
-        process, `book` is told of each answer.
+        """Binds `address`, whose port may be `*`. `context` must have an authenticator. `tracer` is that of this
+        process, `tracker` records each answer.
 
         Raises:
             ConfigError: it cannot be bound.
         """
         self._endpoint = endpoint
         self._identity = identity
-        self._book = book or RequestTracker()
+        self._tracker = tracker or RequestTracker()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -315,11 +315,11 @@ class HostServer:
         try:
             if before is not None:
                 await asyncio.wait([before])
-            value = record.carried_by(request)
+            value = record.with_span(request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self._endpoint.generate(value))
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    self._book.note(record, chunk, len(chunk.token_ids))
+                    self._tracker.on_chunk(record, chunk, len(chunk.token_ids))
                     if chunk.finish_reason is not None:
                         reason, problem = chunk.finish_reason, chunk.error or ""
                     self._put(router, chunk)
@@ -336,16 +336,16 @@ class HostServer:
             _log.exception("request failed", extra={"request_id": request.request_id})
             self._fail(router, request, "The host failed with this request; its log says why.")
         finally:
-            self._book.close(record, reason, problem)
+            self._tracker.finish(record, reason, problem)
             if self._requests.get((router, request.request_id)) is asyncio.current_task():
                 del self._requests[router, request.request_id]
 
     def _open(self, request: GenerateRequest) -> RequestStatistics:
-        return self._book.open(
+        return self._tracker.start(
             request.request_id,
-            Origin(
-                name=request.request_id,
-                arrived_ns=self._book.clock_ns(),
+            ClientRequest(
+                id=request.request_id,
+                arrived_ns=self._tracker.clock_ns(),
                 traceparent=request.traceparent,
                 tracestate=request.tracestate,
             ),

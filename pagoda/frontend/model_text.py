@@ -188,8 +188,8 @@ def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, f
         name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None
     }
     try:
-        msgspec.convert(found, SamplingParams)
-    except msgspec.ValidationError as error:
+        msgspec.convert(found, SamplingParams).checked()
+    except (msgspec.ValidationError, InvalidRequestError) as error:
         raise ConfigError(
             f"{str(path)!r} prefers sampling that is not possible: {error}."
         ) from None

@@ -12,7 +12,6 @@ from pagoda.frontend.endpoint import Replica, ReplicaState
 from pagoda.frontend.load_tracker import ReplicaWork
 from pagoda.frontend.outliers import ReplicaHealth, Waiting
 from pagoda.frontend.prefix_index import PrefixIndex
-from pagoda.frontend.totals import Counted
 from pagoda.frontend.tracked_request import RequestState, TrackedRequest
 from pagoda.messages.frontend import EngineReady, GenerateRequest
 from pagoda.messages.load import LoadReport
@@ -68,7 +67,8 @@ class ReplicaSlot:
         self.had_engine = False
         self.num_losses = 0
         """How often the replica's engine was lost."""
-        self.counted = Counted()
+        self.last_report = LoadReport()
+        """The replica's latest answer, with the counters of its engines before the running one."""
         self.left = asyncio.Event()
         """Set whenever a request has left the replica."""
         self.unwatch: Callable[[], None] = lambda: None
@@ -140,7 +140,7 @@ class ReplicaSlot:
                 report = await self.replica.load()
         except (TimeoutError, EngineLostError, EngineDeadError):
             return None
-        self.counted.take(report)
+        self.last_report = report
         return report
 
 

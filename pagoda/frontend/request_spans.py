@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_tracker import Growth, RequestStatistics
+from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 class _Open(NamedTuple):
     span: Span
     wall_ns: int
-    """What the wall clock is ahead of the book's."""
+    """What the wall clock is ahead of the tracker's."""
 
 
 class RequestSpans:
-    """A `RequestObserver` that makes a span of each answer, as a part of the client's where it has one."""
+    """Makes a span of each answer, as a child of the client's span where the client sent one."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         """`endpoint` takes OTLP over HTTP: the base URL of a collector, or all of the URL for traces.
@@ -77,20 +77,22 @@ class RequestSpans:
         self._model = model
         self._open: dict[str, _Open] = {}
 
-    # ---- RequestObserver
+    def follow(self, tracker: RequestTracker) -> None:
+        """Makes a span of each answer that `tracker` records."""
+        tracker.subscribe(on_start=self._start, on_finish=self._finish)
 
-    def began(self, record: RequestStatistics) -> None:
-        """`record.traceparent` and `tracestate` are the new span's from now on."""
-        origin = record.origin
+    def _start(self, record: RequestStatistics) -> None:
+        """Sets `record.traceparent` and `record.tracestate` to the new span."""
+        client = record.client_request
         wall_ns = time.time_ns() - time.perf_counter_ns()
-        given = {"traceparent": origin.traceparent, "tracestate": origin.tracestate}
+        given = {"traceparent": client.traceparent, "tracestate": client.tracestate}
         carrier = {name: value for name, value in given.items() if value is not None}
-        operation = _OPERATIONS.get(origin.route, "text_completion")
+        operation = _OPERATIONS.get(client.route, "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             context=self._propagator.extract(carrier, context=_nothing()),
             kind=self._trace.SpanKind.SERVER,
-            start_time=origin.arrived_ns + wall_ns,
+            start_time=client.arrived_ns + wall_ns,
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "pagoda",
@@ -107,10 +109,7 @@ class RequestSpans:
         record.tracestate = carrier.get("tracestate")
         self._open[record.request_id] = _Open(span, wall_ns)
 
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:
-        pass
-
-    def ended(self, record: RequestStatistics) -> None:
+    def _finish(self, record: RequestStatistics) -> None:
         opened = self._open.pop(record.request_id, None)
         if opened is None or record.ended_ns is None:
             return
@@ -262,14 +261,18 @@ def _traces_url(endpoint: str) -> str:
 
 
 def _attributes(record: RequestStatistics) -> Iterator[tuple[str, Any]]:
-    arrived, first, last = record.origin.arrived_ns, record.first_token_ns, record.last_token_ns
+    arrived, first, last = (
+        record.client_request.arrived_ns,
+        record.first_token_ns,
+        record.last_token_ns,
+    )
     yield "gen_ai.usage.output_tokens", record.num_output_tokens
     yield "gen_ai.usage.cache_read.input_tokens", record.num_cached_tokens
     yield "gen_ai.usage.prompt_tokens", record.num_prompt_tokens
     yield "gen_ai.usage.completion_tokens", record.num_output_tokens
     yield "gen_ai.response.finish_reasons", (record.finish_reason,)
-    if record.origin.key:
-        yield "pagoda.key", record.origin.key
+    if record.client_request.key_name:
+        yield "pagoda.key", record.client_request.key_name
     if record.queue_time_s is not None:
         yield "gen_ai.latency.time_in_queue", record.queue_time_s
     if first is not None and last is not None:

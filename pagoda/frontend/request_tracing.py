@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda.frontend.request_tracker import Delivery, Growth, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.telemetry.tracer import Tracer
 
 
@@ -13,59 +13,53 @@ from pagoda.telemetry.tracer import Tracer
 class _Row:
     number: int
     first_token_ns: int | None = None
-    """When the first token had been handed on."""
+    """When the first token had been written to the client."""
     detokenize_ns: int = 0
     write_ns: int = 0
 
 
 class AnswerRows:
-    """Observes a book while tracing is on. Of answers that run already, the book knows what they did before."""
+    """Writes a row for each answer of a tracker while tracing is on, also for answers that run already."""
 
-    def __init__(self, tracer: Tracer, book: RequestTracker) -> None:
+    def __init__(self, tracer: Tracer, tracker: RequestTracker) -> None:
         self._tracer = tracer
-        self._book = book
+        self._tracker = tracker
         self._rows: dict[str, _Row] = {}
-        for record in book.live.values():
-            self.began(record)
+        for record in tracker.running.values():
+            self._start(record)
             if record.first_token_ns is not None:
                 self._end_first_token(record, self._rows[record.request_id], record.first_token_ns)
-        self._unobserve = book.observe(self)
-        book.deliveries = self
+        self._unsubscribe = tracker.subscribe(
+            on_start=self._start, on_finish=self._finish, on_delivery=self._deliver
+        )
 
     def close(self) -> None:
-        """Tracing ends."""
-        self._unobserve()
-        self._book.deliveries = None
-        for record in self._book.live.values():
-            self._close_row(record, self._book.clock_ns())
+        """Ends all rows when tracing ends."""
+        self._unsubscribe()
+        for record in self._tracker.running.values():
+            self._close_row(record, self._tracker.clock_ns())
 
-    # ---- RequestObserver
-
-    def began(self, record: RequestStatistics) -> None:
+    def _start(self, record: RequestStatistics) -> None:
         row = self._tracer.open_row(f"request {record.request_id}")
         self._rows[record.request_id] = _Row(row)
-        arrived = record.origin.arrived_ns
+        arrived = record.client_request.arrived_ns
         self._tracer.span("prepare", arrived, row=row, ended=record.started_ns)
 
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:
-        """What is handed on is told by `delivered`."""
+    def _finish(self, record: RequestStatistics) -> None:
+        self._close_row(record, record.ended_ns or self._tracker.clock_ns())
 
-    def ended(self, record: RequestStatistics) -> None:
-        self._close_row(record, record.ended_ns or self._book.clock_ns())
-
-    # ---- DeliveryObserver
-
-    def delivered(self, record: RequestStatistics, delivery: Delivery) -> None:
+    def _deliver(
+        self, record: RequestStatistics, received_ns: int, decoded_ns: int, written_ns: int
+    ) -> None:
         row = self._rows.get(record.request_id)
         if row is None:
             return
-        row.detokenize_ns += delivery.made_ns - delivery.taken_ns
-        row.write_ns += delivery.handed_on_ns - delivery.made_ns
+        row.detokenize_ns += decoded_ns - received_ns
+        row.write_ns += written_ns - decoded_ns
         if row.first_token_ns is None and record.first_token_ns is not None:
-            self._end_first_token(record, row, delivery.handed_on_ns)
+            self._end_first_token(record, row, written_ns)
         elif self._tracer.verbose():
-            taken, handed_on = delivery.taken_ns, delivery.handed_on_ns
-            self._tracer.span("token", taken, row=row.number, ended=handed_on)
+            self._tracer.span("token", received_ns, row=row.number, ended=written_ns)
 
     def _end_first_token(self, record: RequestStatistics, row: _Row, ended: int) -> None:
         row.first_token_ns = ended
@@ -92,6 +86,6 @@ class AnswerRows:
         }
         if record.queue_time_s is not None:
             args["queue_ms"] = record.queue_time_s * 1e3
-        arrived = record.origin.arrived_ns
+        arrived = record.client_request.arrived_ns
         self._tracer.span("request", arrived, args, row=row.number, ended=ended)
         self._tracer.close_row(row.number)

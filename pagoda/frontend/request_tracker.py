@@ -1,48 +1,46 @@
-"""What becomes of each answer, as the frontend sees it: for the log, the metrics, the traces and the live page.
-
-Counting is all that happens here; whoever wants to know more observes.
-"""
+"""The statistics of each answer, recorded once for the log, the metrics, the traces and the live page."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TypeVar
 
 import msgspec
 
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 
+T = TypeVar("T")
+
 REFUSED = "refused"
-"""The finish reason of what no engine took."""
+"""The finish reason of an answer that no engine accepted."""
 
 
-class Origin(msgspec.Struct, kw_only=True):
-    """Where a request comes from."""
+class ClientRequest(msgspec.Struct, kw_only=True):
+    """A request as the client sent it; one request may have many answers (several prompts, or `n`)."""
 
-    name: str
-    """What the client calls it (`X-Request-Id`), or what it is called here; ids of its answers begin with it."""
+    id: str
+    """`X-Request-Id`, or an id chosen here. Ids of the answers begin with it. Not unique: clients choose it."""
     arrived_ns: int
-    """When its first byte was read, on the clock of the book."""
-    key: str = ""
-    """Which API key it came with, as operators know it; never the key itself."""
+    """When the first byte was read, on the clock of the tracker."""
+    key_name: str = ""
+    """The name of the API key of the request, never the key; empty without keys."""
     traceparent: str | None = None
-    """The client's span (https://www.w3.org/TR/trace-context/), if it has one."""
+    """The client's span (https://www.w3.org/TR/trace-context/), if the client sent one."""
     tracestate: str | None = None
-    """What comes along with it."""
     route: str = ""
-    """Of the API that it asked for; empty for what comes from a router."""
+    """The route of the API, such as `/v1/completions`; empty for a request of a router."""
     num_answers: int = 0
-    """That were begun for it; the book counts them."""
+    """Answers started so far; the tracker counts them."""
     refusal: str = ""
-    """Why one of its answers was refused, which ends the others: the client gets none of them."""
+    """Why one of the answers was refused. The other answers are aborted then: the client gets an error."""
 
 
 class RequestStatistics:
-    """One answer, from its arrival to its last byte. Times are nanoseconds of the book's clock."""
+    """One answer, from the arrival of its request to the last byte. Times: nanoseconds of the tracker's clock."""
 
     __slots__ = (
+        "client_request",
         "ended_ns",
         "error",
         "finish_reason",
@@ -52,7 +50,6 @@ class RequestStatistics:
         "num_cached_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
-        "origin",
         "queue_time_s",
         "request_id",
         "started_ns",
@@ -63,36 +60,36 @@ class RequestStatistics:
     def __init__(
         self,
         request_id: str,
-        origin: Origin,
+        client_request: ClientRequest,
         *,
         num_prompt_tokens: int,
         max_tokens: int,
         started_ns: int,
     ) -> None:
         self.request_id = request_id
-        self.origin = origin
-        self.traceparent = origin.traceparent
-        """The span that what is done for it is part of: the client's, or that of an observer which makes one."""
-        self.tracestate = origin.tracestate
+        self.client_request = client_request
+        self.traceparent = client_request.traceparent
+        """The parent span of the work for this answer: the client's span, or the span that a listener made."""
+        self.tracestate = client_request.tracestate
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.started_ns = started_ns
-        """When it was tokenized and checked, and went to an engine."""
+        """When the request had been tokenized and checked, and went to an engine."""
         self.queue_time_s: float | None = None
-        """How long it waited before its first step: for an engine, and in it. None until that is known; of one
-        that ends before it, all the time."""
+        """Seconds that the answer waited for its first step, for an engine and in the engine; None until known. An
+        answer that ends before its first step waited all the time."""
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
         self.ended_ns: int | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason = ""
-        """`stop`, `length`, `abort` or `error`; `refused` if no engine took it; empty while it runs."""
+        """`stop`, `length`, `abort`, `error` or `refused`; empty while the answer runs."""
         self.error = ""
-        """Why, with `error` and `refused`."""
+        """One sentence for the finish reasons `error` and `refused`."""
 
-    def carried_by(self, request: GenerateRequest) -> GenerateRequest:
-        """The request with the span that it is part of now."""
+    def with_span(self, request: GenerateRequest) -> GenerateRequest:
+        """Returns `request` with the parent span of this answer."""
         if (request.traceparent, request.tracestate) == (self.traceparent, self.tracestate):
             return request
         return msgspec.structs.replace(
@@ -100,117 +97,133 @@ class RequestStatistics:
         )
 
 
-class Growth(NamedTuple):
-    """Tokens of an answer that came together."""
-
-    num_tokens: int
-    waited_ns: int
-    """Since those before them came, or for the first ones since the request arrived."""
-    is_first: bool
-
-
-class RequestObserver(Protocol):
-    """Is told of each answer, in the event loop, at once; must not raise."""
-
-    def began(self, record: RequestStatistics) -> None: ...
-
-    def grew(self, record: RequestStatistics, growth: Growth) -> None:
-        """At `record.last_token_ns`. What is waited for the first tokens is the TTFT, for others the ITL, which
-        counts once however many come together."""
-        ...
-
-    def ended(self, record: RequestStatistics) -> None: ...
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    """Some tokens on their way from the engine to the client, on the book's clock."""
-
-    taken_ns: int
-    made_ns: int
-    """They are text."""
-    handed_on_ns: int
-    """Whoever gives the answer to the client wants more: in a stream, the socket has them."""
-
-
-class DeliveryObserver(Protocol):
-    """Is told of each, in the event loop; must not raise."""
-
-    def delivered(self, record: RequestStatistics, delivery: Delivery) -> None: ...
+StatisticsListener = Callable[[RequestStatistics], None]
+TokensListener = Callable[[RequestStatistics, int, int, bool], None]
+"""Called with the number of tokens that came together, the nanoseconds that the client waited for them (since the
+tokens before them, or since the arrival of the request), and whether these are the first tokens of the answer."""
+DeliveryListener = Callable[[RequestStatistics, int, int, int], None]
+"""Called with three times of a chunk: received by the frontend, turned into text, written to the client."""
 
 
 class RequestTracker:
-    """The answers that are being given, in the order of their arrival."""
+    """The one recorder of answers: keeps the statistics of running answers and tells listeners of changes.
+
+    Listeners are called in the event loop, at once, and must not raise.
+    """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock_ns = clock_ns
-        self.live: dict[str, RequestStatistics] = {}
-        self.deliveries: DeliveryObserver | None = None
-        """None as long as nobody wants to know: it costs time with each token."""
-        self._observers: list[RequestObserver] = []
+        self.running: dict[str, RequestStatistics] = {}
+        """Running answers by id, oldest first."""
+        self.num_tokens = 0
+        """Tokens of all answers so far."""
+        self.delivery_listeners: list[DeliveryListener] = []
+        """Times of deliveries are measured only while this is not empty: they cost time with each token."""
+        self._start_listeners: list[StatisticsListener] = []
+        self._token_listeners: list[TokensListener] = []
+        self._finish_listeners: list[StatisticsListener] = []
+
+    @property
+    def num_listeners(self) -> int:
+        return (
+            len(self._start_listeners)
+            + len(self._token_listeners)
+            + len(self._finish_listeners)
+            + len(self.delivery_listeners)
+        )
+
+    def subscribe(
+        self,
+        *,
+        on_start: StatisticsListener | None = None,
+        on_tokens: TokensListener | None = None,
+        on_finish: StatisticsListener | None = None,
+        on_delivery: DeliveryListener | None = None,
+    ) -> Callable[[], None]:
+        """Calls the listeners until the returned function is called. Running answers are not announced again."""
+        undo: list[Callable[[], None]] = []
+
+        def add(listeners: list[T], listener: T | None) -> None:
+            if listener is not None:
+                listeners.append(listener)
+                undo.append(lambda: listeners.remove(listener))
+
+        add(self._start_listeners, on_start)
+        add(self._token_listeners, on_tokens)
+        add(self._finish_listeners, on_finish)
+        add(self.delivery_listeners, on_delivery)
+
+        def unsubscribe() -> None:
+            for remove in undo:
+                remove()
+
+        return unsubscribe
 
     def longest_wait_ns(self) -> int:
-        """How long the request that waits longest for its first token has done so by now; 0 if none does."""
+        """The age of the oldest request that has no token yet; 0 without such a request."""
         now = self.clock_ns()
-        arrivals = (r.origin.arrived_ns for r in self.live.values() if r.first_token_ns is None)
+        arrivals = (
+            r.client_request.arrived_ns for r in self.running.values() if r.first_token_ns is None
+        )
         return max((now - arrived_ns for arrived_ns in arrivals), default=0)
 
-    def observe(self, observer: RequestObserver) -> Callable[[], None]:
-        """Until the function returned is called. Answers that run already go on."""
-        self._observers.append(observer)
-        return partial(self._observers.remove, observer)
-
-    def open(
-        self, request_id: str, origin: Origin, *, num_prompt_tokens: int, max_tokens: int
+    def start(
+        self,
+        request_id: str,
+        client_request: ClientRequest,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
     ) -> RequestStatistics:
-        """An answer goes to an engine."""
+        """Records that an answer goes to an engine."""
         record = RequestStatistics(
             request_id,
-            origin,
+            client_request,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
             started_ns=self.clock_ns(),
         )
-        origin.num_answers += 1
-        self.live[request_id] = record
-        for observer in self._observers:
-            observer.began(record)
+        client_request.num_answers += 1
+        self.running[request_id] = record
+        for listener in self._start_listeners:
+            listener(record)
         return record
 
-    def note(self, record: RequestStatistics, chunk: TokenChunk, num_tokens: int) -> None:
-        """Takes what a chunk says; so many of its tokens are part of the answer."""
+    def on_chunk(self, record: RequestStatistics, chunk: TokenChunk, num_tokens: int) -> None:
+        """Records a chunk of which `num_tokens` tokens belong to the answer."""
         if chunk.queue_time_s is not None and record.first_token_ns is None:
             record.queue_time_s = chunk.queue_time_s
         if chunk.is_news:
             return
         record.num_cached_tokens = chunk.num_cached_tokens
         if num_tokens:
-            self.grow(record, num_tokens, chunk.received_ns)
+            self.add_tokens(record, num_tokens, chunk.received_ns)
 
-    def grow(self, record: RequestStatistics, num_tokens: int, at_ns: int = 0) -> None:
-        """New tokens came then, or now."""
-        at_ns = at_ns or self.clock_ns()
+    def add_tokens(self, record: RequestStatistics, num_tokens: int, received_ns: int = 0) -> None:
+        """Records new tokens, received at `received_ns` or now."""
+        received_ns = received_ns or self.clock_ns()
         is_first = record.first_token_ns is None
-        since_ns = record.last_token_ns or record.origin.arrived_ns
-        record.last_token_ns = at_ns
+        since_ns = record.last_token_ns or record.client_request.arrived_ns
+        record.last_token_ns = received_ns
         if is_first:
-            record.first_token_ns = at_ns
+            record.first_token_ns = received_ns
         record.num_output_tokens += num_tokens
-        growth = Growth(num_tokens, at_ns - since_ns, is_first)
-        for observer in self._observers:
-            observer.grew(record, growth)
+        self.num_tokens += num_tokens
+        for listener in self._token_listeners:
+            listener(record, num_tokens, received_ns - since_ns, is_first)
 
-    def close(self, record: RequestStatistics, finish_reason: str, error: str = "") -> None:
-        """The client has the last byte, or will never have it. Only the first call counts."""
+    def finish(self, record: RequestStatistics, finish_reason: str, error: str = "") -> None:
+        """Records that the client has the last byte, or will never have it. Later calls do nothing."""
         if record.finish_reason:
             return
         if finish_reason == REFUSED:
-            record.origin.refusal = error
-        elif finish_reason == FinishReason.ABORT and record.origin.refusal:
-            finish_reason, error = REFUSED, record.origin.refusal
+            record.client_request.refusal = error
+        elif finish_reason == FinishReason.ABORT and record.client_request.refusal:
+            finish_reason, error = REFUSED, record.client_request.refusal
         record.finish_reason, record.error = finish_reason, error
         record.ended_ns = self.clock_ns()
         if record.first_token_ns is None and record.queue_time_s is None:
             record.queue_time_s = (record.ended_ns - record.started_ns) / 1e9
-        self.live.pop(record.request_id, None)
-        for observer in self._observers:
-            observer.ended(record)
+        self.running.pop(record.request_id, None)
+        for listener in self._finish_listeners:
+            listener(record)

@@ -9,15 +9,18 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.frontend.async_utils import LongWork
+from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_tracker import Delivery, Origin, RequestStatistics, RequestTracker
+from pagoda.frontend.request_tracker import REFUSED, ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopHit, StopMatcher
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
@@ -30,17 +33,17 @@ from pagoda.messages.frontend import (
 from pagoda.messages.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 256
-_LONG_TEXT_CHARS = 16384
-"""Texts longer than this are tokenized in a thread, so that other streams go on meanwhile."""
+LONG_TEXT_CHARS = 16384
+"""Longer texts are tokenized and rendered in a thread, so that other streams go on meanwhile."""
 _MAX_LONG_TEXTS = 2
-"""Long texts that are tokenized at once; the tokenizer takes a hundred times their size in memory."""
+"""Long texts at a time; the tokenizer takes a hundred times their size in memory."""
 
 
 class PromptTooLongError(InvalidRequestError):
     """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
 
 
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """What one chunk of tokens adds to one answer."""
 
     text: str
@@ -64,7 +67,7 @@ class TextRequest:
     """As the user gave it, with stop strings."""
     prompt: str | None
     """The prompt's text, where it was given as text."""
-    origin: Origin
+    client_request: ClientRequest
     index: int = 0
     """Which of the `sampling.n` answers to the prompt."""
 
@@ -79,7 +82,7 @@ class TextRequest:
 
 
 async def start_generator(
-    fleet: Fleet, load: Callable[[], ModelText], book: RequestTracker
+    fleet: Fleet, load: Callable[[], ModelText], tracker: RequestTracker
 ) -> TextGenerator:
     """Starts the engines and, at the same time, loads the text side of their model.
 
@@ -94,18 +97,18 @@ async def start_generator(
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         raise
-    return TextGenerator(fleet.dispatcher, text, book)
+    return TextGenerator(fleet.dispatcher, text, tracker)
 
 
 class TextGenerator:
     """Makes requests of prompts, and text of their tokens."""
 
-    def __init__(self, endpoint: Endpoint, text: ModelText, book: RequestTracker) -> None:
-        """`book` is told of each answer."""
+    def __init__(self, endpoint: Endpoint, text: ModelText, tracker: RequestTracker) -> None:
+        """`tracker` is told of each answer."""
         self.endpoint = endpoint
         self.text = text
-        self.book = book
-        self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
+        self.tracker = tracker
+        self.long_texts = LongWork(_MAX_LONG_TEXTS)
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
@@ -125,12 +128,41 @@ class TextGenerator:
                 f"hold {most} at most.",
                 param=param,
             )
-        if len(text) <= _LONG_TEXT_CHARS:
+        if len(text) <= LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        async with self._long_texts:
-            return await asyncio.to_thread(
-                tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
+        return await self.long_texts.run(
+            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        )
+
+    async def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt of a conversation; `options` are those of `render_conversation`.
+
+        Raises:
+            InvalidRequestError: a message, a tool or a switch is not as it must be.
+        """
+        work = partial(render_conversation, self.text.require_template(), messages, **options)
+        is_long = text_size(messages, options.get("tools")) > LONG_TEXT_CHARS
+        return await self.long_texts.run(work) if is_long else work()
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special tokens included."""
+        work = partial(self.text.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self.long_texts.run(work) if len(token_ids) > LONG_TEXT_CHARS else work()
+
+    def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
+
+        Raises:
+            InvalidRequestError: a value is out of range or does not fit the model; names the field.
+        """
+        sampling = sampling.checked()
+        vocab_size = self.endpoint.limits.vocab_size
+        sampling.check_vocabulary(vocab_size)
+        sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
+        return sampling
+
+    def _eos_of(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return () if sampling.ignore_eos else self.text.eos_token_ids
 
     async def prepare(
         self,
@@ -145,113 +177,105 @@ class TextGenerator:
         session: str | None = None,
         holds_kv: bool = False,
         kv_source: KVSource | None = None,
-        origin: Origin | None = None,
+        client_request: ClientRequest | None = None,
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
-        `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
-        fit into the context instead of refusing it. `session` is what requests have in common that one replica
-        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`. Without an `origin` it comes from here,
-        now.
+        `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
+        `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
+        with the same `session` may be served by one replica. `holds_kv` and `kv_source` are as in
+        `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
+        not change them.
 
         Raises:
-            InvalidRequestError: something does not fit the model; names the field.
+            InvalidRequestError: the prompt does not fit the model; names the field.
         """
         limits = self.endpoint.limits
-        if origin is None:
-            origin = Origin(name=uuid.uuid4().hex, arrived_ns=self.book.clock_ns())
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = (
-            await self.encode(prompt, add_special_tokens=add_special_tokens, param=param)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        if client_request is None:
+            client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
+        text, token_ids = None, prompt
+        if isinstance(prompt, str):
+            text = prompt
+            token_ids = await self.encode(
+                prompt, add_special_tokens=add_special_tokens, param=param
+            )
+        token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        token_ids = list(token_ids)
         _check_cache_salt(cache_salt)
-        sampling.check_vocabulary(limits.vocab_size)
-        room = limits.max_model_len - len(token_ids)
-        resolved = _resolve(sampling, room, clamp=clamp_max_tokens)
+        resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
-        eos = () if sampling.ignore_eos else self.text.eos_token_ids
-        sampling.check_min_tokens(limits.vocab_size, eos)
         return [
             TextRequest(
                 request=GenerateRequest(
-                    # Names are the clients' to choose, and may be those of others.
-                    request_id=f"{origin.name}-{secrets.token_hex(4)}",
+                    # Clients choose their ids, so several requests may have the same.
+                    request_id=f"{client_request.id}-{secrets.token_hex(8)}",
                     prompt_token_ids=token_ids,
                     sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
-                    eos_token_ids=eos,
+                    eos_token_ids=self._eos_of(sampling),
                     priority=priority,
                     cache_salt=cache_salt,
                     session=session,
                     holds_kv=holds_kv,
                     kv_source=kv_source,
-                    traceparent=origin.traceparent,
-                    tracestate=origin.tracestate,
+                    traceparent=client_request.traceparent,
+                    tracestate=client_request.tracestate,
                 ),
                 sampling=sampling,
                 prompt=text,
-                origin=origin,
+                client_request=client_request,
                 index=index,
             )
             for index in range(sampling.n)
         ]
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
-        """The answer as it grows; the last delta has a finish reason. Closing it early aborts the request.
+        """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
 
         Raises:
             OverloadedError, EngineDeadError: as `Endpoint.generate`.
         """
+        tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
-        record = self._open(request)
+        record = tracker.start(
+            request.request.request_id,
+            request.client_request,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.request.sampling.max_tokens or 0,
+        )
         reason, error = str(FinishReason.ABORT), ""
         try:
-            value = record.carried_by(request.request)
+            value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    source = chunk.kv_source or source
-                    if chunk.is_news:
-                        self.book.note(record, chunk, 0)
+                    if chunk.kv_source is not None:
+                        source = chunk.kv_source
+                    if not chunk.token_ids and chunk.finish_reason is None:
+                        tracker.on_chunk(record, chunk, 0)
                         continue
-                    deliveries = self.book.deliveries
-                    taken_ns = 0 if deliveries is None else self.book.clock_ns()
+                    received_ns = tracker.clock_ns() if tracker.delivery_listeners else 0
                     delta = assembler.push(chunk)
-                    self._note(record, chunk, delta)
-                    made_ns = 0 if deliveries is None else self.book.clock_ns()
+                    tracker.on_chunk(record, chunk, len(delta.token_ids))
+                    decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         reason, error = delta.finish_reason, delta.error or ""
                         delta = msgspec.structs.replace(delta, kv_source=source)
                     yield delta
-                    if deliveries is not None:
-                        delivery = Delivery(taken_ns, made_ns, self.book.clock_ns())
-                        deliveries.delivered(record, delivery)
+                    if received_ns:
+                        written_ns = tracker.clock_ns()
+                        for listener in list(tracker.delivery_listeners):
+                            listener(record, received_ns, decoded_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
         except OverloadedError as refusal:
-            reason, error = "refused", str(refusal)
+            reason, error = REFUSED, str(refusal)
             raise
         except EngineDeadError as death:
             reason, error = str(FinishReason.ERROR), str(death)
             raise
         finally:
-            self.book.close(record, reason, error)
-
-    def _open(self, request: TextRequest) -> RequestStatistics:
-        value = request.request
-        return self.book.open(
-            value.request_id,
-            request.origin,
-            num_prompt_tokens=len(value.prompt_token_ids),
-            max_tokens=value.sampling.max_tokens or 0,
-        )
-
-    def _note(self, record: RequestStatistics, chunk: TokenChunk, delta: TextDelta) -> None:
-        self.book.note(record, chunk, len(delta.token_ids))
+            tracker.finish(record, reason, error)
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -325,6 +349,9 @@ class TextAssembler:
         """What `chunk` adds."""
         token_ids = chunk.token_ids
         reason = chunk.finish_reason
+        if reason is None and self._matcher is None and len(token_ids) == 1:
+            text = self._decoder.push(token_ids[0])
+            return TextDelta(text, token_ids, None, None, chunk.logprobs, chunk.num_cached_tokens)
         text = ""
         # The token that ended the answer is not part of its text, as a stop string is not.
         silent_end = reason is FinishReason.STOP and not self._keep_stop

@@ -60,14 +60,14 @@ class TraceControl:
     """Belongs to one event loop."""
 
     def __init__(
-        self, tracer: Tracer, books: Sequence[RequestTracker], directory: Path, run: str
+        self, tracer: Tracer, trackers: Sequence[RequestTracker], directory: Path, run: str
     ) -> None:
-        """Answers in all `books` have rows. `run` tells the fragments of this server from those of others in
+        """Answers in all `trackers` have rows. `run` tells the fragments of this server from those of others in
         `directory`; the next trace of the same name removes them."""
         self.directory = directory
         self.run = run
         self._tracer = tracer
-        self._books = books
+        self._trackers = trackers
         self._traced: Traced | None = None
         self._is_starting = False
         self._order: StartTrace | None = None
@@ -117,7 +117,7 @@ class TraceControl:
         order = self._order = StartTrace(session, num_steps)
         self._ended = None
         self._tracer.start(session)
-        self._rows = [AnswerRows(self._tracer, book) for book in self._books]
+        self._rows = [AnswerRows(self._tracer, tracker) for tracker in self._trackers]
         if self._traced is not None:
             self._traced.start_trace(order)
         if seconds is not None:

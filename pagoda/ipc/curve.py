@@ -1,7 +1,7 @@
 """Sockets between hosts: encrypted, and open to the holder of one key only.
 
-CurveZMQ (RFC 26) encrypts and proves who binds; who connects is let in by ZAP (RFC 27): the context's doorkeeper
-is asked for each connection, and whoever has another key is turned away before anything of it is read.
+CurveZMQ (RFC 26) encrypts and authenticates the side that binds. The context's authenticator (ZAP, RFC 27) is
+asked for each connection: peers with another key are turned away before anything they send is read.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def keys_of(secret: bytes) -> CurveKeys:
 
 
 def encrypt_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Before `socket` is bound, in a context that has a doorkeeper: without one it would let everybody in."""
+    """Encrypts `socket`. Call before it is bound, in a context with an authenticator, which alone checks keys."""
     _keep_alive(socket)
     socket.curve_server = True
     socket.curve_secretkey = keys.server_secret_key.encode()
 
 
 def encrypt_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Before `socket` is connected."""
+    """Encrypts `socket`. Call before it is connected."""
     _keep_alive(socket)
     socket.curve_serverkey = keys.server_key.encode()
     socket.curve_publickey = keys.public_key.encode()
@@ -67,7 +67,7 @@ def _keep_alive(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 6)
 
 
-def keep_door(context: zmq.Context[Any], keys: CurveKeys) -> None:
+def start_authenticator(context: zmq.Context[Any], keys: CurveKeys) -> None:
     """Lets only the holder of `keys.secret_key` connect to sockets of `context`, until that is terminated.
 
     Must be called before any of them is bound.
@@ -77,7 +77,7 @@ def keep_door(context: zmq.Context[Any], keys: CurveKeys) -> None:
     door.setsockopt(zmq.LINGER, 0)
     door.bind(_ZAP_ADDRESS)
     key = z85.decode(keys.public_key)
-    threading.Thread(target=_answer, args=(door, key), name="doorkeeper", daemon=True).start()
+    threading.Thread(target=_answer, args=(door, key), name="authenticator", daemon=True).start()
 
 
 def _answer(door: zmq.Socket[bytes], key: bytes) -> None:

@@ -72,7 +72,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give: free, or cached and evictable."""
+        """Blocks that `allocate` can give: free, or cached and evictable."""
         return self._num_available
 
     @property
@@ -85,7 +85,7 @@ class BlockPool:
         """Blocks, referenced or not, that can be found by key."""
         return len(self._by_key)
 
-    def take(self, count: int) -> list[Block]:
+    def allocate(self, count: int) -> list[Block]:
         """`count` blocks with one reference each, evicting cached ones as needed.
 
         Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagoda.kv.block_pool import Block  # which workers, who share this module, never see
 
 
-class Demand(msgspec.Struct, frozen=True):
+class PrefixRequest(msgspec.Struct, frozen=True):
     """What a request could use."""
 
     request_id: str
@@ -37,7 +37,7 @@ class Demand(msgspec.Struct, frozen=True):
     """Another engine that has them, or will."""
 
 
-class Offer(NamedTuple):
+class CachedBlock(NamedTuple):
     """A block that is full and findable on the device, and that a request has just passed through."""
 
     block: Block
@@ -57,7 +57,7 @@ class KVConnector(Protocol):
         ...
 
     @property
-    def gives_up(self) -> bool:
+    def has_own_timeout(self) -> bool:
         """Whether it knows by itself how long to wait; else nobody waits longer than the stack's patience."""
         ...
 
@@ -66,14 +66,14 @@ class KVConnector(Protocol):
         """Whether what is here was kept from before; else it was computed for whoever loads it."""
         ...
 
-    def announce(self, demand: Demand, start: int) -> None:
+    def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         """A request is queued that finds `keys[:start]` on the device: time to look for the others.
 
         Every announcement is followed by one `forget`.
         """
         ...
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
+    def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         """How many blocks from `keys[start]` on, without a gap, can come from here; None: not known yet.
 
         Where there are no such keys, 0: a request may have got further on the device than it was announced. Or
@@ -83,11 +83,13 @@ class KVConnector(Protocol):
         """
         ...
 
-    def prefetch(self, demand: Demand, start: int) -> None:
+    def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """The request cannot be loaded yet: brings what is slow to reach nearer."""
         ...
 
-    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
+    def load(
+        self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
+    ) -> int:
         """Begins to fill `blocks` with `keys[start:]`; returns its id in the ledger: one transfer, or several.
 
         No more blocks than `lookup` has just found. The ends of loads are for whoever asked for them, who says
@@ -99,7 +101,7 @@ class KVConnector(Protocol):
         """A load of `keys` from here has ended; those at the indices `failed` did not come."""
         ...
 
-    def offer(self, offers: Sequence[Offer]) -> int:
+    def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         """Blocks that may be kept here, in the order of a prefix. Whether they are is up to the connector.
 
         Returns how many leading ones it is done with. It stops only where it would store more blocks than
@@ -107,7 +109,7 @@ class KVConnector(Protocol):
         """
         ...
 
-    def forget(self, request_id: str) -> None:
+    def on_dequeued(self, request_id: str) -> None:
         """The request is admitted, finished or aborted: nothing will be asked for it any more."""
         ...
 
@@ -141,8 +143,8 @@ class LandingPlace(Protocol):
     reservations are gone and must not be settled.
     """
 
-    def reserve(self, demand: Demand, index: int) -> int | None:
-        """A slot for the block of `demand.keys[index]`; None if it is there or on its way, or there is no room."""
+    def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
+        """A slot for the block of `prefix.keys[index]`; None if it is there or on its way, or there is no room."""
         ...
 
     def settle(self, key: bytes, *, is_good: bool) -> None:
@@ -170,11 +172,11 @@ class BlockMemory(Protocol):
 class TransferWorker(Protocol):
     """The worker's half. Copies beside the steps, in threads of its own."""
 
-    def meet(self, peers: Sequence[KVPeer]) -> None:
+    def add_peers(self, peers: Sequence[KVPeer]) -> None:
         """Transfers from now on may name these."""
         ...
 
-    def part(self, peer_ids: Sequence[str]) -> None:
+    def remove_peers(self, peer_ids: Sequence[str]) -> None:
         """No transfer names these any more; what still runs from there fails."""
         ...
 

@@ -88,7 +88,7 @@ class DiskIndex:
                 self._unlink(slot)
                 self._link(slot, used_at)
             return False
-        slot = self._take_slot()
+        slot = self._allocate_slot()
         slots[key] = slot
         self._keys[slot] = key
         self._owner[slot] = directory
@@ -125,7 +125,7 @@ class DiskIndex:
         slot = self._next[_ENDS]
         return None if slot == _ENDS else (self._owner[slot], self._keys[slot])
 
-    def _take_slot(self) -> int:
+    def _allocate_slot(self) -> int:
         slot = self._free
         if slot != _ENDS:
             self._free = self._next[slot]

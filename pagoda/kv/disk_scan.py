@@ -30,7 +30,7 @@ from pagoda.kv.disk_scanner import (
     Removed,
     ScanEnded,
 )
-from pagoda.kv.object_listing import FAN_OUTS, Found, list_files, object_directories
+from pagoda.kv.object_listing import FAN_OUTS, FoundFile, list_files, object_directories
 from pagoda.kv.objects import object_name, read_manifest
 from pagoda.messages.transfers import KVDirectory
 
@@ -90,7 +90,7 @@ class DiskScannerThread:
         """By path."""
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
-        self._misfits: list[Found] = []
+        self._misfits: list[FoundFile] = []
         """Objects of a wrong length that this scan has removed."""
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
@@ -103,7 +103,7 @@ class DiskScannerThread:
         self._next_scan_at = 0.0
         self._is_closing = False
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kv-housekeeping", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-disk-scanner", daemon=True)
         self._thread.start()
 
     # ---- the engine's side
@@ -310,7 +310,7 @@ class DiskScannerThread:
         everything: dict[bytes, int] = {}
         files = list_files(path)
         while piece := list(itertools.islice(files, _PIECE)):
-            used_at = self._take_objects(directory, piece, int(now))
+            used_at = self._collect_objects(directory, piece, int(now))
             everything |= used_at
             # What is known and was not used since would only be work for the engine.
             news = {key: at for key, at in used_at.items() if at >= last_listed_at}
@@ -326,8 +326,8 @@ class DiskScannerThread:
             yield True
             self._remove_orphans(counterpart + fan_out, everything.keys())
 
-    def _take_objects(
-        self, directory: _Directory, files: Sequence[Found], now: int
+    def _collect_objects(
+        self, directory: _Directory, files: Sequence[FoundFile], now: int
     ) -> dict[bytes, int]:
         """The objects among `files`, and when they were last used; what is surely worthless is removed."""
         used_at: dict[bytes, int] = {}
@@ -342,7 +342,7 @@ class DiskScannerThread:
                 used_at[found.key] = max(0, min(int(found.used_at), now))
         return used_at
 
-    def _tidy(self, files: Iterable[Found]) -> None:
+    def _tidy(self, files: Iterable[FoundFile]) -> None:
         now = time.time()
         for found in files:
             if found.is_temporary and found.is_stale(now):

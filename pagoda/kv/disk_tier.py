@@ -1,6 +1,6 @@
 """Blocks on disk: which are there, which are worth to be written, and which must go to make room.
 
-The workers read and write the objects; a housekeeper looks into directories and removes. What is known here is an
+The workers read and write the objects; a scanner looks into directories and removes. What is known here is an
 index, which may lag behind the disk: an object that has gone meanwhile fails to load, one that has come is found
 by a probe. So it does not matter who else uses the directories. Nothing is written before all that is there has
 been counted, since only then the quota can be kept.
@@ -15,7 +15,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
 from pagoda.kv.admission_filter import AdmissionFilter
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import Demand, LandingPlace, Offer
+from pagoda.kv.connector import CachedBlock, LandingPlace, PrefixRequest
 from pagoda.kv.disk_index import DiskIndex
 from pagoda.kv.disk_scanner import (
     OWN,
@@ -46,7 +46,7 @@ from pagoda.messages.worker import WorkerReady
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0
-"""When the housekeeper owes an answer and has said nothing for so long, the disk hangs."""
+"""When the scanner owes an answer and has said nothing for so long, the disk hangs."""
 _WARNING_INTERVAL_S = 10.0
 """Of failed loads: a directory that was removed fails one after the other."""
 
@@ -55,7 +55,7 @@ class DiskTier:
     """The engine's half of the directories of objects; every rank has the same keys in its own."""
 
     tier = "disk"
-    gives_up = False
+    has_own_timeout = False
     is_cache = True
 
     def __init__(
@@ -63,7 +63,7 @@ class DiskTier:
         directories: Sequence[KVDirectory],
         ledger: TransferLedger,
         clock: Clock,
-        open_housekeeper: Callable[[Sequence[KVDirectory]], DiskScanner],
+        open_scanner: Callable[[Sequence[KVDirectory]], DiskScanner],
         *,
         quota_bytes: int,
         min_touches: int,
@@ -78,14 +78,14 @@ class DiskTier:
         """
         self._ledger = ledger
         self._clock = clock
-        self._open_housekeeper = open_housekeeper
+        self._open_housekeeper = open_scanner
         self._quota_bytes = quota_bytes
         self._epoch_s = epoch_s
         self._landing = landing
         self._events = events
-        self._touches = AdmissionFilter(min_touches)
-        self._pause = WriteBackoff(clock)
-        self._stores: dict[int, Sequence[Offer]] = {}
+        self._admission = AdmissionFilter(min_touches)
+        self._backoff = WriteBackoff(clock)
+        self._stores: dict[int, Sequence[CachedBlock]] = {}
         """By transfer."""
         self._storing: set[bytes] = set()
         self._fetches: dict[int, Sequence[bytes]] = {}
@@ -115,31 +115,29 @@ class DiskTier:
         """Probe to request."""
         self._probing: dict[str, int] = {}
         self._unheard_since: float | None = None
-        """When the housekeeper was asked, or last said anything; None if it owes no answer."""
-        self._housekeeper = self._open_housekeeper(directories)
-        self._evictor = Evictor(
-            self._index, self._housekeeper, self._quota_bytes, self._forget_object
-        )
+        """When the scanner was asked, or last said anything; None if it owes no answer."""
+        self._scanner = self._open_housekeeper(directories)
+        self._evictor = Evictor(self._index, self._scanner, self._quota_bytes, self._forget_object)
 
     # ---- what requests find
 
-    def announce(self, demand: Demand, start: int) -> None:
-        unknown = [key for key in demand.keys[start:] if not self._has(key)]
+    def on_queued(self, prefix: PrefixRequest, start: int) -> None:
+        unknown = [key for key in prefix.keys[start:] if not self._has(key)]
         if not unknown or self._is_hanging():
             return
         if self._unheard_since is None:
             self._unheard_since = self._clock.now()
-        self._probes[self._next_probe] = demand.request_id
-        self._probing[demand.request_id] = self._next_probe
-        self._housekeeper.probe(self._next_probe, unknown)
+        self._probes[self._next_probe] = prefix.request_id
+        self._probing[prefix.request_id] = self._next_probe
+        self._scanner.probe(self._next_probe, unknown)
         self._next_probe += 1
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
-        for index in range(start, len(demand.keys)):
-            if not self._has(demand.keys[index]):
-                may_come = demand.request_id in self._probing and not self._is_hanging()
+    def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
+        for index in range(start, len(prefix.keys)):
+            if not self._has(prefix.keys[index]):
+                may_come = prefix.request_id in self._probing and not self._is_hanging()
                 return None if may_come else index - start
-        return max(0, len(demand.keys) - start)
+        return max(0, len(prefix.keys) - start)
 
     def _is_hanging(self) -> bool:
         """Whether the disk does not answer. Until it does, what is not known counts as not there."""
@@ -149,16 +147,16 @@ class DiskTier:
     def _has(self, key: bytes) -> bool:
         return self._index.find(OWN, key)
 
-    def prefetch(self, demand: Demand, start: int) -> None:
+    def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         if self._landing is None:
             return
         keys: list[bytes] = []
         slots: list[int] = []
-        for index in range(start, len(demand.keys)):
-            key = demand.keys[index]
+        for index in range(start, len(prefix.keys)):
+            key = prefix.keys[index]
             if not self._has(key):
                 break
-            slot = self._landing.reserve(demand, index)
+            slot = self._landing.reserve(prefix, index)
             if slot is not None:
                 keys.append(key)
                 slots.append(slot)
@@ -167,8 +165,10 @@ class DiskTier:
             transfer_id = self._ledger.open(self, DiskObjects(keys), HostSlots(slots))
             self._fetches[transfer_id] = keys
 
-    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
-        keys = list(demand.keys[start : start + len(blocks)])
+    def load(
+        self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
+    ) -> int:
+        keys = list(prefix.keys[start : start + len(blocks)])
         self._use(keys)
         target = DeviceBlocks([block.block_id for block in blocks])
         return self._ledger.open(self, DiskObjects(keys), target, blocks, after_step=after_step)
@@ -177,56 +177,58 @@ class DiskTier:
         self._num_loaded += len(keys) - len(failed)
         self._num_failed += len(failed)
 
-    def forget(self, request_id: str) -> None:
+    def on_dequeued(self, request_id: str) -> None:
         probe_id = self._probing.pop(request_id, None)
         if probe_id is not None:
             del self._probes[probe_id]
-            self._housekeeper.forget(probe_id)
+            self._scanner.forget(probe_id)
             if not self._probes and not self._is_hanging():
                 self._unheard_since = None
 
     # ---- what is kept
 
-    def offer(self, offers: Sequence[Offer]) -> int:
+    def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         if not self._is_indexed:
-            self._housekeeper.rescan()  # if the first scan has failed
+            self._scanner.rescan()  # if the first scan has failed
         may_store = self._may_store()
         room = self._ledger.store_room
         known: list[bytes] = []
-        wanted: dict[bytes, Offer] = {}
+        wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
-        for offer in offers:
-            is_kept = self._has(offer.key)
-            is_worth_it = self._touches.touch(offer.key, offer.parent, is_kept=is_kept)
+        for cached in cached_blocks:
+            is_kept = self._has(cached.key)
+            is_worth_it = self._admission.touch(cached.key, cached.parent, is_kept=is_kept)
             if is_kept:
-                known.append(offer.key)
-            elif is_worth_it and may_store and self._is_absent(offer.key):
-                if len(wanted) == room and offer.key not in wanted:
+                known.append(cached.key)
+            elif is_worth_it and may_store and self._is_absent(cached.key):
+                if len(wanted) == room and cached.key not in wanted:
                     break
-                wanted[offer.key] = offer
+                wanted[cached.key] = cached
             num_done += 1
         self._use(known)
         self._store(list(wanted.values()))
         return num_done
 
     def _may_store(self) -> bool:
-        return self._is_indexed and not self._pause.is_on
+        return self._is_indexed and not self._backoff.is_on
 
     def _is_absent(self, key: bytes) -> bool:
         """Whether it is neither being written nor being removed."""
         return key not in self._storing and not self._evictor.is_removing(OWN, key)
 
-    def _store(self, offers: Sequence[Offer]) -> None:
-        if not offers:
+    def _store(self, cached_blocks: Sequence[CachedBlock]) -> None:
+        if not cached_blocks:
             return
-        offers = offers[: self._evictor.make_room(len(offers), len(self._storing))]
-        if not offers:
+        cached_blocks = cached_blocks[
+            : self._evictor.make_room(len(cached_blocks), len(self._storing))
+        ]
+        if not cached_blocks:
             return
-        keys = [offer.key for offer in offers]
-        blocks = [offer.block for offer in offers]
+        keys = [cached.key for cached in cached_blocks]
+        blocks = [cached.block for cached in cached_blocks]
         source = DeviceBlocks([block.block_id for block in blocks])
         transfer_id = self._ledger.open(self, source, DiskObjects(keys), blocks)
-        self._stores[transfer_id] = offers
+        self._stores[transfer_id] = cached_blocks
         self._storing.update(keys)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
@@ -247,9 +249,9 @@ class DiskTier:
     # ---- transfers
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        offers = self._stores.pop(transfer.transfer_id, None)
-        if offers is not None:
-            self._store_ended(offers, end)
+        cached_blocks = self._stores.pop(transfer.transfer_id, None)
+        if cached_blocks is not None:
+            self._store_ended(cached_blocks, end)
             return
         if end.failed and isinstance(transfer.source, DiskObjects):
             self._warn_of_loads(end)
@@ -270,32 +272,32 @@ class DiskTier:
     def transfer_lost(self, transfer: Transfer) -> None:
         """What was written of a store is found by a later scan."""
         self._fetches.pop(transfer.transfer_id, None)
-        for offer in self._stores.pop(transfer.transfer_id, ()):
-            self._storing.discard(offer.key)
+        for cached in self._stores.pop(transfer.transfer_id, ()):
+            self._storing.discard(cached.key)
 
-    def _store_ended(self, offers: Sequence[Offer], end: TransferEnd) -> None:
-        self._storing.difference_update(offer.key for offer in offers)
+    def _store_ended(self, cached_blocks: Sequence[CachedBlock], end: TransferEnd) -> None:
+        self._storing.difference_update(cached.key for cached in cached_blocks)
         failed = set(end.failed)
-        good = [offer for index, offer in enumerate(offers) if index not in failed]
+        good = [cached for index, cached in enumerate(cached_blocks) if index not in failed]
         now = self._now()
-        for offer in reversed(good):
-            self._index.add(OWN, offer.key, now)
+        for cached in reversed(good):
+            self._index.add(OWN, cached.key, now)
         self._num_stored += len(good)
         self._num_failed += len(failed)
         if self._events is not None:
-            for offer in good:
-                self._events.store(offer.key, offer.parent, offer.token_ids, Medium.DISK)
+            for cached in good:
+                self._events.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
         if failed:
             self._stores_failed(end.error)
             if len(self._directories) > 1:  # some ranks may have written theirs
-                self._evictor.discard([offers[index].key for index in end.failed])
-        elif self._pause.succeeded():
+                self._evictor.discard([cached_blocks[index].key for index in end.failed])
+        elif self._backoff.succeeded():
             logger.info("KV blocks are written to %s again.", self._path)
         if good:
-            self._housekeeper.rescan()
+            self._scanner.rescan()
 
     def _stores_failed(self, error: str) -> None:
-        pause_s = self._pause.failed()
+        pause_s = self._backoff.failed()
         if pause_s is not None:
             logger.warning(
                 "KV blocks cannot be written to %s (%s); the next try is in %g s.",
@@ -324,9 +326,9 @@ class DiskTier:
     def workers_ready(self, ready: WorkerReady) -> None:
         """Raises ConfigError if the quota is too small for even one block."""
         if ready.kv_directories == self._directories:
-            self._housekeeper.rescan()  # some stores may have ended unseen
+            self._scanner.rescan()  # some stores may have ended unseen
         else:
-            self._housekeeper.close()
+            self._scanner.close()
             self._look_into(ready.kv_directories)
 
     def workers_lost(self) -> None:
@@ -334,18 +336,18 @@ class DiskTier:
 
     def poll(self) -> bool:
         num_probing = len(self._probing)
-        everything = self._housekeeper.poll()
+        everything = self._scanner.poll()
         for news in everything:
-            self._take(news)
+            self._apply(news)
         if everything:
             self._unheard_since = self._clock.now() if self._probing else None
         self._evictor.go_on(len(self._storing))
         return len(self._probing) < num_probing or (num_probing > 0 and self._is_hanging())
 
-    def _take(self, news: News) -> None:
+    def _apply(self, news: News) -> None:
         match news:
             case ProbeAnswer():
-                self._take_answer(news)
+                self._apply_probe_answer(news)
             case ObjectsFound():
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)
@@ -358,7 +360,7 @@ class DiskTier:
             case ScanEnded():
                 self._scan_ended(news)
 
-    def _take_answer(self, answer: ProbeAnswer) -> None:
+    def _apply_probe_answer(self, answer: ProbeAnswer) -> None:
         now = self._now()
         for key in answer.found:
             self._found(OWN, key, now)
@@ -390,7 +392,7 @@ class DiskTier:
         self._evictor.check(len(self._storing))
 
     def pollables(self) -> list[object]:
-        return [self._housekeeper.fileno()]
+        return [self._scanner.fileno()]
 
     def load_report(self) -> TierLoad:
         return TierLoad(
@@ -406,4 +408,4 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        self._housekeeper.close()
+        self._scanner.close()

@@ -111,7 +111,7 @@ class KVEventRecorder:
             self._events.append(AllBlocksCleared())
             self._last.clear()
 
-    def take(self) -> list[KVEvent]:
+    def drain(self) -> list[KVEvent]:
         """What has happened since the last call, in order."""
         events, self._events = self._events, []
         self._last.clear()

@@ -11,11 +11,11 @@ _HIGH_PERCENT = 95
 _LOW_PERCENT = 85
 """Of the quota: when it is filled to the high mark, objects are removed down to the low one."""
 _MAX_REMOVING = 512
-"""Objects that the housekeeper is asked to remove at a time."""
+"""Objects that the scanner is asked to remove at a time."""
 
 
 class Evictor:
-    """Takes objects out of an index, and has them removed by a housekeeper, which takes its time.
+    """Takes objects out of an index, and has them removed by a scanner, which takes its time.
 
     Those that are being removed are still on disk: they take room, and scans find them.
     """
@@ -23,13 +23,13 @@ class Evictor:
     def __init__(
         self,
         index: DiskIndex,
-        housekeeper: DiskScanner,
+        scanner: DiskScanner,
         quota_bytes: int,
         forget: Callable[[int, bytes], object],
     ) -> None:
         """`forget` takes an object, given by directory and key, out of the index."""
         self._index = index
-        self._housekeeper = housekeeper
+        self._scanner = scanner
         self._quota_bytes = quota_bytes
         self._high_bytes = quota_bytes * _HIGH_PERCENT // 100
         self._low_bytes = quota_bytes * _LOW_PERCENT // 100
@@ -70,23 +70,23 @@ class Evictor:
                 break
             directory, key = oldest
             keys.setdefault(directory, []).append(key)
-            self._take_out(directory, key)
+            self._drop_from_index(directory, key)
         for directory, some in keys.items():
-            self._housekeeper.remove(directory, some)
+            self._scanner.remove(directory, some)
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Removes objects that are not good; also where they are not known: another rank's may be."""
         fresh = [key for key in keys if not self.is_removing(OWN, key)]
         for key in fresh:
-            self._take_out(OWN, key)
+            self._drop_from_index(OWN, key)
         if fresh:
-            self._housekeeper.remove(OWN, fresh)
+            self._scanner.remove(OWN, fresh)
 
     def removed(self, news: Removed) -> None:
         self._removing.difference_update((news.directory, key) for key in news.keys)
         self._removing_bytes -= len(news.keys) * self._index.object_bytes(news.directory)
 
-    def _take_out(self, directory: int, key: bytes) -> None:
+    def _drop_from_index(self, directory: int, key: bytes) -> None:
         self._forget(directory, key)
         self._removing.add((directory, key))
         self._removing_bytes += self._index.object_bytes(directory)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.events import KVEventRecorder, Medium
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
@@ -29,7 +29,7 @@ class _Copy(NamedTuple):
     """Slots that a transfer reads or writes."""
 
     slots: list[Block]
-    offers: Sequence[Offer]
+    cached_blocks: Sequence[CachedBlock]
     """What is stored in them; empty for a load."""
 
 
@@ -45,7 +45,7 @@ class HostTier:
     """The engine's half of the arenas; every rank has the same slots."""
 
     tier = "host"
-    gives_up = False
+    has_own_timeout = False
     is_cache = True
 
     def __init__(
@@ -76,22 +76,24 @@ class HostTier:
 
     # ---- what requests find
 
-    def announce(self, demand: Demand, start: int) -> None:
+    def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         """What is here is known at any time."""
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
+    def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         """None where the next block is on its way from a slower tier: it will soon be nearer than it is there."""
-        for index in range(start, len(demand.keys)):
-            key = demand.keys[index]
+        for index in range(start, len(prefix.keys)):
+            key = prefix.keys[index]
             if self._slots.find(key) is None:
                 return None if key in self._landing else index - start
-        return max(0, len(demand.keys) - start)
+        return max(0, len(prefix.keys) - start)
 
-    def prefetch(self, demand: Demand, start: int) -> None:
+    def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """There is nothing nearer to bring blocks to."""
 
-    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
-        found = [self._slots.find(key) for key in demand.keys[start : start + len(blocks)]]
+    def load(
+        self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
+    ) -> int:
+        found = [self._slots.find(key) for key in prefix.keys[start : start + len(blocks)]]
         slots = [slot for slot in found if slot is not None]
         if len(slots) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks are wanted, {len(slots)} are here.")
@@ -108,26 +110,26 @@ class HostTier:
         for index in failed:
             self._slots.discard(keys[index])
 
-    def forget(self, request_id: str) -> None:
+    def on_dequeued(self, request_id: str) -> None:
         """Nothing is remembered of requests."""
 
     # ---- what is kept
 
-    def offer(self, offers: Sequence[Offer]) -> int:
+    def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         room = self._ledger.store_room
         known: list[Block] = []
-        wanted: dict[bytes, Offer] = {}
+        wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
-        for offer in offers:
-            slot = self._slots.find(offer.key)
+        for cached in cached_blocks:
+            slot = self._slots.find(cached.key)
             if slot is not None:
                 known.append(slot)
             elif not (
-                offer.key in wanted or offer.key in self._storing or offer.key in self._landing
+                cached.key in wanted or cached.key in self._storing or cached.key in self._landing
             ):
                 if len(wanted) == room:
                     break
-                wanted[offer.key] = offer
+                wanted[cached.key] = cached
             num_done += 1
         self._slots.share(
             known
@@ -136,25 +138,25 @@ class HostTier:
         self._slots.release(known)
         return num_done
 
-    def _store(self, offers: Sequence[Offer]) -> None:
-        if not offers:
+    def _store(self, cached_blocks: Sequence[CachedBlock]) -> None:
+        if not cached_blocks:
             return
-        slots = self._slots.take(len(offers))
-        blocks = [offer.block for offer in offers]
+        slots = self._slots.allocate(len(cached_blocks))
+        blocks = [cached.block for cached in cached_blocks]
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
-        self._storing.update(offer.key for offer in offers)
-        self._copies[self._ledger.open(self, source, target, blocks)] = _Copy(slots, offers)
+        self._storing.update(cached.key for cached in cached_blocks)
+        self._copies[self._ledger.open(self, source, target, blocks)] = _Copy(slots, cached_blocks)
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
         copy = self._copies.pop(transfer.transfer_id)
         failed = set(end.failed)
-        for index, (slot, offer) in enumerate(zip(copy.slots, copy.offers, strict=False)):
-            self._storing.discard(offer.key)
+        for index, (slot, cached) in enumerate(zip(copy.slots, copy.cached_blocks, strict=False)):
+            self._storing.discard(cached.key)
             if index in failed:
                 self._num_failed += 1
             else:
-                self._publish(slot, offer.key, offer.parent, offer.token_ids)
+                self._publish(slot, cached.key, cached.parent, cached.token_ids)
         self._slots.release(copy.slots)
 
     def transfer_lost(self, transfer: Transfer) -> None:
@@ -170,17 +172,17 @@ class HostTier:
 
     # ---- what a slower tier brings
 
-    def reserve(self, demand: Demand, index: int) -> int | None:
-        key = demand.keys[index]
+    def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
+        key = prefix.keys[index]
         is_known = self._slots.find(key) is not None or key in self._landing
         if is_known or key in self._storing or len(self._landing) >= self._most_landing:
             return None
         if not self._slots.num_available:
             return None
-        (slot,) = self._slots.take(1)
-        parent = demand.keys[index - 1] if index else None
+        (slot,) = self._slots.allocate(1)
+        parent = prefix.keys[index - 1] if index else None
         start = index * self._block_size
-        token_ids = demand.token_ids[start : start + self._block_size]
+        token_ids = prefix.token_ids[start : start + self._block_size]
         self._landing[key] = _Landing(slot, parent, token_ids)
         return slot.block_id
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pagoda.kv.block_keys import block_key, root_key
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import Offer
+from pagoda.kv.connector import CachedBlock
 from pagoda.kv.events import KVEventRecorder
 
 
@@ -97,7 +97,7 @@ class KVManager:
             return []
         if missing > self.pool.num_available:
             return None
-        new = self.pool.take(missing)
+        new = self.pool.allocate(missing)
         table.blocks.extend(new)
         return [block.block_id for block in new]
 
@@ -116,19 +116,21 @@ class KVManager:
                 parent = table.keys[index] if index else None
                 self._events.store(key, parent, token_ids[start : start + self.block_size])
 
-    def offers(
+    def cached_blocks(
         self, table: BlockTable, token_ids: Sequence[int], first: int, end: int
-    ) -> list[Offer]:
+    ) -> list[CachedBlock]:
         """Published blocks of the table, as others may find them."""
-        offers = []
+        cached_blocks = []
         for index in range(first, end):
             key = table.keys[index + 1]
             block = self.pool.find(key)
             if block is not None:  # it may be a copy of this table's
                 start = index * self.block_size
                 tokens = token_ids[start : start + self.block_size]
-                offers.append(Offer(block, key, table.keys[index] if index else None, tokens))
-        return offers
+                cached_blocks.append(
+                    CachedBlock(block, key, table.keys[index] if index else None, tokens)
+                )
+        return cached_blocks
 
     def free(self, table: BlockTable, *, last_step: int = -1) -> None:
         """Returns all blocks; what was published stays cached until it is evicted.

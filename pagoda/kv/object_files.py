@@ -46,7 +46,7 @@ class ObjectFiles:
         self.payload_bytes = manifest.payload_bytes
         self._manifest = manifest
         self._owner = directory.stat().st_uid
-        self._direct = os.O_DIRECT if _takes_direct_io(directory) else 0
+        self._direct = os.O_DIRECT if _supports_direct_io(directory) else 0
 
     @property
     def is_direct(self) -> bool:
@@ -169,7 +169,7 @@ def _clause(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _takes_direct_io(directory: Path) -> bool:
+def _supports_direct_io(directory: Path) -> bool:
     """Tries it: some file systems refuse the flag, some the first write, and some need larger units."""
     probe = directory / temporary_name()
     unit = mmap.mmap(-1, ALIGNMENT)

@@ -13,7 +13,7 @@ FAN_OUTS = tuple(f"{number:02x}" for number in range(256))
 _STALE_AFTER_S = 600.0
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A file in a fan-out directory, or in the one above."""
 
     path: str
@@ -44,7 +44,7 @@ def object_directories(root: str) -> list[str]:
     return [path for path in paths if os.path.lexists(os.path.join(path, MANIFEST_NAME))]
 
 
-def list_files(path: str) -> Iterator[Found]:
+def list_files(path: str) -> Iterator[FoundFile]:
     """The plain files in a directory of objects, or in one of its fan-out directories.
 
     Raises:
@@ -61,4 +61,4 @@ def list_files(path: str) -> Iterator[Found]:
             continue
         if stat.S_ISREG(status.st_mode):
             key = parse_name(fan_out, entry.name)
-            yield Found(entry.path, key, status.st_size, status.st_mtime)
+            yield FoundFile(entry.path, key, status.st_size, status.st_mtime)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import Demand, KVConnector, Offer
+from pagoda.kv.connector import CachedBlock, KVConnector, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
-PATIENCE_S = 10.0
+LOAD_TIMEOUT_S = 10.0
 """A request that has waited so long for an answer, or for its blocks, goes on without."""
 
 
@@ -42,17 +42,17 @@ class Segment(NamedTuple):
     end: int
 
 
-class Unknown(NamedTuple):
+class PendingLookup(NamedTuple):
     """Somebody may have a part of a prefix, which will be known later."""
 
     whom: KVConnector
     """Who does not say, or is just loading it for another request."""
 
 
-class Found(NamedTuple):
+class TierMatch(NamedTuple):
     """What can be loaded of a prefix from `start` on."""
 
-    demand: Demand
+    prefix: PrefixRequest
     start: int
     segments: Sequence[Segment]
     """Without a gap."""
@@ -121,7 +121,7 @@ class TieredKVConnector:
         """When a request that waits stops doing so, the earliest first; not of those who wait for a connector that
         gives up by itself."""
         self._ended: list[LoadEnd] = []
-        self._backlog: list[deque[Offer]] = [deque() for _ in connectors]
+        self._backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
         """What each connector was offered when there was no room for stores."""
         self._behind: set[str] = set()
         """Requests that found a block on its way for another one."""
@@ -130,53 +130,53 @@ class TieredKVConnector:
 
     # ---- requests that could use KV
 
-    def announce(self, demand: Demand, start: int) -> None:
+    def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         """A request is queued that finds `keys[:start]` on the device. `forget` follows."""
         for connector in self._connectors:
-            connector.announce(demand, start)
+            connector.on_queued(prefix, start)
 
-    def forget(self, request_id: str) -> None:
+    def on_dequeued(self, request_id: str) -> None:
         """Nothing will be asked for the request any more."""
         for connector in self._connectors:
-            connector.forget(request_id)
+            connector.on_dequeued(request_id)
 
-    def prefetch(self, demand: Demand, start: int) -> bool:
+    def prefetch(self, prefix: PrefixRequest, start: int) -> bool:
         """The request must wait: brings what it will need nearer. Returns whether all of it is at the nearest.
 
         If not, it is worth while to ask again when `poll` has news.
         """
         is_near = self._has_workers
         for index, connector in enumerate(self._connectors if self._has_workers else ()):
-            if start >= len(demand.keys):
+            if start >= len(prefix.keys):
                 break
             if connector in self._overdue.values():
                 is_near = False
                 continue
-            connector.prefetch(demand, start)
-            count = connector.lookup(demand, start)
+            connector.prefetch(prefix, start)
+            count = connector.lookup(prefix, start)
             is_near = is_near and (count == 0 or (index == 0 and count is not None))
             start += count or 0
         return is_near
 
-    def lookup(self, demand: Demand, start: int) -> Found | Unknown:
+    def lookup(self, prefix: PrefixRequest, start: int) -> TierMatch | PendingLookup:
         """What can be loaded from `keys[start]` on; if it is unknown, ask again when `poll` says so."""
         segments: list[Segment] = []
         end = start
-        while self._has_workers and (end < len(demand.keys) or not segments):
-            segment = self._next_segment(demand, end)
-            if isinstance(segment, Unknown):
+        while self._has_workers and (end < len(prefix.keys) or not segments):
+            segment = self._next_segment(prefix, end)
+            if isinstance(segment, PendingLookup):
                 return segment
-            loader = self._loader(demand.keys[segment.start : segment.end + 1])
+            loader = self._loader(prefix.keys[segment.start : segment.end + 1])
             if loader is not None:
-                self._behind.add(demand.request_id)
-                return Unknown(loader)
+                self._behind.add(prefix.request_id)
+                return PendingLookup(loader)
             if segment.end == end:
                 break
             segments.append(segment)
             end = segment.end
-        return Found(demand, start, segments)
+        return TierMatch(prefix, start, segments)
 
-    def _next_segment(self, demand: Demand, start: int) -> Segment | Unknown:
+    def _next_segment(self, prefix: PrefixRequest, start: int) -> Segment | PendingLookup:
         """What the first connector that has `keys[start]` has; empty if none has.
 
         One that still holds blocks of an overdue load is not asked: it would come to hold all of them.
@@ -184,9 +184,9 @@ class TieredKVConnector:
         for connector in self._connectors:
             if connector in self._overdue.values():
                 continue
-            count = connector.lookup(demand, start)
+            count = connector.lookup(prefix, start)
             if count is None:
-                return Unknown(connector)
+                return PendingLookup(connector)
             if count:
                 return Segment(connector, start, start + count)
         return Segment(self._connectors[-1], start, start)
@@ -199,40 +199,40 @@ class TieredKVConnector:
 
     # ---- waiting
 
-    def wait(self, request_id: str, unknown: Unknown) -> None:
+    def wait(self, request_id: str, unknown: PendingLookup) -> None:
         """The request waits for an answer to `lookup`, with patience that began when it first did."""
-        if unknown.whom.gives_up:
+        if unknown.whom.has_own_timeout:
             self.stop_waiting(request_id)
         else:
             self._begin_patience(request_id)
 
     def _begin_patience(self, request_id: str) -> None:
-        self._deadlines.setdefault(request_id, self._clock.now() + PATIENCE_S)
+        self._deadlines.setdefault(request_id, self._clock.now() + LOAD_TIMEOUT_S)
 
-    def load(self, found: Found, blocks: Sequence[Block]) -> None:
+    def load(self, found: TierMatch, blocks: Sequence[Block]) -> None:
         """Fills `blocks` with what `lookup` has just found. A `LoadEnd` follows.
 
         Raises:
             ValueError: these are not as many.
         """
-        demand, start, segments = found
+        prefix, start, segments = found
         if not blocks or len(blocks) != found.num_blocks:
             raise ValueError(
                 f"{found.num_blocks} blocks were found, {len(blocks)} are to be filled."
             )
-        keys = demand.keys[start : start + len(blocks)]
-        load = _Load(demand.request_id, keys, len(segments), len(blocks))
+        keys = prefix.keys[start : start + len(blocks)]
+        load = _Load(prefix.request_id, keys, len(segments), len(blocks))
         for segment in segments:
             first, end = segment.start - start, segment.end - start
             part = blocks[first:end]
             after_step = max(block.used_by for block in part)
-            transfer_id = segment.connector.load(demand, segment.start, part, after_step)
+            transfer_id = segment.connector.load(prefix, segment.start, part, after_step)
             self._parts[transfer_id] = _Part(load, segment.connector, first, end)
             self._loading.update(dict.fromkeys(keys[first:end], segment.connector))
-        self._loads[demand.request_id] = load
-        self.stop_waiting(demand.request_id)
-        if not all(segment.connector.gives_up for segment in segments):
-            self._begin_patience(demand.request_id)
+        self._loads[prefix.request_id] = load
+        self.stop_waiting(prefix.request_id)
+        if not all(segment.connector.has_own_timeout for segment in segments):
+            self._begin_patience(prefix.request_id)
 
     def abandon(self, request_id: str) -> None:
         """The request waits no longer. Blocks under transfer stay referenced until it has ended."""
@@ -249,10 +249,10 @@ class TieredKVConnector:
         """Patience begins anew when the request waits again."""
         self._deadlines.pop(request_id, None)
 
-    def take_ended(self) -> list[LoadEnd]:
+    def drain_load_ends(self) -> list[LoadEnd]:
         """Requests that need not wait any more, since the last call."""
-        for end in self._ledger.take_settled():
-            self._take_end(end)
+        for end in self._ledger.drain_settled():
+            self._apply_end(end)
         self._run_out_of_patience()
         ended, self._ended = self._ended, []
         return ended
@@ -269,14 +269,14 @@ class TieredKVConnector:
                 self._ended.append(LoadEnd(request_id, 0))
                 continue
             missing = {i: part for i, part in self._parts.items() if part.load is load}
-            overdue = [i for i, part in missing.items() if not part.connector.gives_up]
+            overdue = [i for i, part in missing.items() if not part.connector.has_own_timeout]
             if not overdue:
                 self.stop_waiting(request_id)
                 continue
             self.abandon(request_id)
             self._overdue.update((i, missing[i].connector) for i in overdue)
             num_loaded = min(load.num_good, *(part.first for part in missing.values()))
-            load.error = load.error or f"it took longer than {PATIENCE_S:g} s"
+            load.error = load.error or f"it took longer than {LOAD_TIMEOUT_S:g} s"
             self._end_load(request_id, num_loaded, load.error)
 
     def _end_load(self, request_id: str, num_loaded: int, error: str | None) -> None:
@@ -287,35 +287,37 @@ class TieredKVConnector:
 
     # ---- blocks to keep
 
-    def offer(self, offers: Sequence[Offer]) -> None:
+    def save(self, cached_blocks: Sequence[CachedBlock]) -> None:
         """A request has passed through these blocks of a prefix."""
         if not self._has_workers:
             return
         for connector, backlog in zip(self._connectors, self._backlog, strict=True):
-            num_done = 0 if backlog else connector.offer(offers)
+            num_done = 0 if backlog else connector.save(cached_blocks)
             room = self._pool.num_blocks - len(backlog)
-            backlog.extend(offers[num_done : num_done + room])
+            backlog.extend(cached_blocks[num_done : num_done + room])
         self._offer_again()
 
     def _offer_again(self) -> None:
         for connector, backlog in zip(self._connectors, self._backlog, strict=True):
             while backlog and (room := self._ledger.store_room) > 0:
                 oldest = [backlog.popleft() for _ in range(min(room, len(backlog)))]
-                offers = [o for o in oldest if self._pool.find(o.key) is o.block]
-                connector.offer(offers)  # is done with all of them, since there is room for as many
+                cached_blocks = [o for o in oldest if self._pool.find(o.key) is o.block]
+                connector.save(
+                    cached_blocks
+                )  # is done with all of them, since there is room for as many
 
     # ---- transfers
 
-    def take_transfers(self) -> list[Transfer]:
+    def drain_transfers(self) -> list[Transfer]:
         """What was begun since the last call."""
-        return self._ledger.take()
+        return self._ledger.drain()
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """Takes what the executor says; ends that do not count are ignored."""
         if self._ledger.close(end):
-            self._take_end(end)
+            self._apply_end(end)
 
-    def _take_end(self, end: TransferEnd) -> None:
+    def _apply_end(self, end: TransferEnd) -> None:
         self._overdue.pop(end.transfer_id, None)
         part = self._parts.pop(end.transfer_id, None)
         if part is not None:

@@ -35,7 +35,7 @@ def build_tiers(
 ) -> TieredKVConnector | None:
     """The tiers below `pool`, nearest first; None if the workers have none, and there is no `remote` one."""
 
-    def open_housekeeper(directories: Sequence[KVDirectory]) -> DiskScanner:
+    def open_scanner(directories: Sequence[KVDirectory]) -> DiskScanner:
         return DiskScannerThread(directories, clock)
 
     epoch_s = time.time() - clock.now()
@@ -45,7 +45,7 @@ def build_tiers(
         pool,
         clock,
         events,
-        open_housekeeper,
+        open_scanner,
         epoch_s,
         remote,
         fail_on_load_failure=fail_on_load_failure,
@@ -58,7 +58,7 @@ def stack_tiers(
     pool: BlockPool,
     clock: Clock,
     events: KVEventRecorder | None,
-    open_housekeeper: Callable[[Sequence[KVDirectory]], DiskScanner],
+    open_scanner: Callable[[Sequence[KVDirectory]], DiskScanner],
     epoch_s: float,
     remote: RemoteOpener | None = None,
     *,
@@ -76,7 +76,7 @@ def stack_tiers(
             ready.kv_directories,
             ledger,
             clock,
-            open_housekeeper,
+            open_scanner,
             quota_bytes=config.disk_bytes,
             min_touches=config.disk_min_touches,
             epoch_s=epoch_s,

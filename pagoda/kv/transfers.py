@@ -70,7 +70,7 @@ class TransferLedger:
         *,
         after_step: int = -1,
     ) -> int:
-        """Begins a transfer, to be sent with the next `take`; returns its id.
+        """Begins a transfer, to be sent with the next `drain`; returns its id.
 
         `blocks` are those of `source` or `target` that are on the device; each must be referenced already, or
         findable.
@@ -99,12 +99,12 @@ class TransferLedger:
             self._pool.release(blocks)
             self._settled.append(TransferEnd(held_id, self._generation, failed, error))
 
-    def take_settled(self) -> list[TransferEnd]:
+    def drain_settled(self) -> list[TransferEnd]:
         """What was settled since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
-    def take(self) -> list[Transfer]:
+    def drain(self) -> list[Transfer]:
         """What was begun since the last call."""
         begun, self._outbox = self._outbox, []
         return begun

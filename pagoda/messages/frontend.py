@@ -1,6 +1,6 @@
 """The wire between a frontend and an engine: requests go one way, token chunks come back.
 
-Routers and hosts speak the same messages. `PROTOCOL_VERSION` covers them all.
+Routers and hosts speak the same messages.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pagoda.messages.sampling_params import SamplingParams, TokenId
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.worker_config import Role
 
-PROTOCOL_VERSION = 6
-"""Raised whenever a message changes in a way that an older process would misread."""
+PROTOCOL_VERSION = 7
+"""Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
 class FinishReason(enum.StrEnum):
@@ -35,7 +35,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to ask for the KV of a prompt: the engine that computes it, or has computed it and still holds it."""
 
     address: str
-    """`tcp://host:port` of that engine's door (`pagoda.pd.door`)."""
+    """`tcp://host:port` of that engine's door (`pagoda.pd.listener`)."""
     engine_id: str
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str

@@ -1,128 +1,269 @@
-"""Load reports: what an engine, a replica or a fleet says about its work."""
+"""Load reports: the load and the counters of an engine, a replica or a fleet."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+from typing import Annotated
+
 import msgspec
 
+from pagoda.messages.figures import added, counter, gauge, merged
+
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Steps are counted by their tokens: those with up to so many, and more than one bound less."""
+"""Upper bounds, in tokens, of the classes in which `StepTotals.by_tokens` counts steps."""
 STEP_SEQUENCE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
+def _largest(values: Sequence[float]) -> float:
+    return max(values, default=0.0)
+
+
+def _concatenated(values: Sequence[tuple[ProcessMemory, ...]]) -> tuple[ProcessMemory, ...]:
+    return tuple(chain.from_iterable(values))
+
+
+def _merged_steps(values: Sequence[StepTotals]) -> StepTotals:
+    return StepTotals(*map(added, zip(*map(msgspec.structs.astuple, values), strict=True)))
+
+
+def _merged_tiers(values: Sequence[tuple[TierLoad, ...]]) -> tuple[TierLoad, ...]:
+    """One tier of each name, in the order of first appearance."""
+    tiers: dict[str, list[TierLoad]] = {}
+    for tier in chain.from_iterable(values):
+        tiers.setdefault(tier.name, []).append(tier)
+    return tuple(map(_merged_tier, tiers.values()))
+
+
+def _merged_tier(tiers: Sequence[TierLoad]) -> TierLoad:
+    tier = merged(tiers)
+    if not tier.is_shared:
+        return tier
+    return msgspec.structs.replace(
+        tier,
+        num_blocks=max(one.num_blocks for one in tiers),
+        num_total_blocks=max(one.num_total_blocks for one in tiers),
+    )
+
+
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):
-    """What steps computed and where their time went, since start."""
+    """Counts of finished steps, and the seconds that each phase of steps took (`PHASES`), since the start."""
 
     num_tokens: int = 0
-    """Computed: of prompts and answers, also those that were computed again."""
+    """Tokens computed: of prompts and answers, with those that were computed again."""
     num_sequences: int = 0
-    """Each counts once in each step."""
+    """Each sequence counts once in each step."""
     by_tokens: list[int] = []
-    """Steps by how many tokens they had (`STEP_TOKEN_BOUNDS`); the last entry is of those above all bounds. Empty
-    before the first step."""
+    """Steps by their number of tokens: one count for each of `STEP_TOKEN_BOUNDS`, the last for steps above all
+    bounds. Empty before the first step."""
     by_sequences: list[int] = []
-    """The same by sequences (`STEP_SEQUENCE_BOUNDS`)."""
+    """Steps by their number of sequences (`STEP_SEQUENCE_BOUNDS`)."""
     schedule_s: float = 0.0
-    """Seconds in which the engine made plans."""
+    """The engine makes plans."""
     submit_s: float = 0.0
-    """Seconds in which it handed them over."""
+    """The engine hands plans over."""
     wait_s: float = 0.0
-    """Seconds from when plans were handed over until their results were there, without those of computing: steps
-    wait for the one before, and messages are on their way."""
+    """From handing a plan over until its result is there, without computing: the step waits for the one before,
+    and messages are on their way."""
     prepare_s: float = 0.0
-    """Seconds in which workers made inputs of plans."""
+    """Workers make inputs of plans."""
     forward_s: float = 0.0
-    """Seconds in which they ran the model."""
+    """Workers run the model."""
     sample_s: float = 0.0
-    """Seconds in which they chose tokens."""
+    """Workers choose tokens."""
     update_s: float = 0.0
-    """Seconds in which the engine took results."""
+    """The engine takes results."""
+
+
+PHASES = {
+    name.removesuffix("_s"): name for name in StepTotals.__struct_fields__ if name.endswith("_s")
+}
+"""The field of `StepTotals` that holds the seconds of a phase, by the name of the phase."""
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What one process takes of its host's memory."""
+    """The memory of one process on its host."""
 
     role: str
     """Such as `engine dp0` or `worker dp0 tp1 pp0`."""
     pid: int
     resident_bytes: int
-    """What several processes share counts in each."""
+    """Memory that several processes share counts in each."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
-    """What a dispatcher and `/health` need to know about an engine."""
+    """The load of an engine, or of all replicas behind a dispatcher, and what they have counted.
 
-    num_running: int
-    num_waiting: int
-    num_pending_tokens: int
-    """Prompt and output tokens not yet computed."""
-    num_free_blocks: int
-    """Free or evictable, on the device."""
-    num_cached_blocks: int
-    """Of these, how many hold what a later request may find."""
-    num_blocks: int
-    num_steps: int
-    """Finished since start."""
-    num_preemptions: int
-    num_worker_restarts: int
-    num_blocks_stored: int
-    """KV blocks that later requests could find, since start."""
-    num_blocks_removed: int
-    """Of these, evicted or lost with a worker."""
-    num_prefix_hit_tokens: int
-    num_prompt_tokens: int
-    """Prompt tokens admitted; hits over this is the hit rate."""
-    step_time_s: float
-    """Moving average."""
-    stalled_for_s: float
-    """Seconds since a step last finished while work was waiting; 0 when idle."""
-    expert_tokens: list[int] = []
-    """Tokens given to each expert since start; see `StepResult`."""
-    expert_rank_tokens: list[int] = []
-    """The same for each tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
+    A new figure is declared here, with its metadata, and counted in the engine: sums over replicas, `/load`,
+    `/metrics` and docs/metrics.md (`make docs`) follow from the declaration.
+    """
+
+    num_running: Annotated[
+        int,
+        gauge("num_requests_running", "Requests that run.", vllm=("num_requests_running",)),
+    ] = 0
+    num_waiting: Annotated[
+        int,
+        gauge("num_requests_waiting", "Requests that wait.", vllm=("num_requests_waiting",)),
+    ] = 0
+    num_awaiting_kv: Annotated[
+        int,
+        gauge(
+            "num_requests_awaiting_kv",
+            "Requests that wait for KV blocks from a tier below the device.",
+            vllm=("num_requests_waiting",),
+        ),
+    ] = 0
+    """`num_waiting` does not count these."""
+    num_pending_tokens: Annotated[
+        int, gauge("num_tokens_pending", "Prompt and output tokens not yet computed.")
+    ] = 0
+    num_blocks: Annotated[int, gauge("kv_cache_blocks", "Blocks of the KV cache.")] = 0
+    num_free_blocks: Annotated[
+        int,
+        gauge("kv_cache_free_blocks", "Blocks of the KV cache that are free or can be evicted."),
+    ] = 0
+    num_cached_blocks: Annotated[int, gauge()] = 0
+    """Free blocks that a later request may find."""
+    num_leases: Annotated[
+        int, gauge("kv_leases", "Requests whose KV is held for other engines.")
+    ] = 0
+    num_wanted_leases: Annotated[int, gauge()] = 0
+    """Leases that another engine has asked for and is not done with."""
+    num_leased_blocks: Annotated[
+        int, gauge("kv_leased_blocks", "KV blocks that are held for other engines.")
+    ] = 0
+    """A block of two leases counts twice."""
+    step_time_s: Annotated[
+        float,
+        gauge("step_time_seconds", "Duration of a step, as a moving average.", merge=_largest),
+    ] = 0.0
+    stalled_for_s: Annotated[
+        float,
+        gauge(
+            "stalled_seconds",
+            "How long no step has finished although there is work; 0 when idle.",
+            merge=_largest,
+        ),
+    ] = 0.0
+    num_prompt_tokens: Annotated[
+        int,
+        counter(
+            "prompt_tokens_total",
+            "Prompt tokens of requests that were admitted.",
+            vllm=("prompt_tokens_total",),
+        ),
+        counter(
+            "prefix_cache_queries_total",
+            "Prompt tokens looked for in the cache.",
+            vllm=("prefix_cache_queries_total", "gpu_prefix_cache_queries_total"),
+        ),
+    ] = 0
+    num_prefix_hit_tokens: Annotated[
+        int,
+        counter(
+            "prefix_cache_hits_total",
+            "Prompt tokens found in the cache.",
+            vllm=("prefix_cache_hits_total", "gpu_prefix_cache_hits_total"),
+        ),
+    ] = 0
+    num_generated_tokens: Annotated[
+        int,
+        counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",)),
+    ] = 0
+    num_preemptions: Annotated[
+        int,
+        counter(
+            "num_preemptions_total",
+            "Requests preempted for want of KV blocks.",
+            vllm=("num_preemptions_total",),
+        ),
+    ] = 0
+    num_blocks_stored: Annotated[
+        int, counter("kv_blocks_stored_total", "KV blocks that later requests could find.")
+    ] = 0
+    num_blocks_removed: Annotated[
+        int,
+        counter(
+            "kv_blocks_removed_total",
+            "KV blocks evicted, or lost with a worker, that could be found before.",
+        ),
+    ] = 0
+    num_leases_expired: Annotated[
+        int,
+        counter(
+            "kv_leases_expired_total",
+            "Requests whose KV was held for other engines, and not fetched in time.",
+        ),
+    ] = 0
+    num_steps: Annotated[int, counter("engine_steps_total", "Steps finished.")] = 0
+    num_worker_restarts: Annotated[
+        int, counter("worker_restarts_total", "Workers lost and started again.")
+    ] = 0
+    num_engine_restarts: Annotated[int, counter()] = 0
+    """Engines behind a dispatcher that were lost, and started again if they could be."""
+    expert_tokens: Annotated[
+        list[int],
+        counter(
+            "expert_tokens_total",
+            "Tokens given to an expert, over all layers.",
+            label="expert",
+        ),
+    ] = []
+    """By expert; see `StepResult`."""
+    expert_rank_tokens: Annotated[
+        list[int],
+        counter(
+            "expert_rank_tokens_total",
+            "Tokens given to the experts of a rank, over all layers.",
+            label="rank",
+        ),
+    ] = []
+    """By tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
+    steps: Annotated[StepTotals, counter(merge=_merged_steps)] = StepTotals()
+    tiers: Annotated[tuple[TierLoad, ...], counter(merge=_merged_tiers)] = ()
+    """Tiers below the device, nearest first; other engines, from which KV is fetched, are the last."""
+    processes: Annotated[tuple[ProcessMemory, ...], gauge(merge=_concatenated)] = ()
+    """The engine and its workers on the same host; in a dispatcher's report, those of all its engines."""
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
-    num_awaiting_kv: int = 0
-    """Requests that wait for KV to be looked up or loaded; `num_waiting` does not count them."""
-    tiers: tuple[TierLoad, ...] = ()
-    """Below the device, nearest first; other engines, from which KV is fetched, are the last."""
-    num_leases: int = 0
-    """Requests whose KV is held for other engines."""
-    num_wanted_leases: int = 0
-    """Of these, those that another engine has asked for and is not done with."""
-    num_leased_blocks: int = 0
-    """Blocks of them; one of two requests counts twice."""
-    num_leases_expired: int = 0
-    """Since start: nobody fetched them, or said that they were fetched."""
-    num_generated_tokens: int = 0
-    """Sampled since start."""
-    steps: StepTotals = StepTotals()
-    num_engine_restarts: int = 0
-    """Engines behind a dispatcher that were lost since it started, and started again if they could be."""
-    processes: tuple[ProcessMemory, ...] = ()
-    """Of the engine and of its workers on the same host; of what is behind a dispatcher, all."""
     query_id: int | None = None
-    """Of the query that this answers; None when the engine reports by itself that `is_worker_ready` changed."""
+    """The query that this report answers; None if the engine reports unasked."""
     replicas: tuple[ReplicaLoad, ...] = ()
-    """What a dispatcher adds up here, one by one; empty for an engine."""
+    """The replicas that a dispatcher has added up here; empty in an engine's report."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How full one tier is, and what it has done since the start."""
 
     name: str
-    num_blocks: int
-    """That can be found in it."""
-    num_total_blocks: int
-    """That it has room for."""
-    num_stored: int = 0
-    num_removed: int = 0
-    num_loaded: int = 0
-    num_failed: int = 0
-    """Blocks that should have been loaded or stored, and were not."""
-    is_indexed: bool = True
-    """False while it is still finding out what it holds."""
+    num_blocks: Annotated[
+        int, gauge("kv_tier_blocks", "KV blocks that a tier below the device holds.")
+    ] = 0
+    num_total_blocks: Annotated[
+        int, gauge("kv_tier_capacity_blocks", "KV blocks that a tier has room for.")
+    ] = 0
+    is_indexed: Annotated[
+        bool, gauge("kv_tier_indexed", "Whether all that a tier holds is known.", merge=all)
+    ] = True
+    num_stored: Annotated[
+        int, counter("kv_tier_blocks_stored_total", "KV blocks written to a tier.")
+    ] = 0
+    num_removed: Annotated[
+        int, counter("kv_tier_blocks_removed_total", "KV blocks removed from a tier.")
+    ] = 0
+    num_loaded: Annotated[
+        int, counter("kv_tier_blocks_loaded_total", "KV blocks loaded from a tier.")
+    ] = 0
+    num_failed: Annotated[
+        int,
+        counter(
+            "kv_tier_blocks_failed_total",
+            "KV blocks that could not be written to a tier, or loaded from it.",
+        ),
+    ] = 0
     is_shared: bool = False
-    """Whether engines beside each other have it together, so that what is in it counts once."""
+    """True if engines on one host share the tier, so that its blocks count once."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,13 +272,13 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The address of a host, or the number of an engine, from 0."""
     state: str
-    """`starting`, `ready`, `degraded` (its worker is being replaced), `ejected` (it does worse than others,
-    and gets nothing new for a while) or `failed` (given up)."""
+    """`starting`, `ready`, `degraded` (its worker is being replaced), `ejected` (slower or less reliable than
+    other replicas, and given no new requests for a while) or `failed` (given up)."""
     num_requests: int
-    """Requests that were sent there and have not ended."""
+    """Requests that were sent to the replica and have not ended."""
     weighed_tokens: int
-    """The work that these still are, as policies weigh it."""
+    """The remaining work of these requests, as policies weigh it."""
     num_losses: int = 0
-    """Of its engine, or of engines behind it."""
+    """Engines lost: the replica's own, or those behind it."""
     report: LoadReport | None = None
-    """Its own; None while it does not answer."""
+    """The replica's own report, with what its earlier engines have counted; None while it does not answer."""

@@ -24,10 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How the tokens of one request are chosen. Spelled as vLLM users know it.
 
     The fields `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served at the edge,
-    where token ids become text; the rest by the engine and the worker.
-
-    Raises:
-        InvalidRequestError: a value is out of range; the error names the field.
+    where token ids become text; the rest by the engine and the worker. Nothing is checked before `checked()`.
     """
 
     temperature: float = 1.0
@@ -67,8 +64,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
-    def __post_init__(self) -> None:
-        _accept_lists(self)
+    def checked(self) -> SamplingParams:
+        """The same parameters, with sequences as tuples and a single stop string as a tuple of one.
+
+        Whoever takes parameters from a client calls this once. Decoding a message does not check again.
+
+        Raises:
+            InvalidRequestError: a value has a wrong type or is out of range; the error names the field.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        fields = {**msgspec.structs.asdict(self), "stop": stop}
+        try:
+            params = msgspec.convert(fields, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"a sampling parameter is not right: {error}.") from None
+        params._check_ranges()
+        return params
+
+    def _check_ranges(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
@@ -133,16 +146,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
 
 
-def _accept_lists(params: SamplingParams) -> None:
-    """In Python, lists do as well as tuples, and a single stop string as well as a list of one."""
-    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-        value = getattr(params, name)
-        if isinstance(value, str):
-            msgspec.structs.force_setattr(params, name, (value,))
-        elif isinstance(value, list):
-            msgspec.structs.force_setattr(params, name, tuple(value))
-
-
 def _refuse(name: str, rule: str, value: object) -> None:
     raise InvalidRequestError(f"{name} {rule}, got {value}.", param=name)
 
@@ -150,8 +153,6 @@ def _refuse(name: str, rule: str, value: object) -> None:
 def _check_range(
     name: str, value: float, low: float, high: float, *, low_open: bool = False
 ) -> None:
-    if not isinstance(value, int | float):
-        _refuse(name, "must be a number", repr(value))
     inside = low < value <= high if low_open else low <= value <= high
     if not inside or not math.isfinite(value):
         bracket = "(" if low_open else "["

@@ -42,7 +42,7 @@ class KVRank(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: tuple[KVPart, ...]
     num_blocks: int
-    doors: dict[str, bytes]
+    descriptors: dict[str, bytes]
     """By transport, what the other side needs to connect; meant for that transport alone."""
 
 
@@ -84,9 +84,9 @@ class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"
     """Transfers to begin, in order of urgency."""
 
     transfers: list[Transfer] = []
-    met: list[KVPeer] = []
+    added_peers: list[KVPeer] = []
     """Peers that transfers from now on may name."""
-    parted: list[str] = []
+    removed_peers: list[str] = []
     """Ids of peers that none names any more; what still runs from there may fail."""
 
 

@@ -9,6 +9,10 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace, TraceStopped
 from pagoda.messages.transfers import KVDirectory, KVRank
 
+PROTOCOL_VERSION = 1
+"""Version of this wire and of `pagoda.messages.transfers`, raised when a message changes in a way that an older
+process would misread. A Ray worker on another host may have another installation than its engine."""
+
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend can do; the scheduler obeys these and knows no device by name."""
@@ -34,6 +38,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
     """The first message of a worker that is one of several; the engine answers all with `WorkerPeers`."""
 
+    protocol_version: int = PROTOCOL_VERSION
     host: str
     """The same for processes that can share memory."""
     stage_address: str = ""
@@ -56,8 +61,9 @@ class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers")
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready"):
-    """Weights are loaded and the KV cache is allocated."""
+    """Weights are loaded and the KV cache is allocated. The first message of a single worker."""
 
+    protocol_version: int = PROTOCOL_VERSION
     capabilities: Capabilities
     num_blocks: int
     block_size: int

@@ -6,7 +6,6 @@ import enum
 
 import msgspec
 
-from pagoda.messages.transfers import KVDirectory
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceSession
 
@@ -120,18 +119,3 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None
         )
-
-
-class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost model of the simulated executor: a step takes `base + per_token * tokens` seconds, and a transfer
-    `per_transferred_block * blocks`, beside the steps and beside other transfers."""
-
-    base_s: float = 0.0
-    per_token_s: float = 0.0
-    per_transferred_block_s: float = 0.0
-    num_blocks: int = 8192
-    block_size: int = 16
-    max_model_len: int = 131072
-    vocab_size: int = 512
-    kv_host_slots: int = 0
-    kv_directories: tuple[KVDirectory, ...] = ()

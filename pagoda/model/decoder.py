@@ -27,7 +27,7 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.operation import Operation, WeightNames
 from pagoda.backend.weights import GroupedWeight, LinearWeight, weight_bytes
-from pagoda.checkpoints.model_config import LinearMap
+from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.errors import ConfigError
 from pagoda.model.experts import DenseMlp, SparseMlp, compute_mlp, load_experts
 from pagoda.model.rotary import rotary_frequencies
@@ -78,7 +78,9 @@ class Decoder(Generic[LinearT, PlanT]):
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
         self._norm = (
-            loader.tensor("model.norm.weight", config.hidden_size) if shard.is_last else None
+            loader.tensor(f"{config.names.norm}.weight", config.hidden_size)
+            if shard.is_last
+            else None
         )
         self._embedding = loader.linear([config.embedding], bias=False) if shard.is_first else None
         self._head: LinearT | None = None
@@ -243,24 +245,24 @@ class _Loader(Generic[LinearT]):
         """Tokens that went to each expert, of all layers together."""
 
     def layer(self, index: int) -> Layer[LinearT]:
-        config, prefix = self._shard.config, f"model.layers.{index}"
-        attention = config.attention_maps(index)
+        config, names = self._shard.config, self._shard.config.names
+        attention = config.attention_linears(index)
         return Layer(
-            attention_norm=self.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size),
+            attention_norm=self._norm(index, names.attention_norm, config.hidden_size),
             qkv=self.linear([attention.q, attention.k, attention.v], bias=config.qkv_bias),
-            head_norms=self._head_norms(f"{prefix}.self_attn") if config.qk_norm else None,
+            head_norms=self._head_norms(index) if config.qk_norm else None,
             attention_out=self.linear([attention.out], bias=config.output_bias),
             window=config.sliding_windows[index],
-            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            mlp_norm=self._norm(index, names.mlp_norm, config.hidden_size),
             mlp=self._mlp(index),
         )
 
     def _mlp(self, index: int) -> DenseMlp[LinearT] | SparseMlp[LinearT]:
-        config, maps = self._shard.config, self._shard.expert_maps(index)
+        config, maps = self._shard.config, self._shard.expert_linears(index)
         if config.experts is not None and maps is not None:
             first = self._shard.experts.start
             return load_experts(config.experts, maps, first, self.expert_counts, self.linear)
-        mlp = config.mlp_maps(index)
+        mlp = config.mlp_linears(index)
         return DenseMlp(
             gate_up=self.linear([mlp.gate, mlp.up], bias=config.mlp_bias),
             down=self.linear([mlp.down], bias=config.mlp_bias),
@@ -271,40 +273,43 @@ class _Loader(Generic[LinearT]):
         self._source.read_into(name, out)
         return out
 
-    def linear(self, maps: Sequence[LinearMap], *, bias: bool) -> LinearT:
+    def linear(self, linears: Sequence[LinearSpec], *, bias: bool) -> LinearT:
         """This rank's parts of linear maps of the same input, as one."""
         began = self._tracer.e2e()
-        weights = [self._source.linear(m, self._shard.part_of(m), self._dtype) for m in maps]
-        _check_input_orders([m.name for m in maps], weights)
-        biases = [self._bias(m) for m in maps] if bias else []
+        parts = [(linear, self._shard.part_of(linear)) for linear in linears]
+        weights = [self._source.linear(linear, part, self._dtype) for linear, part in parts]
+        _check_act_orders([linear.name for linear in linears], weights)
+        biases = [self._bias(linear) for linear in linears] if bias else []
         loaded = self._tracer.e2e()
         prepared = self._prepare_linear(weights, torch.cat(biases) if biases else None, self._dtype)
-        num_bytes = sum(map(weight_bytes, weights))
-        said = {"first": maps[0].name, "bytes": num_bytes}
+        num_bytes = sum(weight_bytes(weight, self._dtype) for weight in weights)
+        said = {"first": linears[0].name, "bytes": num_bytes}
         self._tracer.span("load weights", began, said, ended=loaded)
         self._tracer.span("pack weights", loaded, said)
         self._on_loaded(num_bytes)
         return prepared
 
-    def _bias(self, linear_map: LinearMap) -> Tensor:
-        values = self.tensor(f"{linear_map.name}.bias", linear_map.outputs)
-        part = self._shard.part_of(linear_map)
-        if len(part.inputs) < linear_map.inputs and self._shard.tp_rank > 0:
+    def _bias(self, linear: LinearSpec) -> Tensor:
+        values = self.tensor(f"{linear.name}.bias", linear.outputs)
+        part = self._shard.part_of(linear)
+        if len(part.inputs) < linear.inputs and self._shard.tp_rank > 0:
             return torch.zeros_like(values)  # what the ranks compute is added up: one adds the bias
         return values[part.outputs.start : part.outputs.stop]
 
-    def _head_norms(self, attention: str) -> HeadNorms:
-        queries, keys = (
-            self.tensor(f"{attention}.{name}_norm.weight", self._shard.config.head_dim)
-            for name in "qk"
-        )
-        return HeadNorms(queries, keys, self._shard.config.rms_norm_eps)
+    def _head_norms(self, index: int) -> HeadNorms:
+        config = self._shard.config
+        queries = self._norm(index, config.names.query_norm, config.head_dim)
+        keys = self._norm(index, config.names.key_norm, config.head_dim)
+        return HeadNorms(queries, keys, config.rms_norm_eps)
+
+    def _norm(self, index: int, name: str, size: int) -> Tensor:
+        return self.tensor(f"{self._shard.config.names.of_layer(index, name)}.weight", size)
 
 
-def _check_input_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
+def _check_act_orders(names: Sequence[str], weights: Sequence[LinearWeight]) -> None:
     """Maps of the same input are computed together, so they must take its elements in one order."""
     orders = [
-        (name, weight.input_order)
+        (name, weight.act_order)
         for name, weight in zip(names, weights, strict=True)
         if isinstance(weight, GroupedWeight)
     ]

@@ -22,7 +22,7 @@ from pagoda.backend.base import (
     PlanT,
     ValueT,
 )
-from pagoda.checkpoints.model_config import ExpertMaps, ExpertsConfig, LinearMap
+from pagoda.checkpoints.model_config import ExpertLinears, ExpertsConfig, LinearSpec
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class SparseMlp(Generic[LinearT]):
 
 
 class LoadLinear(Protocol[LinearT_co]):
-    def __call__(self, maps: Sequence[LinearMap], *, bias: bool) -> LinearT_co:
+    def __call__(self, linears: Sequence[LinearSpec], *, bias: bool) -> LinearT_co:
         """This rank's parts of linear maps of the same input, as one."""
         ...
 
 
 def load_experts(
     config: ExpertsConfig,
-    maps: ExpertMaps,
+    maps: ExpertLinears,
     first: int,
     counts: Tensor,
     linear: LoadLinear[LinearT],
@@ -62,8 +62,8 @@ def load_experts(
     down: list[LinearT] = []
     for expert in maps.experts:
         # One expert after the other, in the order in which a step will read them.
-        for prepared, linear_map in zip((gate, up, down), expert, strict=True):
-            prepared.append(linear([linear_map], bias=False))
+        for prepared, spec in zip((gate, up, down), expert, strict=True):
+            prepared.append(linear([spec], bias=False))
     return SparseMlp(router, Experts(routing, first, tuple(gate), tuple(up), tuple(down), counts))
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
-from pagoda.checkpoints.gguf.config import GROUP_SIZE, HELD_AS
+from pagoda.checkpoints.gguf.config import DENSE, GROUP_SIZE
 from pagoda.checkpoints.gguf.reader import BlockType
-from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, WeightFormat
 
-DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = dict(zip(DENSE, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 _CHUNK_WEIGHTS = 2**20
 """Of tensors that become floats on their way; few enough to stay in the caches."""
@@ -26,18 +25,10 @@ _CHUNK_WEIGHTS = 2**20
 def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearWeight:
     """The weight in `rows` [out, bytes] uint8; a dense one in `dtype`, perhaps still in the same memory."""
     if block.name in DENSE:
-        return DenseWeight(rows.view(DENSE[block.name]).to(dtype))
+        return DenseWeight(rows.view(_DTYPES[block.name]).to(dtype))
     if block.name in _GROUPED:
         return _GROUPED[block.name](_blocks(rows, block), rows.shape[0])
     return _rounded(rows, block)
-
-
-def held_as(block: BlockType) -> WeightFormat:
-    """What `linear_weight` makes of a type."""
-    if block.name in DENSE:
-        return DenseFormat()
-    codes = HELD_AS[block.name]
-    return GroupedFormat(codes.bits, GROUP_SIZE, codes.offsets, input_order=False)
 
 
 def floats(rows: Tensor, block: BlockType) -> Tensor:

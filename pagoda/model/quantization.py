@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
-from pagoda.checkpoints.model_config import LinearMap
-from pagoda.checkpoints.quantization_config import EMBEDDING, HEAD, ROUTERS
+from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.weight_formats import (
     GROUP_SIZES,
     DenseFormat,
@@ -32,8 +31,8 @@ QUANTIZATIONS = ("none", "int8", "int4")
 class Int8OnLoad:
     summary = "int8 weights"
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:  # noqa: ARG002 - any size
-        return DenseFormat() if name.endswith(ROUTERS) else Int8Format()
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        return DenseFormat() if linear.role is Role.ROUTER else Int8Format()
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,18 @@ class Int4OnLoad:
     def summary(self) -> str:
         return f"int4 weights (groups of {self.group_size})"
 
-    def format_of(self, name: str, inputs: int) -> WeightFormat:
-        if name.endswith(ROUTERS):
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        if linear.role is Role.ROUTER:
             return DenseFormat()
-        if name in (EMBEDDING, HEAD):
+        if linear.role in (Role.EMBEDDING, Role.HEAD):
             return Int8Format()
-        if inputs % self.group_size:
+        if linear.inputs % self.group_size:
             raise ConfigError(
-                f"{name}.weight has {inputs} inputs, which groups of {self.group_size} do not divide; "
-                "take another --quantization-group-size, or --quantization int8."
+                f"{linear.name}.weight has {linear.inputs} inputs, which groups of {self.group_size} do not "
+                "divide; take another --quantization-group-size, or --quantization int8."
             )
         return GroupedFormat(
-            bits=4, group_size=self.group_size, offsets=False, input_order=False, can_regroup=False
+            bits=4, group_size=self.group_size, offsets=False, act_order=False, can_regroup=False
         )
 
 
@@ -97,17 +96,11 @@ class QuantizedWeights:
     def read_into(self, name: str, out: Tensor) -> None:
         self._dense.read_into(name, out)
 
-    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:
-        name = linear_map.name
-        weight = self._dense.linear(linear_map, part, dtype)
+    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
+        weight = self._dense.linear(linear, part, dtype)
         if not isinstance(weight, DenseWeight):
-            raise TypeError(f"{name} is quantized already.")
-        held_as = format_of_part(
-            name,
-            self._quantization.format_of(name, linear_map.inputs),
-            linear_map.inputs,
-            part.inputs,
-        )
+            raise TypeError(f"{linear.name} is quantized already.")
+        held_as = format_of_part(linear, self._quantization.format_of(linear), part.inputs)
         if isinstance(held_as, DenseFormat):
             return weight
         quantized: Int8Weight | GroupedWeight
@@ -117,7 +110,7 @@ class QuantizedWeights:
             quantized = self._quantizer.quantize_int8(weight.values)
         if not bool(quantized.scales.isfinite().all()):
             raise ConfigError(
-                f"{name}.weight holds numbers that are infinite, NaN or too large to quantize; "
+                f"{linear.name}.weight holds numbers that are infinite, NaN or too large to quantize; "
                 "serve it without --quantization."
             )
         return quantized

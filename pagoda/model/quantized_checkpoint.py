@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight
+from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.checkpoints.quantization_config import (
     Awq,
     CheckpointQuantization,
@@ -38,23 +39,23 @@ class QuantizedCheckpoint:
     def read_into(self, name: str, out: Tensor) -> None:
         self._tensors.read_into(name, out)
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
         quantization = self._quantization
-        scheme = quantization.scheme_of(name)
+        scheme = quantization.scheme_of(linear)
         if scheme is None:
-            return self._tensors.linear(name, outputs, inputs, dtype)
+            return self._tensors.linear(linear, dtype)
         if isinstance(scheme, Int8Scheme):
-            return self._int8(name, outputs, inputs)
-        reader = _GroupReader(self._tensors, name, outputs, inputs, scheme)
+            return self._int8(linear)
+        reader = _GroupReader(self._tensors, linear, scheme)
         if isinstance(quantization, CompressedTensors):
             return reader.compressed_tensors()
         if isinstance(quantization, Awq):
             return reader.awq()
         return reader.gptq(quantization.zero_offset)
 
-    def _int8(self, name: str, outputs: int, inputs: int) -> Int8Weight:
-        tensors = self._tensors
-        values = tensors.tensor(f"{name}.weight", (outputs, inputs), _INT8)
+    def _int8(self, linear: LinearSpec) -> Int8Weight:
+        tensors, name, outputs = self._tensors, linear.name, linear.outputs
+        values = tensors.tensor(f"{name}.weight", (outputs, linear.inputs), _INT8)
         scales_name = f"{name}.weight_scale"
         flat = tensors.shape(scales_name) == (outputs,)
         shape = (outputs,) if flat else (outputs, 1)
@@ -67,12 +68,11 @@ class QuantizedCheckpoint:
 class _GroupReader:
     """Reads one linear map of a `GroupScheme`."""
 
-    def __init__(
-        self, tensors: CheckpointWeights, name: str, outputs: int, inputs: int, scheme: GroupScheme
-    ) -> None:
+    def __init__(self, tensors: CheckpointWeights, linear: LinearSpec, scheme: GroupScheme) -> None:
+        name, inputs = linear.name, linear.inputs
         self._tensors = tensors
         self._name = name
-        self._outputs = outputs
+        self._outputs = linear.outputs
         self._inputs = inputs
         self._scheme = scheme
         self._held_group_size = held_group_size(name, inputs, scheme.group_size)
@@ -89,9 +89,7 @@ class _GroupReader:
             kind, packed_outputs = "weight_zero_point", -(-self._outputs // self._per_word)
             zeros = self._unpacked(self._words(kind, packed_outputs, self._num_groups).t())
             offsets = self._offsets(kind, scales, zeros[:, : self._outputs].t())
-        return self._weight(
-            self._unpacked(words), scales, offsets, self._input_order("weight_g_idx")
-        )
+        return self._weight(self._unpacked(words), scales, offsets, self._act_order("weight_g_idx"))
 
     def awq(self) -> GroupedWeight:
         packed_outputs = self._packed_outputs()
@@ -107,7 +105,7 @@ class _GroupReader:
         zeros = self._unpacked(self._words("qzeros", self._num_groups, self._packed_outputs()))
         # A zero point may be 2 ** bits, which bytes do not hold.
         offsets = self._offsets("qzeros", scales, zeros.t().float() + zero_offset)
-        return self._weight(self._unpacked(words.t()), scales, offsets, self._input_order("g_idx"))
+        return self._weight(self._unpacked(words.t()), scales, offsets, self._act_order("g_idx"))
 
     def _check_stored_shape(self) -> None:
         name = f"{self._name}.weight_shape"
@@ -143,7 +141,7 @@ class _GroupReader:
         _check_finite(self._tensors, name, scales, "float16")
         return scales
 
-    def _input_order(self, kind: str) -> Tensor | None:
+    def _act_order(self, kind: str) -> Tensor | None:
         """Inputs by their groups; None where they lie so already."""
         name = f"{self._name}.{kind}"
         if not (self._scheme.act_order or self._tensors.has(name)):
@@ -182,7 +180,7 @@ class _GroupReader:
             offsets=None if offsets is None else offsets.repeat_interleave(repeats, dim=1),
             bits=self._scheme.bits,
             group_size=self._held_group_size,
-            input_order=order,
+            act_order=order,
         )
 
 

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from pagoda.checkpoints.model_config import (
+from pagoda.checkpoints.model_config import ModelConfig
+from pagoda.checkpoints.rope import (
     FrequencyFactors,
     LinearScaling,
     Llama3Scaling,
-    ModelConfig,
     YarnScaling,
 )
 

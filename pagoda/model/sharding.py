@@ -20,17 +20,11 @@ from pagoda.backend.weights import (
     Int8Weight,
     LinearWeight,
     dequantize,
+    weight_format,
     weight_shape,
 )
-from pagoda.checkpoints.model_config import ExpertMaps, LinearMap, ModelConfig, Split
-from pagoda.checkpoints.topology import (
-    EXPERT_INNER,
-    INNER,
-    VOCABULARY,
-    ModelSizes,
-    check_sizes,
-    nearest_sizes,
-)
+from pagoda.checkpoints.model_config import ExpertLinears, LinearSpec, ModelConfig, Role
+from pagoda.checkpoints.topology import can_share, check_shares, nearest_sizes
 from pagoda.checkpoints.weight_formats import (
     DenseFormat,
     GroupedFormat,
@@ -111,30 +105,29 @@ class Shard:
         """This rank's part of `count` channels."""
         return channel_share(count, self.tp_rank, self.tp_size)
 
-    def part_of(self, linear_map: LinearMap) -> Part:
-        """What this rank holds of a linear map."""
-        head_dim = self.config.head_dim
-        outputs, inputs = range(linear_map.outputs), range(linear_map.inputs)
-        match linear_map.split:
-            case Split.HEADS:
-                outputs = _times(self.heads, head_dim)
-            case Split.KV_HEADS:
-                outputs = _times(self.kv_heads, head_dim)
-            case Split.FROM_HEADS:
-                inputs = _times(self.heads, head_dim)
-            case Split.INNER | Split.VOCABULARY:
-                outputs = self.channels(linear_map.outputs)
-            case Split.FROM_INNER:
-                inputs = self.channels(linear_map.inputs)
-            case Split.EXPERT_INNER if not self.expert_parallel:
-                outputs = self.channels(linear_map.outputs)
-            case Split.FROM_EXPERT_INNER if not self.expert_parallel:
-                inputs = self.channels(linear_map.inputs)
+    def part_of(self, linear: LinearSpec) -> Part:
+        """What this rank holds of a linear layer."""
+        outputs, inputs = range(linear.outputs), range(linear.inputs)
+        match linear.role:
+            case Role.QUERY:
+                outputs = _times(self.heads, self.config.head_dim)
+            case Role.KEY | Role.VALUE:
+                outputs = _times(self.kv_heads, self.config.head_dim)
+            case Role.ATTENTION_OUT:
+                inputs = _times(self.heads, self.config.head_dim)
+            case Role.MLP_IN | Role.EMBEDDING | Role.HEAD:
+                outputs = self.channels(linear.outputs)
+            case Role.MLP_OUT:
+                inputs = self.channels(linear.inputs)
+            case Role.EXPERT_IN if not self.expert_parallel:
+                outputs = self.channels(linear.outputs)
+            case Role.EXPERT_OUT if not self.expert_parallel:
+                inputs = self.channels(linear.inputs)
         return Part(outputs, inputs)
 
-    def expert_maps(self, layer: int) -> ExpertMaps | None:
+    def expert_linears(self, layer: int) -> ExpertLinears | None:
         """Of the experts that this rank holds, `experts` of all; None where the layer is dense."""
-        maps = self.config.expert_maps(layer)
+        maps = self.config.expert_linears(layer)
         return maps and replace(maps, experts=maps.experts[self.experts.start : self.experts.stop])
 
     @property
@@ -147,14 +140,14 @@ class Shard:
             return range(experts.num_experts)
         return expert_share(experts.num_experts, self.tp_rank, self.tp_size)
 
-    def linear_maps(self) -> Iterator[LinearMap]:
+    def linears(self) -> Iterator[LinearSpec]:
         """Those that this rank holds a part of."""
         config = self.config
         for layer in self.layers:
-            yield from config.attention_maps(layer)
-            experts = self.expert_maps(layer)
+            yield from config.attention_linears(layer)
+            experts = self.expert_linears(layer)
             if experts is None:
-                yield from config.mlp_maps(layer)
+                yield from config.mlp_linears(layer)
             else:
                 yield experts.router
                 for mlp in experts.experts:
@@ -170,21 +163,21 @@ class Shard:
         Raises:
             ConfigError: a linear map cannot be quantized, or cut, so.
         """
-        maps = (self._map_bytes(m, quantization, itemsize) for m in self.linear_maps())
+        maps = (self._linear_bytes(m, quantization, itemsize) for m in self.linears())
         return self._vector_bytes(itemsize) + sum(maps)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Of the weights that a forward pass reads: the head is no part of it, and an embedding gives rows."""
-        maps = (m for m in self.linear_maps() if m.split is not Split.VOCABULARY)
+        maps = (m for m in self.linears() if m.role not in (Role.EMBEDDING, Role.HEAD))
         return self._vector_bytes(itemsize) + sum(
-            self._map_bytes(m, quantization, itemsize) for m in maps
+            self._linear_bytes(m, quantization, itemsize) for m in maps
         )
 
     def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
         """Of the weights of all experts that the rank holds, without what chooses among them."""
-        sparse = [maps for layer in self.layers if (maps := self.expert_maps(layer)) is not None]
+        sparse = [maps for layer in self.layers if (maps := self.expert_linears(layer)) is not None]
         return sum(
-            self._map_bytes(m, quantization, itemsize)
+            self._linear_bytes(m, quantization, itemsize)
             for maps in sparse
             for mlp in maps.experts
             for m in mlp
@@ -194,10 +187,10 @@ class Shard:
         """Of products with weights, without the head, through which few tokens of a prompt go."""
         total = 0
         for layer in self.layers:
-            maps = [*self.config.attention_maps(layer)]
-            sparse = self.expert_maps(layer)
+            maps = [*self.config.attention_linears(layer)]
+            sparse = self.expert_linears(layer)
             if self.config.experts is None or sparse is None:
-                maps += self.config.mlp_maps(layer)
+                maps += self.config.mlp_linears(layer)
             else:
                 maps.append(sparse.router)
                 held = sum(self._num_weights(m) for mlp in sparse.experts for m in mlp)
@@ -206,13 +199,13 @@ class Shard:
             total += sum(map(self._num_weights, maps))
         return 2 * total
 
-    def _num_weights(self, linear_map: LinearMap) -> int:
-        part = self.part_of(linear_map)
+    def _num_weights(self, linear: LinearSpec) -> int:
+        part = self.part_of(linear)
         return len(part.outputs) * len(part.inputs)
 
-    def _map_bytes(self, m: LinearMap, quantization: Quantization | None, itemsize: int) -> int:
+    def _linear_bytes(self, m: LinearSpec, quantization: Quantization | None, itemsize: int) -> int:
         part = self.part_of(m)
-        held_as = format_of_part(m.name, _format_of(m, quantization), m.inputs, part.inputs)
+        held_as = format_of_part(m, _format_of(m, quantization), part.inputs)
         return format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
 
     def _vector_bytes(self, itemsize: int) -> int:
@@ -220,10 +213,10 @@ class Shard:
         config = self.config
         total = config.hidden_size * self.is_last
         for layer in self.layers:
-            attention = config.attention_maps(layer)
+            attention = config.attention_linears(layer)
             biases = [*attention][:3] * config.qkv_bias + [attention.out] * config.output_bias
-            if config.expert_maps(layer) is None:
-                biases += [*config.mlp_maps(layer)] * config.mlp_bias
+            if config.expert_linears(layer) is None:
+                biases += [*config.mlp_linears(layer)] * config.mlp_bias
             total += 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
             total += sum(len(self.part_of(m).outputs) for m in biases)
         return total * itemsize
@@ -240,7 +233,7 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) ->
     Raises:
         ConfigError: the model cannot be split so.
     """
-    check_sizes("the model", _sizes(config, expert_parallel=parallel.expert_parallel), parallel)
+    check_shares("the model", config, parallel)
     return Shard(
         config,
         split_layers(config, parallel.pipeline_parallel_size)[place.pp],
@@ -258,77 +251,58 @@ def check_quantized_parts(
     Raises:
         ConfigError: one does, or a map cannot be quantized so at all.
     """
-    # Maps that are cut and quantized alike need but one look, as there may be thousands.
-    maps: dict[tuple[Split, int, GroupedFormat], str] = {}
-    for m in whole(config).linear_maps():
-        held_as = _format_of(m, quantization)
+    # Layers that are cut and quantized alike need but one look, as there may be thousands.
+    linears: dict[tuple[Role, int, GroupedFormat], LinearSpec] = {}
+    for linear in whole(config).linears():
+        held_as = _format_of(linear, quantization)
         if isinstance(held_as, GroupedFormat):
-            maps.setdefault((m.split, m.inputs, held_as), m.name)
+            linears.setdefault((linear.role, linear.inputs, held_as), linear)
 
-    def first_cut(size: int) -> tuple[str, int, GroupedFormat, range] | None:
+    def first_cut(size: int) -> tuple[LinearSpec, GroupedFormat, range] | None:
         for rank in range(size):
             shard = Shard(config, range(config.num_layers), rank, size, parallel.expert_parallel)
-            for (split, inputs, held_as), name in maps.items():
-                part = shard.part_of(LinearMap(name, 0, inputs, split)).inputs
+            for (_, inputs, held_as), linear in linears.items():
+                part = shard.part_of(linear).inputs
                 if part_format(held_as, inputs, part) is None:
-                    return name, inputs, held_as, part
+                    return linear, held_as, part
         return None
 
     tp_size = parallel.tensor_parallel_size
     cut = first_cut(tp_size)
     if cut is None:
         return
-    sizes = _sizes(config, expert_parallel=parallel.expert_parallel)
     nearest = nearest_sizes(
         tp_size,
         config.num_heads,
         lambda size: (
-            sizes.can_share(size, expert_parallel=parallel.expert_parallel)
+            can_share(config, size, expert_parallel=parallel.expert_parallel)
             and first_cut(size) is None
         ),
     )
-    name, inputs, held_as, part = cut
+    linear, held_as, part = cut
     other = "" if held_as.can_regroup else ", or take a smaller --quantization-group-size"
     raise ConfigError(
-        f"--tensor-parallel-size {tp_size} cuts the {inputs} inputs of {name}.weight inside its groups of "
-        f"{held_as.group_size}, into parts such as {part.start} to {part.stop}; the nearest that does not is "
-        f"{nearest}{other}."
+        f"--tensor-parallel-size {tp_size} cuts the {linear.inputs} inputs of {linear.name}.weight inside its "
+        f"groups of {held_as.group_size}, into parts such as {part.start} to {part.stop}; the nearest that does "
+        f"not is {nearest}{other}."
     )
 
 
-def _sizes(config: ModelConfig, *, expert_parallel: bool) -> ModelSizes:
-    experts = config.experts
-    channels = [(config.vocab_size, VOCABULARY)]
-    if experts is None or len(experts.layers) < config.num_layers:
-        channels.append((config.intermediate_size, INNER))
-    if experts is not None and not expert_parallel:
-        channels.append((experts.intermediate_size, EXPERT_INNER))
-    return ModelSizes(
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        layers=config.num_layers,
-        channels=tuple(channels),
-        experts=0 if experts is None else experts.num_experts,
-    )
+def _format_of(linear: LinearSpec, quantization: Quantization | None) -> WeightFormat:
+    return DenseFormat() if quantization is None else quantization.format_of(linear)
 
 
-def _format_of(linear_map: LinearMap, quantization: Quantization | None) -> WeightFormat:
-    if quantization is None:
-        return DenseFormat()
-    return quantization.format_of(linear_map.name, linear_map.inputs)
-
-
-def format_of_part(name: str, held_as: WeightFormat, num_inputs: int, part: range) -> WeightFormat:
-    """See `part_format`; `name` is that of the linear map.
+def format_of_part(linear: LinearSpec, held_as: WeightFormat, part: range) -> WeightFormat:
+    """Format of a part of a layer's inputs, the whole being `held_as`; see `part_format`.
 
     Raises:
         ConfigError: the part cannot be held.
     """
-    held = part_format(held_as, num_inputs, part)
+    held = part_format(held_as, linear.inputs, part)
     if held is None:
         raise ConfigError(
-            f"the {num_inputs} inputs of {name}.weight, quantized in groups, cannot be cut into parts such as "
-            f"{part.start} to {part.stop}; take a smaller --tensor-parallel-size."
+            f"the {linear.inputs} inputs of {linear.name}.weight, quantized in groups, cannot be cut into parts "
+            f"such as {part.start} to {part.stop}; take a smaller --tensor-parallel-size."
         )
     return held
 
@@ -375,7 +349,7 @@ class PartialWeights(Protocol):
         """See `WeightSource`; the whole tensor."""
         ...
 
-    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:
+    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
         """The part of a linear map's weight; see `WeightSource.linear`.
 
         Raises:
@@ -393,13 +367,13 @@ class CutWeights:
     def read_into(self, name: str, out: Tensor) -> None:
         self._source.read_into(name, out)
 
-    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:
-        name = linear_map.name
-        weight = self._source.linear(name, linear_map.outputs, linear_map.inputs, dtype)
-        return take_part(name, weight, part, dtype)
+    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
+        return take_part(linear, self._source.linear(linear, dtype), part, dtype)
 
 
-def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -> LinearWeight:
+def take_part(
+    linear: LinearSpec, weight: LinearWeight, part: Part, dtype: torch.dtype
+) -> LinearWeight:
     """The part of a weight that a rank holds, in memory of its own; `dtype` is that of activations.
 
     A dense part may lie in the memory of the whole.
@@ -414,16 +388,14 @@ def take_part(name: str, weight: LinearWeight, part: Part, dtype: torch.dtype) -
         return DenseWeight(weight.values[outputs, inputs].contiguous())
     if isinstance(weight, Int8Weight):
         return Int8Weight(_copied(weight.values[outputs, inputs]), _copied(weight.scales[outputs]))
-    return _part_of_groups(name, weight, part, dtype)
+    return _part_of_groups(linear, weight, part, dtype)
 
 
 def _part_of_groups(
-    name: str, weight: GroupedWeight, part: Part, dtype: torch.dtype
+    linear: LinearSpec, weight: GroupedWeight, part: Part, dtype: torch.dtype
 ) -> LinearWeight:
     outputs, inputs = _slice(part.outputs), _slice(part.inputs)
-    has_offsets, has_order = weight.offsets is not None, weight.input_order is not None
-    stored = GroupedFormat(weight.bits, weight.group_size, has_offsets, has_order)
-    held_as = format_of_part(name, stored, weight_shape(weight)[1], part.inputs)
+    held_as = format_of_part(linear, weight_format(weight), part.inputs)
     if not isinstance(held_as, GroupedFormat):
         return DenseWeight(dequantize(weight)[outputs, inputs].to(dtype).contiguous())
     size = held_as.group_size
@@ -439,7 +411,7 @@ def _part_of_groups(
         None if weight.offsets is None else regrouped(weight.offsets),
         bits=weight.bits,
         group_size=size,
-        input_order=weight.input_order,
+        act_order=weight.act_order,
     )
 
 

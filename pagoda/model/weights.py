@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.checkpoints.checkpoint import INDEX_FILE, read_index, weight_files
+from pagoda.checkpoints.model_config import LinearSpec
 from pagoda.errors import ConfigError
 
 READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -32,14 +33,13 @@ class WeightSource(Protocol):
         """
         ...
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
-        """The weight of the linear map `name`, such as `model.layers.0.mlp.up_proj`, without its bias.
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        """The weight of a linear layer, without its bias; head and embedding table are linear layers as well.
 
-        The head (`lm_head`) and the embedding table (`model.embed_tokens`) are linear maps as well. A dense weight
-        comes in `dtype`, and may lie in a mapped file: a backend copies what it keeps.
+        A dense weight comes in `dtype`, and may lie in a mapped file: a backend copies what it keeps.
 
         Raises:
-            ConfigError: there is no such map of this shape.
+            ConfigError: there is no such layer of this shape.
         """
         ...
 
@@ -71,9 +71,9 @@ class DummyWeights:
             filled += piece.shape[0]
             start = 0
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
-        values = torch.empty((outputs, inputs), dtype=dtype)
-        self.read_into(f"{name}.weight", values)
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        values = torch.empty((linear.outputs, linear.inputs), dtype=dtype)
+        self.read_into(f"{linear.name}.weight", values)
         return DenseWeight(values)
 
 
@@ -89,8 +89,8 @@ class CheckpointWeights:
     def read_into(self, name: str, out: Tensor) -> None:
         out.copy_(self.tensor(name, tuple(out.shape), READABLE))
 
-    def linear(self, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> LinearWeight:
-        values = self.tensor(f"{name}.weight", (outputs, inputs), READABLE)
+    def linear(self, linear: LinearSpec, dtype: torch.dtype) -> LinearWeight:
+        values = self.tensor(f"{linear.name}.weight", (linear.outputs, linear.inputs), READABLE)
         return DenseWeight(values.to(dtype))
 
     def tensor(self, name: str, shape: tuple[int, ...], stored_as: Mapping[str, str]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.load import TierLoad
@@ -34,8 +34,8 @@ from pagoda.pd.messages import (
     digest_of,
 )
 from pagoda.pd.peers import Peers
-from pagoda.pd.prefill_peers import MAX_HOLDERS, FetchMessage, Holder, Holders
-from pagoda.pd.transfer_tokens import TransferToken
+from pagoda.pd.prefill_peers import MAX_PREFILL_PEERS, FetchMessage, PrefillPeer, PrefillPeers
+from pagoda.pd.transfer_tokens import TransferTokens
 
 _COMPLAINT_S = 60.0
 """So long is what goes wrong with an engine not said again."""
@@ -60,7 +60,7 @@ class RemoteKV:
     """A `KVConnector` over engines that hold KV; the engine's loop calls `step` before the scheduler acts."""
 
     tier = "remote"
-    gives_up = True
+    has_own_timeout = True
     is_cache = False
 
     def __init__(
@@ -69,26 +69,26 @@ class RemoteKV:
         ledger: TransferLedger,
         clock: Clock,
         *,
-        seal: TransferToken,
+        tokens: TransferTokens,
         engine_id: str,
         also_holds: bool = False,
         fails: bool = False,
     ) -> None:
-        """`engine_id` is this engine's; of `also_holds`, see `Holders`. With `fails`, requests whose KV cannot be
-        fetched are to fail; else they compute it.
+        """`engine_id` is this engine's. `also_holds`: see `PrefillPeers`. With `fails`, requests whose KV
+        cannot be fetched fail; else they compute it.
         """
-        self._holders = Holders(peers, clock, self, also_holds=also_holds)
+        self._peers = PrefillPeers(peers, clock, self, also_holds=also_holds)
         self._ledger = ledger
         self._clock = clock
-        self._seal = seal
+        self._tokens = tokens
         self._engine_id = engine_id
         self._fails = fails
         self._vocab_size = 0
         self._fetches: dict[str, Fetch] = {}
-        """By request; each is in one holder's too."""
+        """By request; each is in one peer's too."""
         self._copies: dict[int, tuple[Fetch, Load]] = {}
         """By transfer in the ledger."""
-        self._news: list[Arrived | Failed] = []
+        self._events: list[Arrived | Failed] = []
         self._told: set[str] = set()
         """Requests of whom there is news."""
         self._complaints: dict[tuple[str, str], float] = {}
@@ -98,53 +98,53 @@ class RemoteKV:
 
     # ---- requests that could use KV
 
-    def announce(self, demand: Demand, start: int) -> None:
-        source = demand.source
-        if source is None or demand.request_id in self._fetches:
+    def on_queued(self, prefix: PrefixRequest, start: int) -> None:
+        source = prefix.source
+        if source is None or prefix.request_id in self._fetches:
             return
-        if not self._seal.has_made(source):
+        if not self._tokens.has_made(source):
             problem = "no engine with the secret of this one has made it"
-            self._give_up(demand.request_id, "the kv_source of a request", problem)
+            self._give_up(prefix.request_id, "the kv_source of a request", problem)
             return
         if source.engine_id == self._engine_id:  # what it has is found on the device
             self.release(source)
             return
-        holder = self._holders.at(source.address)
-        if holder is None:
-            problem = f"{MAX_HOLDERS} other engines are asked"
-            self._give_up(demand.request_id, source.address, problem)
+        peer = self._peers.at(source.address)
+        if peer is None:
+            problem = f"{MAX_PREFILL_PEERS} other engines are asked"
+            self._give_up(prefix.request_id, source.address, problem)
             return
-        obstacle = self._obstacle(holder, source)
+        obstacle = self._obstacle(peer, source)
         if obstacle is not None:
             self.release(source)
-            self._give_up(demand.request_id, source.address, obstacle)
+            self._give_up(prefix.request_id, source.address, obstacle)
             return
-        fetch = self._fetches[demand.request_id] = Fetch(demand, source, start, self._clock.now())
-        self._holders.begin(holder, fetch)
+        fetch = self._fetches[prefix.request_id] = Fetch(prefix, source, start, self._clock.now())
+        self._peers.begin(peer, fetch)
 
-    def _obstacle(self, holder: Holder, source: KVSource) -> str | None:
-        if holder.refusal:
-            return holder.refusal
-        if source.transfer_id in holder.fetches:
+    def _obstacle(self, peer: PrefillPeer, source: KVSource) -> str | None:
+        if peer.refusal:
+            return peer.refusal
+        if source.transfer_id in peer.fetches:
             return "another request fetches it already"
-        return holder.staleness(source)
+        return peer.staleness(source)
 
     def release(self, source: KVSource) -> None:
         """A request here will not fetch it; unless another does, nobody will.
 
         That is said to who is connected. To others it is not worth a connection: their leases run out.
         """
-        holder = self._holders.find(source.address)
-        if holder is None or source.transfer_id in holder.fetches:
+        peer = self._peers.find(source.address)
+        if peer is None or source.transfer_id in peer.fetches:
             return
-        if self._seal.has_made(source):
-            self._holders.send(holder, KVRelease([source.transfer_id]))
+        if self._tokens.has_made(source):
+            self._peers.send(peer, KVRelease([source.transfer_id]))
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
-        fetch = self._fetches.get(demand.request_id)
+    def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
+        fetch = self._fetches.get(prefix.request_id)
         if fetch is None or fetch.is_loaded:
             return 0
-        if start >= len(demand.keys):  # all that is missing is the token
+        if start >= len(prefix.keys):  # all that is missing is the token
             return 0 if fetch.has_token else None
         if fetch.num_blocks is None or (fetch.num_blocks > start and not self._is_open(fetch)):
             return None
@@ -152,20 +152,22 @@ class RemoteKV:
 
     def _is_open(self, fetch: Fetch) -> bool:
         """Whether its blocks can be read, as far as they are known."""
-        return self._holders.of(fetch).has(fetch.peer_id)
+        return self._peers.of(fetch).has(fetch.peer_id)
 
-    def prefetch(self, demand: Demand, start: int) -> None:
+    def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """There is nothing nearer to bring blocks to."""
 
-    def forget(self, request_id: str) -> None:
+    def on_dequeued(self, request_id: str) -> None:
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             self._close(fetch, "nobody waits for it any more")
 
     # ---- loads
 
-    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
-        fetch = self._fetches[demand.request_id]
+    def load(
+        self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
+    ) -> int:
+        fetch = self._fetches[prefix.request_id]
         held_id = self._ledger.hold(blocks)
         fetch.load = Load(held_id, start, blocks, after_step)
         fetch.moved_at = self._clock.now()
@@ -177,11 +179,11 @@ class RemoteKV:
         first, end = load.next, min(len(fetch.block_ids), load.end)
         if end <= first or fetch.peer_id is None:
             return
-        block_ids, holder = fetch.block_ids[first:end], self._holders.of(fetch)
-        if max(block_ids) >= holder.num_blocks() or min(block_ids) < 0:
+        block_ids, peer = fetch.block_ids[first:end], self._peers.of(fetch)
+        if max(block_ids) >= peer.num_blocks() or min(block_ids) < 0:
             self.fail(fetch, "it named blocks that it does not have")
             return
-        piece = holder.piece()
+        piece = peer.piece()
         for start in range(first, end, piece):
             load.next = min(start + piece, end)
             blocks = load.blocks[start - load.start : load.next - load.start]
@@ -206,7 +208,7 @@ class RemoteKV:
         fetch.moved_at = self._clock.now()
         if load.next == load.end and load.num_open == 0:
             load.is_checking = True
-            self._holders.send(self._holders.of(fetch), KVCheck(fetch.source.transfer_id))
+            self._peers.send(self._peers.of(fetch), KVCheck(fetch.source.transfer_id))
 
     def transfer_lost(self, transfer: Transfer) -> None:
         del self._copies[transfer.transfer_id]
@@ -214,13 +216,13 @@ class RemoteKV:
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
         """What came was counted when it did."""
 
-    def offer(self, offers: Sequence[Offer]) -> int:
+    def save(self, offers: Sequence[CachedBlock]) -> int:
         """Nothing is kept here."""
         return len(offers)
 
     def fail(self, fetch: Fetch, reason: str) -> None:
         """Nothing (more) of it will come; what has come does not count."""
-        request_id, load = fetch.demand.request_id, fetch.load
+        request_id, load = fetch.prefix.request_id, fetch.load
         if fetch.is_loaded:
             self._close(fetch, reason)
             return
@@ -234,21 +236,21 @@ class RemoteKV:
 
     def _close(self, fetch: Fetch, reason: str) -> None:
         """Ends the load, if there is one, with nothing, and the lease on the other side."""
-        request_id, source = fetch.demand.request_id, fetch.source
+        request_id, source = fetch.prefix.request_id, fetch.source
         load, fetch.load = fetch.load, None
         if load is not None:
             self._ledger.settle(load.held_id, list(range(len(load.blocks))), reason)
         del self._fetches[request_id]
-        holder = self._holders.find(source.address)
-        if holder is not None:
-            holder.fetches.pop(source.transfer_id, None)
-            self._holders.send(holder, KVRelease([source.transfer_id]))
+        peer = self._peers.find(source.address)
+        if peer is not None:
+            peer.fetches.pop(source.transfer_id, None)
+            self._peers.send(peer, KVRelease([source.transfer_id]))
         self._told.add(request_id)
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
         self._complain(whom, reason)
         if self._fails:
-            self._news.append(Failed(request_id, reason))
+            self._events.append(Failed(request_id, reason))
 
     def _complain(self, whom: str, reason: str) -> None:
         """Once a minute: what goes wrong with one request may go wrong with thousands."""
@@ -266,33 +268,33 @@ class RemoteKV:
 
     def step(self) -> None:
         """Takes what has come, and says again what was not answered."""
-        self._holders.step()
+        self._peers.step()
 
-    def take_news(self) -> list[Arrived | Failed]:
+    def drain_events(self) -> list[Arrived | Failed]:
         """First tokens, and requests that are to fail, since the last call."""
-        news, self._news = self._news, []
+        news, self._events = self._events, []
         return news
 
-    def take_peers(self) -> tuple[list[KVPeer], list[str]]:
+    def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:
         """Whom workers are to be told of: peers from whom blocks will be read, and those from whom none will."""
-        return self._holders.take_peers()
+        return self._peers.drain_peer_changes()
 
-    def take(self, holder: Holder, fetch: Fetch, message: FetchMessage) -> None:
+    def take(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
         """What the engine that holds it says of it."""
         was_open, num_blocks = self._is_open(fetch), fetch.num_blocks
-        self._take(holder, fetch, message)
-        is_open = fetch.source.transfer_id in holder.fetches and self._is_open(fetch)
+        self._take(peer, fetch, message)
+        is_open = fetch.source.transfer_id in peer.fetches and self._is_open(fetch)
         if is_open > was_open or fetch.num_blocks != num_blocks:
             self.tell_of(fetch)
 
     def tell_of(self, fetch: Fetch) -> None:
         """More may be known of it."""
-        self._told.add(fetch.demand.request_id)
+        self._told.add(fetch.prefix.request_id)
 
-    def _take(self, holder: Holder, fetch: Fetch, message: FetchMessage) -> None:
+    def _take(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
         match message:
             case KVBlocks():
-                self._take_blocks(holder, fetch, message)
+                self._take_blocks(peer, fetch, message)
             case KVPrefilled():
                 self._take_token(fetch, message)
             case KVCheckResult():
@@ -300,8 +302,8 @@ class RemoteKV:
             case KVDropped():
                 self.fail(fetch, message.reason)
 
-    def _take_blocks(self, holder: Holder, fetch: Fetch, message: KVBlocks) -> None:
-        keys, num_known = fetch.demand.keys, len(fetch.block_ids)
+    def _take_blocks(self, peer: PrefillPeer, fetch: Fetch, message: KVBlocks) -> None:
+        keys, num_known = fetch.prefix.keys, len(fetch.block_ids)
         end = message.first + len(message.block_ids)
         if not 0 <= message.first <= num_known < end <= len(keys):
             return  # known already, or there is a gap: it is asked for again
@@ -311,8 +313,8 @@ class RemoteKV:
         if fetch.peer_id not in (None, message.peer_id):
             self.fail(fetch, "its workers were replaced")
             return
-        if not holder.has(message.peer_id):
-            self._holders.greet(holder)
+        if not peer.has(message.peer_id):
+            self._peers.greet(peer)
         fetch.peer_id = message.peer_id
         fetch.block_ids += message.block_ids[num_known - message.first :]
         self._expect(fetch, message.num_blocks)
@@ -322,7 +324,7 @@ class RemoteKV:
     def _expect(self, fetch: Fetch, num_blocks: int) -> None:
         fetch.moved_at = self._clock.now()
         if fetch.num_blocks is None:
-            fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.demand.keys))
+            fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.prefix.keys))
 
     def _take_token(self, fetch: Fetch, message: KVPrefilled) -> None:
         if fetch.has_token:
@@ -334,7 +336,7 @@ class RemoteKV:
             token = FirstToken(
                 message.key, message.token_id, message.logprobs, message.num_cached_tokens
             )
-            self._news.append(Arrived(fetch.demand.request_id, token))
+            self._events.append(Arrived(fetch.prefix.request_id, token))
         if fetch.is_loaded or fetch.is_token_alone:
             self._close(fetch, "all has come")
 
@@ -354,17 +356,17 @@ class RemoteKV:
 
     def next_event_at(self) -> float | None:
         """When to call `step` even if nothing comes."""
-        return self._holders.next_event_at()
+        return self._peers.next_event_at()
 
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._vocab_size = ready.vocab_size
-        self._holders.workers_ready(digest_of(ready))
+        self._peers.workers_ready(digest_of(ready))
 
     def workers_lost(self) -> None:
         """The ledger has dropped all loads."""
-        self._holders.workers_lost()
+        self._peers.workers_lost()
         for fetch in list(self._fetches.values()):
             if fetch.load is not None:
                 fetch.load = None
@@ -375,7 +377,7 @@ class RemoteKV:
         return told
 
     def pollables(self) -> list[object]:
-        return self._holders.pollables()
+        return self._peers.pollables()
 
     def load_report(self) -> TierLoad:
         return TierLoad(

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block
-from pagoda.messages.frontend import PROTOCOL_VERSION, KVSource, TokenLogprobs
+from pagoda.messages.frontend import KVSource, TokenLogprobs
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
-from pagoda.pd.door import Door
 from pagoda.pd.leases import LeaseBook
+from pagoda.pd.listener import Listener
 from pagoda.pd.messages import (
+    PROTOCOL_VERSION,
     DecodeMessage,
     KVBlocks,
     KVCheck,
@@ -31,7 +32,7 @@ from pagoda.pd.messages import (
     KVWelcome,
     digest_of,
 )
-from pagoda.pd.transfer_tokens import TransferToken
+from pagoda.pd.transfer_tokens import TransferTokens
 
 _MAX_EARLY = 4096
 
@@ -77,16 +78,16 @@ class KVExporter:
 
     def __init__(
         self,
-        door: Door,
+        listener: Listener,
         leases: LeaseBook,
-        seal: TransferToken,
+        tokens: TransferTokens,
         engine_id: str,
         lease_s: float,
         tp_size: int = 1,
     ) -> None:
         self.leases = leases
-        self._seal = seal
-        self._door = door
+        self._tokens = tokens
+        self._listener = listener
         self._engine_id = engine_id
         self._lease_s = lease_s
         self._tp_size = tp_size
@@ -104,7 +105,7 @@ class KVExporter:
 
     def open(self, request_id: str, num_blocks: int) -> KVSource:
         """A request is queued whose prompt fills so many blocks."""
-        transfer_id = self._seal.new_id(self._door.address, self._engine_id)
+        transfer_id = self._tokens.new_id(self._listener.address, self._engine_id)
         self.leases.open(transfer_id)
         self._held[transfer_id] = _Held(request_id, num_blocks)
         return self._source(transfer_id)
@@ -139,7 +140,7 @@ class KVExporter:
             token.num_cached_tokens,
         )
         if held.asker is not None:
-            self._door.send(held.asker, held.prefilled)
+            self._listener.send(held.asker, held.prefilled)
         return self._source(transfer_id, self.leases.blocks(transfer_id))
 
     def drop(self, transfer_id: str, reason: str) -> None:
@@ -147,7 +148,7 @@ class KVExporter:
         held = self._held.pop(transfer_id, None)
         self.leases.end(transfer_id)
         if held is not None and held.asker is not None:
-            self._door.send(held.asker, KVDropped(transfer_id, reason))
+            self._listener.send(held.asker, KVDropped(transfer_id, reason))
 
     @property
     def num_wanted(self) -> int:
@@ -158,7 +159,7 @@ class KVExporter:
         held = self._held.get(transfer_id)
         return held is not None and held.asker is not None
 
-    def take_unwanted(self) -> list[Unwanted]:
+    def drain_unwanted(self) -> list[Unwanted]:
         """Requests that need not be computed on, since the last call."""
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
@@ -175,7 +176,7 @@ class KVExporter:
 
     def _source(self, transfer_id: str, blocks: Sequence[Block] = ()) -> KVSource:
         return KVSource(
-            address=self._door.address,
+            address=self._listener.address,
             engine_id=self._engine_id,
             transfer_id=transfer_id,
             block_ids=tuple(block.block_id for block in blocks),
@@ -202,7 +203,7 @@ class KVExporter:
 
     def step(self) -> None:
         """Answers what has come, and lets go of what nobody wanted for too long."""
-        for asker, message in self._door.receive():
+        for asker, message in self._listener.receive():
             self._answer(asker, message)
         for transfer_id in self.leases.expire():
             _log.info("nobody fetched KV of transfer %s; it is not held any more", transfer_id)
@@ -213,7 +214,7 @@ class KVExporter:
         return self.leases.next_end
 
     def pollables(self) -> list[object]:
-        return self._door.pollables()
+        return self._listener.pollables()
 
     def close(self) -> None:
         for transfer_id in list(self._held):
@@ -230,11 +231,11 @@ class KVExporter:
             case KVRenew():
                 for transfer_id in message.transfer_ids:
                     if not self.leases.renew(transfer_id):
-                        self._door.send(asker, _unknown(transfer_id))
-                self._door.send(asker, KVRenewed())
+                        self._listener.send(asker, _unknown(transfer_id))
+                self._listener.send(asker, KVRenewed())
             case KVCheck():
                 is_valid = self.leases.renew(message.transfer_id)
-                self._door.send(asker, KVCheckResult(message.transfer_id, is_valid))
+                self._listener.send(asker, KVCheckResult(message.transfer_id, is_valid))
             case KVRelease():
                 for transfer_id in message.transfer_ids:
                     self._finish_with(transfer_id)
@@ -248,7 +249,7 @@ class KVExporter:
     def _greet(self, asker: bytes, hello: KVHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = f"it speaks protocol {PROTOCOL_VERSION}, this engine {hello.protocol_version}"
-            self._door.send(asker, KVRefused(reason))
+            self._listener.send(asker, KVRefused(reason))
         elif self._peer is None:
             if len(self._early) < _MAX_EARLY:  # others say it again
                 self._early[asker] = hello
@@ -256,9 +257,9 @@ class KVExporter:
             reason = (
                 "its KV is of another model, laid out in another way, or computed in another way"
             )
-            self._door.send(asker, KVRefused(reason))
+            self._listener.send(asker, KVRefused(reason))
         else:
-            self._door.send(asker, self._welcome(self._peer))
+            self._listener.send(asker, self._welcome(self._peer))
 
     def _welcome(self, peer: KVPeer) -> KVWelcome:
         return KVWelcome(engine_id=self._engine_id, peer=peer, lease_s=self._lease_s)
@@ -267,13 +268,13 @@ class KVExporter:
         transfer_id = want.transfer_id
         held = self._held.get(transfer_id)
         if held is None:
-            self._door.send(asker, _unknown(transfer_id))
+            self._listener.send(asker, _unknown(transfer_id))
             return
         self.leases.renew(transfer_id)
         held.asker, held.end = asker, want.end
         self._send_blocks(asker, transfer_id, held, max(0, want.start))
         if held.prefilled is not None:
-            self._door.send(asker, held.prefilled)
+            self._listener.send(asker, held.prefilled)
 
     def _send_blocks(self, asker: bytes, transfer_id: str, held: _Held, first: int) -> None:
         end = min(held.end, len(held.keys))
@@ -288,7 +289,7 @@ class KVExporter:
             held.keys[end - 1],
             held.num_blocks,
         )
-        self._door.send(asker, message)
+        self._listener.send(asker, message)
 
 
 def _unknown(transfer_id: str) -> KVDropped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import Demand
+from pagoda.kv.connector import PrefixRequest
 from pagoda.messages.frontend import KVSource
 from pagoda.pd.messages import KVSubscribe
 
@@ -30,15 +30,15 @@ class Load:
 class Fetch:
     """A request whose KV is asked for."""
 
-    def __init__(self, demand: Demand, source: KVSource, start: int, now: float) -> None:
-        self.demand = demand
+    def __init__(self, prefix: PrefixRequest, source: KVSource, start: int, now: float) -> None:
+        self.prefix = prefix
         self.source = source
-        self.is_token_alone = start >= len(demand.keys)
+        self.is_token_alone = start >= len(prefix.keys)
         """Whether the device had all blocks when it was announced."""
         self.block_ids: list[int] = []
         """Of the leading blocks that are known to be computed."""
         self.num_blocks: int | None = None
-        """How many of the demand's blocks will come; None if that is not known yet."""
+        """How many of the prefix's blocks will come; None if that is not known yet."""
         self.peer_id: str | None = None
         """Whose blocks these are."""
         self.load: Load | None = None
@@ -61,4 +61,4 @@ class Fetch:
 
     def want(self) -> KVSubscribe:
         """What to ask for: all of which there is nothing known."""
-        return KVSubscribe(self.source.transfer_id, len(self.block_ids), len(self.demand.keys))
+        return KVSubscribe(self.source.transfer_id, len(self.block_ids), len(self.prefix.keys))

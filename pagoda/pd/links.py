@@ -1,4 +1,4 @@
-"""An engine's ways to other engines: a door if it holds KV for them, peers if it fetches KV from them."""
+"""An engine's ways to other engines: a listener if it holds KV for them, peers if it fetches KV from them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import zmq
 
 from pagoda.engine.config import HandoffConfig
-from pagoda.ipc.curve import keep_door
-from pagoda.pd.door import Door, SocketListener
+from pagoda.ipc.curve import start_authenticator
+from pagoda.pd.listener import Listener, SocketListener
 from pagoda.pd.peers import Peers, SocketPeers
 
 
@@ -17,12 +17,12 @@ from pagoda.pd.peers import Peers, SocketPeers
 class HandoffLinks:
     engine_id: str
     """New at each start."""
-    door: Door | None = None
+    listener: Listener | None = None
     peers: Peers | None = None
 
     def close(self) -> None:
-        if self.door is not None:
-            self.door.close()
+        if self.listener is not None:
+            self.listener.close()
         if self.peers is not None:
             self.peers.close()
 
@@ -33,21 +33,21 @@ class SocketLinks:
     def __init__(self, config: HandoffConfig, replica: int) -> None:
         """
         Raises:
-            ConfigError: the door's port is taken, or the host has no such address.
+            ConfigError: the listener's port is taken, or the host has no such address.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        keep_door(self._context, config.keys)
-        door = peers = None
+        start_authenticator(self._context, config.keys)
+        listener = peers = None
         try:
             if config.role.holds_kv:
                 port = config.port + replica if config.port else 0
-                door = SocketListener(self._context, config.host, port, config.keys)
+                listener = SocketListener(self._context, config.host, port, config.keys)
             if config.role.fetches_kv:
                 peers = SocketPeers(self._context, config.keys)
         except BaseException:
             self._context.term()
             raise
-        self.links = HandoffLinks(secrets.token_hex(8), door, peers)
+        self.links = HandoffLinks(secrets.token_hex(8), listener, peers)
 
     def close(self) -> None:
         """Waits until what was sent is out, for a second or so."""

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda.messages.frontend import PROTOCOL_VERSION, TokenLogprobs
+from pagoda.messages.frontend import TokenLogprobs
 from pagoda.messages.sampling_params import TokenId
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
+
+PROTOCOL_VERSION = 1
+"""Version of this wire, raised whenever a message changes in a way that an older process would misread."""
 
 
 class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
@@ -30,7 +33,7 @@ class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
     protocol_version: int = PROTOCOL_VERSION
 
 
-class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_want"):
+class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_subscribe"):
     """Tell me of this transfer's blocks from index `start` on, up to `end`. Renews the lease."""
 
     transfer_id: str
@@ -50,7 +53,7 @@ class KVCheck(msgspec.Struct, frozen=True, tag="kv_check"):
     transfer_id: str
 
 
-class KVRelease(msgspec.Struct, frozen=True, tag="kv_done"):
+class KVRelease(msgspec.Struct, frozen=True, tag="kv_release"):
     """These need not be held any more. Unknown ones, and those that were done before, change nothing."""
 
     transfer_ids: list[str]
@@ -97,12 +100,12 @@ class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
     """As in `TokenChunk`: fetched KV is none that did not have to be computed."""
 
 
-class KVCheckResult(msgspec.Struct, frozen=True, tag="kv_verdict"):
+class KVCheckResult(msgspec.Struct, frozen=True, tag="kv_check_result"):
     transfer_id: str
     is_valid: bool
 
 
-class KVDropped(msgspec.Struct, frozen=True, tag="kv_gone"):
+class KVDropped(msgspec.Struct, frozen=True, tag="kv_dropped"):
     """The transfer is unknown, has expired, or its request failed or was aborted; a clause says which."""
 
     transfer_id: str

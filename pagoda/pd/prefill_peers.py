@@ -33,7 +33,7 @@ SILENCE_S = 5.0
 STALL_S = 30.0
 """So long may nothing (more) come of a prompt that is not computed yet: the other engine may lack the room that is
 held there for requests which wait here behind this one."""
-MAX_HOLDERS = 256
+MAX_PREFILL_PEERS = 256
 """Engines to which there are connections at a time."""
 _RENEWALS = 5
 """Per lease, at least."""
@@ -49,12 +49,12 @@ FetchMessage = KVBlocks | KVPrefilled | KVCheckResult | KVDropped
 class FetchOwner(Protocol):
     """Whose the fetches are."""
 
-    def take(self, holder: Holder, fetch: Fetch, message: FetchMessage) -> None:
-        """What the holder says of one of its fetches."""
+    def take(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
+        """What the peer says of one of its fetches."""
         ...
 
     def fail(self, fetch: Fetch, reason: str) -> None:
-        """Nothing (more) of it will come; a clause says why. It is in no holder's `fetches` any more then."""
+        """Nothing (more) of it will come; a clause says why. It is in no peer's `fetches` any more then."""
         ...
 
     def tell_of(self, fetch: Fetch) -> None:
@@ -62,7 +62,7 @@ class FetchOwner(Protocol):
         ...
 
 
-class Holder:
+class PrefillPeer:
     """An engine at an address."""
 
     def __init__(self, address: str, now: float) -> None:
@@ -105,7 +105,7 @@ class Holder:
         return "another engine is there now"
 
 
-class Holders:
+class PrefillPeers:
     """All of them, by their addresses."""
 
     def __init__(self, peers: Peers, clock: Clock, owner: FetchOwner, *, also_holds: bool) -> None:
@@ -118,163 +118,161 @@ class Holders:
         self._also_holds = also_holds
         self._digest = ""
         self._has_workers = False
-        self._holders: dict[str, Holder] = {}
-        self._met: list[KVPeer] = []
-        self._parted: list[str] = []
+        self._peers: dict[str, PrefillPeer] = {}
+        self._added_peers: list[KVPeer] = []
+        self._removed_peers: list[str] = []
 
-    def find(self, address: str) -> Holder | None:
+    def find(self, address: str) -> PrefillPeer | None:
         """One to which there is a connection."""
-        return self._holders.get(address)
+        return self._peers.get(address)
 
-    def of(self, fetch: Fetch) -> Holder:
-        return self._holders[fetch.source.address]
+    def of(self, fetch: Fetch) -> PrefillPeer:
+        return self._peers[fetch.source.address]
 
-    def at(self, address: str) -> Holder | None:
+    def at(self, address: str) -> PrefillPeer | None:
         """None where there would be too many, of whom none rests."""
-        holder = self._holders.get(address)
-        if holder is None and self._has_room():
-            holder = self._holders[address] = Holder(address, self._clock.now())
-            self.greet(holder)
-        return holder
+        peer = self._peers.get(address)
+        if peer is None and self._has_room():
+            peer = self._peers[address] = PrefillPeer(address, self._clock.now())
+            self.greet(peer)
+        return peer
 
     def _has_room(self) -> bool:
         """Whether there may be one more; parts from the one that has rested longest if need be."""
-        if len(self._holders) < MAX_HOLDERS:
+        if len(self._peers) < MAX_PREFILL_PEERS:
             return True
-        resting = [holder for holder in self._holders.values() if not holder.fetches]
+        resting = [peer for peer in self._peers.values() if not peer.fetches]
         if not resting:
             return False
-        oldest = min(resting, key=lambda holder: holder.heard_at)
+        oldest = min(resting, key=lambda peer: peer.heard_at)
         self._links.hang_up(oldest.address)
         self._lose(oldest, "others are asked")
         return True
 
-    def begin(self, holder: Holder, fetch: Fetch) -> None:
+    def begin(self, peer: PrefillPeer, fetch: Fetch) -> None:
         """Asks there."""
         now = self._clock.now()
-        if not holder.fetches:
-            holder.heard_at, holder.renew_at = now, now + holder.renewal_s
-        holder.fetches[fetch.source.transfer_id] = fetch
-        self.send(holder, fetch.want())
+        if not peer.fetches:
+            peer.heard_at, peer.renew_at = now, now + peer.renewal_s
+        peer.fetches[fetch.source.transfer_id] = fetch
+        self.send(peer, fetch.want())
 
-    def send(self, holder: Holder, message: DecodeMessage) -> None:
-        self._links.send(holder.address, message)
+    def send(self, peer: PrefillPeer, message: DecodeMessage) -> None:
+        self._links.send(peer.address, message)
 
-    def greet(self, holder: Holder) -> None:
-        self.send(holder, KVHello(digest=self._digest))
+    def greet(self, peer: PrefillPeer) -> None:
+        self.send(peer, KVHello(digest=self._digest))
 
     # ---- what they say
 
     def step(self) -> None:
         """Takes what has come, and says again what was not answered."""
         for address, message in self._links.receive():
-            holder = self._holders.get(address)
-            if holder is not None:
-                self._take(holder, message)
+            peer = self._peers.get(address)
+            if peer is not None:
+                self._take(peer, message)
         now = self._clock.now()
-        for holder in list(self._holders.values()):
-            if holder.fetches and now >= holder.renew_at:
-                self._renew(holder, now)
+        for peer in list(self._peers.values()):
+            if peer.fetches and now >= peer.renew_at:
+                self._renew(peer, now)
 
-    def _take(self, holder: Holder, message: PrefillMessage | PeerLost) -> None:
-        holder.heard_at = self._clock.now()
+    def _take(self, peer: PrefillPeer, message: PrefillMessage | PeerLost) -> None:
+        peer.heard_at = self._clock.now()
         match message:
             case PeerLost():
-                self._links.hang_up(holder.address)  # there may be another connection by now
-                self._lose(holder, message.reason)
+                self._links.hang_up(peer.address)  # there may be another connection by now
+                self._lose(peer, message.reason)
             case KVWelcome():
-                self._meet(holder, message)
+                self._meet(peer, message)
             case KVRefused():
-                holder.refusal = message.reason
-                for fetch in list(holder.fetches.values()):
+                peer.refusal = message.reason
+                for fetch in list(peer.fetches.values()):
                     self._owner.fail(fetch, message.reason)
             case KVRenewed():
                 pass
             case KVBlocks() | KVPrefilled() | KVCheckResult() | KVDropped():
-                wanted = holder.fetches.get(message.transfer_id)
+                wanted = peer.fetches.get(message.transfer_id)
                 if wanted is not None:
-                    self._owner.take(holder, wanted, message)
+                    self._owner.take(peer, wanted, message)
 
-    def _meet(self, holder: Holder, welcome: KVWelcome) -> None:
-        if holder.has(welcome.peer.peer_id):
+    def _meet(self, peer: PrefillPeer, welcome: KVWelcome) -> None:
+        if peer.has(welcome.peer.peer_id):
             return
-        self._part(holder)
-        holder.welcome = welcome
+        self._part(peer)
+        peer.welcome = welcome
         if self._has_workers:
-            self._met.append(welcome.peer)
-        for fetch in list(holder.fetches.values()):
+            self._added_peers.append(welcome.peer)
+        for fetch in list(peer.fetches.values()):
             self._owner.tell_of(fetch)
-            reason = holder.staleness(fetch.source)
+            reason = peer.staleness(fetch.source)
             if reason is not None:
                 self._owner.fail(fetch, reason)
-            elif fetch.load is not None and not holder.has(fetch.peer_id):
+            elif fetch.load is not None and not peer.has(fetch.peer_id):
                 self._owner.fail(fetch, "its workers were replaced")
 
-    def _part(self, holder: Holder) -> None:
-        if holder.welcome is not None and self._has_workers:
-            self._parted.append(holder.welcome.peer.peer_id)
-        holder.welcome = None
+    def _part(self, peer: PrefillPeer) -> None:
+        if peer.welcome is not None and self._has_workers:
+            self._removed_peers.append(peer.welcome.peer.peer_id)
+        peer.welcome = None
 
     # ---- patience
 
-    def _renew(self, holder: Holder, now: float) -> None:
-        if now - holder.heard_at > SILENCE_S:
-            for fetch in list(holder.fetches.values()):
+    def _renew(self, peer: PrefillPeer, now: float) -> None:
+        if now - peer.heard_at > SILENCE_S:
+            for fetch in list(peer.fetches.values()):
                 self._owner.fail(fetch, "it does not answer")
-            self._links.hang_up(holder.address)
-            self._lose(holder, "it does not answer")
+            self._links.hang_up(peer.address)
+            self._lose(peer, "it does not answer")
             return
-        holder.renew_at = now + holder.renewal_s
-        self.send(holder, KVRenew(list(holder.fetches)))
-        named = {fetch.peer_id for fetch in holder.fetches.values()} - {None}
-        if holder.welcome is None or not all(map(holder.has, named)):
-            self.greet(holder)
-        for fetch in list(holder.fetches.values()):
+        peer.renew_at = now + peer.renewal_s
+        self.send(peer, KVRenew(list(peer.fetches)))
+        named = {fetch.peer_id for fetch in peer.fetches.values()} - {None}
+        if peer.welcome is None or not all(map(peer.has, named)):
+            self.greet(peer)
+        for fetch in list(peer.fetches.values()):
             is_old = now - fetch.moved_at > STALL_S
             if is_old and fetch.is_owed:
                 self._owner.fail(fetch, f"nothing more of it came for {STALL_S:g} s")
             elif is_old and self._also_holds and fetch.load is None:
                 self._owner.fail(fetch, f"there was no room for it for {STALL_S:g} s")
-            elif fetch.moved_at < now - holder.renewal_s:
-                self._ask_again(holder, fetch)
+            elif fetch.moved_at < now - peer.renewal_s:
+                self._ask_again(peer, fetch)
 
-    def _ask_again(self, holder: Holder, fetch: Fetch) -> None:
+    def _ask_again(self, peer: PrefillPeer, fetch: Fetch) -> None:
         """Of what there is nothing new, a question or its answer may be lost."""
         if fetch.load is not None and fetch.load.is_checking:
-            self.send(holder, KVCheck(fetch.source.transfer_id))
+            self.send(peer, KVCheck(fetch.source.transfer_id))
         elif fetch.is_incomplete:
-            self.send(holder, fetch.want())
+            self.send(peer, fetch.want())
 
-    def _lose(self, holder: Holder, reason: str) -> None:
+    def _lose(self, peer: PrefillPeer, reason: str) -> None:
         """There is no way there any more."""
-        self._part(holder)
-        del self._holders[holder.address]
-        for fetch in list(holder.fetches.values()):
+        self._part(peer)
+        del self._peers[peer.address]
+        for fetch in list(peer.fetches.values()):
             self._owner.fail(fetch, reason)
 
     def next_event_at(self) -> float | None:
         """When to call `step` even if nothing comes."""
-        return min(
-            (holder.renew_at for holder in self._holders.values() if holder.fetches), default=None
-        )
+        return min((peer.renew_at for peer in self._peers.values() if peer.fetches), default=None)
 
     # ---- the workers
 
     def workers_ready(self, digest: str) -> None:
         self._digest = digest
         self._has_workers = True
-        self._met += [it.welcome.peer for it in self._holders.values() if it.welcome]
+        self._added_peers += [it.welcome.peer for it in self._peers.values() if it.welcome]
 
     def workers_lost(self) -> None:
         self._has_workers = False
-        self._met.clear()
-        self._parted.clear()
+        self._added_peers.clear()
+        self._removed_peers.clear()
 
-    def take_peers(self) -> tuple[list[KVPeer], list[str]]:
+    def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:
         """Whom workers are to be told of: peers from whom blocks will be read, and those from whom none will."""
-        met, self._met = self._met, []
-        parted, self._parted = self._parted, []
-        return met, parted
+        added_peers, self._added_peers = self._added_peers, []
+        removed_peers, self._removed_peers = self._removed_peers, []
+        return added_peers, removed_peers
 
     def pollables(self) -> list[object]:
         return self._links.pollables()

@@ -17,7 +17,7 @@ from pagoda.messages.worker_config import CurveKeys
 _TOKEN_CHARS = 32
 
 
-class TransferToken:
+class TransferTokens:
     """Makes transfer ids, and knows its own and those of others with the same secret."""
 
     def __init__(self, keys: CurveKeys) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+import msgspec
+
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.errors import EngineDeadError, EngineLostError, OverloadedError
@@ -13,12 +15,14 @@ from pagoda.executor.sim import SimExecutor, SimNeighbours
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
 from pagoda.frontend.engine_session import EngineSession
+from pagoda.frontend.prefix_index import short_keys
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import (
     AbortRequests,
     EngineReady,
     FrontendMessage,
     GenerateRequest,
+    LoadQuery,
     RequestRefused,
     SubscribeCache,
     SubscribeSteps,
@@ -107,12 +111,59 @@ class SimEndpoint:
         """The engine computes nothing for so long; it still takes requests."""
         self._hangs_until = asyncio.get_running_loop().time() + for_s
 
+    def lose_worker(self, *, restart_s: float) -> None:
+        """The worker ends; the engine takes requests, and computes nothing until another is ready `restart_s`
+        later."""
+        core = self._core
+        if core is None:
+            return
+        self.hang(restart_s)
+        self._enter(ReplicaState.DEGRADED)
+
+        def on_ready() -> None:
+            if self._core is core:
+                self._enter(ReplicaState.READY)
+
+        asyncio.get_running_loop().call_later(restart_s, on_ready)
+
     def give_up(self, reason: str) -> None:
         """Ends the engine for good."""
         if self._failure is None:
             self._failure = EngineDeadError(reason)
             self._failed.set()
             self._end(ReplicaState.FAILED)
+
+    # ---- for tests to inspect
+
+    def check_idle(self) -> None:
+        """
+        Raises:
+            RuntimeError: a request is left, or a block is not free.
+        """
+        if self._session.num_requests:
+            raise RuntimeError(f"{self._session.num_requests} requests have a stream.")
+        scheduler = None if self._core is None else self._core.scheduler
+        if scheduler is None:
+            return
+        if scheduler.has_requests():
+            raise RuntimeError("The scheduler has requests.")
+        pool = scheduler.kv.pool
+        pool.check()
+        if pool.num_available != pool.num_blocks:
+            raise RuntimeError(f"{pool.num_blocks - pool.num_available} blocks are not free.")
+
+    def cached_keys(self) -> set[int]:
+        """Short keys of the blocks that a request would find."""
+        scheduler = None if self._core is None else self._core.scheduler
+        return set() if scheduler is None else set(short_keys(scheduler.kv.pool.keys()))
+
+    def next_wakeup(self) -> float | None:
+        """When the engine has something to do; None if it has not."""
+        return None if self._core is None else self._core.next_wakeup()
+
+    @property
+    def has_cache_listeners(self) -> bool:
+        return self._session.has_cache_listeners
 
     # ---- Endpoint
 
@@ -132,7 +183,8 @@ class SimEndpoint:
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
-        return self._require_core().load()
+        self._require_core()
+        return await self._session.load()
 
     def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
         return self._session.subscribe_cache(listener)
@@ -195,6 +247,8 @@ class SimEndpoint:
             self._deliver(core.step())
             for _, news in core.take_news():
                 self._session.take(news)
+            if (report := core.take_load_report()) is not None:
+                self._session.take(report)
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
             await self._news.wait()
@@ -226,6 +280,10 @@ class SimEndpoint:
                     return
                 self._deliver(answer)
                 self._news.set()
+            case LoadQuery():
+                self._session.take(
+                    msgspec.structs.replace(self._core.load(), query_id=message.query_id)
+                )
             case AbortRequests():
                 for request_id in message.request_ids:
                     self._core.abort(request_id)

@@ -1,4 +1,4 @@
-"""The ways between simulated engines of one process: doors and peers without sockets, in virtual time."""
+"""The ways between simulated engines of one process: listeners and peers without sockets, in virtual time."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class SimNetwork:
         self._clock = clock
         self._fate = fate
         self._numbers = count(1)
-        self._doors: dict[str, SimListener] = {}
+        self._listeners: dict[str, SimListener] = {}
         self._connections: dict[bytes, SimPeers] = {}
-        """By whom the door calls the asker."""
+        """By whom the listener calls the asker."""
 
-    def door(self, address: str, wake: Wake = lambda _: None) -> SimListener:
-        door = self._doors[address] = SimListener(address, self, self._clock, wake)
-        return door
+    def listener(self, address: str, wake: Wake = lambda _: None) -> SimListener:
+        listener = self._listeners[address] = SimListener(address, self, self._clock, wake)
+        return listener
 
     def peers(self, wake: Wake = lambda _: None) -> SimPeers:
         return SimPeers(self, self._clock, wake)
@@ -69,14 +69,14 @@ class SimNetwork:
     def links(
         self, engine_id: str, role: Role, address: str, wake: Wake = lambda _: None
     ) -> HandoffLinks:
-        """What an engine of this role has; its door, if it has one, is at `address`."""
-        door = self.door(address, wake) if role.holds_kv else None
+        """What an engine of this role has; its listener, if it has one, is at `address`."""
+        listener = self.listener(address, wake) if role.holds_kv else None
         peers = self.peers(wake) if role.fetches_kv else None
-        return HandoffLinks(engine_id, door, peers)
+        return HandoffLinks(engine_id, listener, peers)
 
     def connect(self, peers: SimPeers, address: str) -> bytes | None:
         """None if nobody is there."""
-        if address not in self._doors:
+        if address not in self._listeners:
             return None
         asker = str(next(self._numbers)).encode()
         self._connections[asker] = peers
@@ -86,22 +86,22 @@ class SimNetwork:
         self._connections.pop(asker, None)
 
     def cut(self, address: str) -> None:
-        """Ends all connections to a door; those that had them are told."""
+        """Ends all connections to a listener; those that had them are told."""
         for asker, peers in list(self._connections.items()):
             if peers.lose(asker, address, PeerLost("it hung up")):
                 del self._connections[asker]
 
-    def close(self, door: SimListener) -> None:
-        if self._doors.get(door.address) is door:
-            del self._doors[door.address]
-            self.cut(door.address)
+    def close(self, listener: SimListener) -> None:
+        if self._listeners.get(listener.address) is listener:
+            del self._listeners[listener.address]
+            self.cut(listener.address)
 
     def ask(self, address: str, asker: bytes, message: DecodeMessage) -> None:
-        door = self._doors.get(address)
-        if door is None:
+        listener = self._listeners.get(address)
+        if listener is None:
             return
         for delay_s in self._fate(message):
-            door.inbox.put((asker, message), delay_s)
+            listener.inbox.put((asker, message), delay_s)
 
     def answer(self, asker: bytes, message: PrefillMessage) -> None:
         peers = self._connections.get(asker)
@@ -112,7 +112,7 @@ class SimNetwork:
 
 
 class SimListener:
-    """A `Door`."""
+    """A `Listener`."""
 
     def __init__(self, address: str, network: SimNetwork, clock: Clock, wake: Wake) -> None:
         self.address = address
@@ -142,7 +142,7 @@ class SimPeers:
         self.inbox: _Inbox[tuple[bytes, PrefillMessage | PeerLost]] = _Inbox(clock, wake)
         self._network = network
         self._askers: dict[str, bytes] = {}
-        """By address, what the door there calls this engine."""
+        """By address, what the listener there calls this engine."""
         self._addresses: dict[bytes, str] = {}
 
     def send(self, address: str, message: DecodeMessage) -> None:

@@ -11,14 +11,10 @@ from typing import NamedTuple
 import torch
 
 from pagoda.backend.base import KVCache, new_tensor
+from pagoda.checkpoints.config_json import DTYPES
 from pagoda.checkpoints.gguf.reader import is_gguf, read_gguf
-from pagoda.checkpoints.model_config import (
-    DTYPES,
-    ModelConfig,
-    parse_model_config,
-    read_model_config,
-)
-from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.load_config import load_model_config
+from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.quantization_config import CheckpointQuantization
 from pagoda.checkpoints.weight_formats import Quantization
 from pagoda.errors import ConfigError
@@ -26,7 +22,7 @@ from pagoda.ipc.machine import available_cores, available_memory_bytes
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.decoder import Decoder
-from pagoda.model.gguf_weights import GgufWeights, gguf_model_config
+from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.quantization import (
     QUANTIZATIONS,
     QuantizationOnLoad,
@@ -99,7 +95,7 @@ def plan_worker(config: WorkerConfig) -> WorkerPlan:
     torch.set_num_threads(config.num_threads or available_cores())
     backend, _ = choose_backend(config.backend)
     capabilities = backend.capabilities
-    shape = _model_config(config)
+    shape = load_model_config(config.model, config.load_format)
     shard = shard_of(shape, config.parallel, config.place)
     dtype_name = _dtype(config.dtype, shape.dtype, capabilities)
     quantization = _quantization(config, shape, capabilities)
@@ -179,7 +175,7 @@ def load_runner(
     tracer.span("allocate kv cache", began)
     with (
         loading_weights(config.place, plan.weight_bytes) as on_loaded,
-        _weights(config, plan.quantization, backend) as source,
+        _weights(plan, backend) as source,
     ):
         model = Decoder(shard, backend, source, plan.dtype, caches, tracer, on_loaded)
     ready = WorkerReady(
@@ -244,18 +240,6 @@ def _block_size(wanted: int | None, capabilities: Capabilities) -> int:
         known = ", ".join(str(size) for size in sorted(sizes))
         raise ConfigError(f"--block-size must be one of {known}, got {wanted}.")
     return wanted
-
-
-def _model_config(config: WorkerConfig) -> ModelConfig:
-    if config.load_format == "dummy" and config.model in PRESETS:
-        return parse_model_config(PRESETS[config.model], source=f"preset {config.model}")
-    directory = Path(config.model)
-    if is_gguf(directory):
-        return gguf_model_config(read_gguf(directory))
-    if not directory.is_dir():
-        hint = f" or a preset ({', '.join(PRESETS)})" if config.load_format == "dummy" else ""
-        raise ConfigError(f"there is no model directory {config.model}{hint}.")
-    return read_model_config(directory)
 
 
 def _dtype(wanted: str, stored: str, capabilities: Capabilities) -> str:
@@ -333,31 +317,27 @@ def _check_max_num_seqs(wanted: int, capabilities: Capabilities) -> None:
 
 
 @contextlib.contextmanager
-def _weights(
-    config: WorkerConfig, quantization: Quantization | None, quantizer: Quantizer
-) -> Iterator[PartialWeights]:
-    with _stored_weights(config, quantization) as source:
+def _weights(plan: WorkerPlan, quantizer: Quantizer) -> Iterator[PartialWeights]:
+    with _stored_weights(plan) as source:
         cut = CutWeights(source)
-        if isinstance(quantization, QuantizationOnLoad):
-            yield QuantizedWeights(cut, quantization, quantizer)
+        if isinstance(plan.quantization, QuantizationOnLoad):
+            yield QuantizedWeights(cut, plan.quantization, quantizer)
         else:
             yield cut
 
 
 @contextlib.contextmanager
-def _stored_weights(
-    config: WorkerConfig, quantization: Quantization | None
-) -> Iterator[WeightSource]:
+def _stored_weights(plan: WorkerPlan) -> Iterator[WeightSource]:
+    config, path = plan.config, Path(plan.config.model)
     if config.load_format == "dummy":
         yield DummyWeights(config.seed)
-    elif config.load_format == "auto" and is_gguf(Path(config.model)):
-        file = read_gguf(Path(config.model))
-        yield GgufWeights(file, gguf_model_config(file))
-    elif config.load_format == "auto":
-        with open_checkpoint(Path(config.model)) as checkpoint:
-            if isinstance(quantization, CheckpointQuantization):
-                yield QuantizedCheckpoint(checkpoint, quantization)
+    elif config.load_format != "auto":
+        raise ConfigError(f"--load-format must be auto or dummy, got {config.load_format!r}.")
+    elif is_gguf(path):
+        yield GgufWeights(read_gguf(path), plan.shard.config)
+    else:
+        with open_checkpoint(path) as checkpoint:
+            if isinstance(plan.quantization, CheckpointQuantization):
+                yield QuantizedCheckpoint(checkpoint, plan.quantization)
             else:
                 yield checkpoint
-    else:
-        raise ConfigError(f"--load-format must be auto or dummy, got {config.load_format!r}.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import zmq
 
-from pagoda.ipc.curve import keep_door
+from pagoda.ipc.curve import start_authenticator
 from pagoda.messages.worker import WorkerHello, WorkerPeers
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.collectives import Collectives
@@ -40,7 +40,7 @@ class Rendezvous:
         self._context = context
         parallel, place = config.parallel, config.place
         if config.curve is not None:
-            keep_door(context, config.curve)
+            start_authenticator(context, config.curve)
         self.source: StageInput | None = None
         """Where this rank takes what the stage before it computed; None on the first stage."""
         if place.pp > 0:

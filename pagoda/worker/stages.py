@@ -46,7 +46,7 @@ class StageInput:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """Binds `address`, whose port may be `*`. With `keys`, `context` must have a doorkeeper."""
+        """Binds `address`, whose port may be `*`. With `keys`, `context` must have an authenticator."""
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._socket = context.socket(zmq.PULL)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "frontend"))
-
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
 from pagoda.api.app import make_server
@@ -98,7 +93,7 @@ class ApiFactory:
         endpoint = ScriptedEndpoint(answer, max_model_len=max_model_len, role=role)
         service = Service(ApiConfig(served_model_name="tiny", **config))
         if not loading:
-            service.generator = TextGenerator(endpoint, text, service.book)
+            service.generator = TextGenerator(endpoint, text, service.tracker)
         runner = web.ServerRunner(make_server(service), shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

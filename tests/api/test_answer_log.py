@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.answer_log import AnswerLog
+from pagoda.api.answer_log import log_answer
 from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
-from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 
 PROMPT = "a secret question"
 
@@ -39,17 +39,17 @@ async def test_an_answer_has_one_line(serve_api, log) -> None:
     assert (line.fields["prompt_tokens"], line.fields["cached_tokens"]) == (len(PROMPT), 3)
 
 
-def test_the_line_has_the_times_of_the_book(log) -> None:
+def test_the_line_has_the_times_of_the_tracker(log) -> None:
     now_ns = [2 * 10**9]
-    book = RequestTracker(lambda: now_ns[0])
-    book.observe(AnswerLog())
-    origin = Origin(name="a", arrived_ns=10**9, key="alice")
-    record = book.open("a-1", origin, num_prompt_tokens=17, max_tokens=9)
+    tracker = RequestTracker(lambda: now_ns[0])
+    tracker.subscribe(on_finish=log_answer)
+    client_request = ClientRequest(id="a", arrived_ns=10**9, key_name="alice")
+    record = tracker.start("a-1", client_request, num_prompt_tokens=17, max_tokens=9)
     record.queue_time_s, record.num_cached_tokens = 0.0015, 3
     for seconds in (3, 4, 2000):
         now_ns[0] = seconds * 10**9
-        book.grow(record, 1)
-    book.close(record, "stop")
+        tracker.add_tokens(record, 1)
+    tracker.finish(record, "stop")
     [line] = lines(log)
     assert line.fields == {
         "finish_reason": "stop",

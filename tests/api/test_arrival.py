@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pagoda.api import app
 from pagoda.api.app import ApiServer
-from pagoda.api.request_context import Call
+from pagoda.api.request_context import RequestContext
 from pagoda.api.service import Service
 
 
@@ -62,16 +62,16 @@ async def test_a_request_arrives_with_its_first_bytes_not_when_its_turn_comes(bo
 
 async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
     clock = _Clock()
-    monkeypatch.setattr(api.service.book, "clock_ns", clock)
+    monkeypatch.setattr(api.service.tracker, "clock_ns", clock)
     arrived: list[int] = []
-    seen = app._call
+    seen = app._request_context
 
-    def call(http: web.BaseRequest, service: Service) -> Call:
+    def call(http: web.BaseRequest, service: Service) -> RequestContext:
         made = seen(http, service)
-        arrived.append(made.origin.arrived_ns)
+        arrived.append(made.client_request.arrived_ns)
         return made
 
-    monkeypatch.setattr(app, "_call", call)
+    monkeypatch.setattr(app, "_request_context", call)
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for before in (b"", b"\r\n"):

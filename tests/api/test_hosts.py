@@ -37,7 +37,7 @@ async def routed(serve_api: Any, **config: object) -> AsyncIterator[tuple[Any, H
     host = Host(ScriptedEndpoint("hello"))
     membership = Membership(host.context, f"127.0.0.1:{discoveries[0].port}", KEYS, host.record)
     await starting
-    api.service.generator = TextGenerator(fleet.dispatcher, TEXT, api.service.book)
+    api.service.generator = TextGenerator(fleet.dispatcher, TEXT, api.service.tracker)
     try:
         yield api, host
     finally:

@@ -13,7 +13,6 @@ import pytest
 
 from pagoda.api import live_stats
 from pagoda.api.keys import ApiKeys
-from pagoda.api.latencies import TimeCounts
 from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.load import LoadReport, ReplicaLoad, TierLoad
 
@@ -168,8 +167,8 @@ async def test_running_answers_are_told_one_by_one(serve_api, monkeypatch) -> No
         for name in ("first", "second", "third")
     ]
     await api.endpoint.paused.wait()
-    await until(lambda: len(api.service.book.live) == 3)
-    await until(lambda: all(r.num_output_tokens == 2 for r in api.service.book.live.values()))
+    await until(lambda: len(api.service.tracker.running) == 3)
+    await until(lambda: all(r.num_output_tokens == 2 for r in api.service.tracker.running.values()))
     async with watching(api) as snapshots:
         told = await anext(snapshots)
     listed = (await api.get("/v1/requests")).json()
@@ -230,15 +229,15 @@ async def test_one_sampler_for_all_and_none_without_a_page(api, monkeypatch) -> 
         return zeros
 
     monkeypatch.setattr(api.endpoint, "load", load)
-    book = api.service.book
-    others = list(book._observers)
+    tracker = api.service.tracker
+    others = tracker.num_listeners
     async with watching(api) as one, watching(api) as other:
         assert await anext(one)
         assert await anext(other)
         assert len(api.endpoint.step_listeners) == 1
-        assert len(book._observers) == len(others) + 1
+        assert tracker.num_listeners == others + 1
     await until(lambda: not api.service.live_stats.is_watched)
-    await until(lambda: not api.endpoint.step_listeners and book._observers == others)
+    await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     before = loads
     await asyncio.sleep(0.05)
     assert loads == before
@@ -283,8 +282,8 @@ async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> Non
     api.endpoint.abort = abort
     body = {"prompt": "hi", "n": 2}
     ask = asyncio.create_task(api.post("/v1/completions", body, headers=headers))
-    await until(lambda: len(api.service.book.live) == 2)
-    ids = list(api.service.book.live)
+    await until(lambda: len(api.service.tracker.running) == 2)
+    ids = list(api.service.tracker.running)
     wanted = "mine" if by_name else ids[0]
     assert (await api.request("DELETE", f"/v1/requests/{wanted}")).status == 401
     answer = await api.request("DELETE", f"/v1/requests/{wanted}", headers=headers)
@@ -308,8 +307,8 @@ async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
     for number, headers in enumerate((alice, bob), start=1):
         body = {"prompt": "hi"}
         asks.append(asyncio.create_task(api.post("/v1/completions", body, headers=headers)))
-        await until(lambda number=number: len(api.service.book.live) == number)
-    of_alice, of_bob = api.service.book.live
+        await until(lambda number=number: len(api.service.tracker.running) == number)
+    of_alice, of_bob = api.service.tracker.running
     answer = await api.request("DELETE", "/v1/requests/job1", headers=bob)
     assert answer.json()["cancelled"] == aborted == [of_bob]
     answer = await api.request("DELETE", f"/v1/requests/{of_alice}", headers=bob)
@@ -322,28 +321,3 @@ async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
 async def test_an_unknown_request_cannot_be_cancelled(api) -> None:
     answer = await api.request("DELETE", "/v1/requests/nobody")
     assert (answer.status, answer.error()["code"]) == (404, "request_not_found")
-
-
-# ---- latencies
-
-
-def test_percentiles_are_near_what_they_should_be() -> None:
-    histogram = TimeCounts()
-    assert histogram.percentiles() is None
-    for milliseconds in range(1, 1001):
-        histogram.add(milliseconds * 1e6)
-    found = histogram.percentiles()
-    assert found is not None
-    assert (found.p50, found.p90, found.p99) == pytest.approx((500, 900, 990), rel=0.045)
-    assert found.count == 1000
-
-
-def test_histograms_join() -> None:
-    fast, slow = TimeCounts(), TimeCounts()
-    fast.add(1e6, 99)
-    slow.add(1e9)
-    fast.join(slow)
-    found = fast.percentiles()
-    assert found is not None
-    assert (found.p50, found.count) == (pytest.approx(1, rel=0.045), 100)
-    assert fast.percentiles() == found

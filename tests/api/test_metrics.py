@@ -14,10 +14,9 @@ from metrics_text import names, series, value
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.keys import ApiKeys
-from pagoda.api.latencies import Latencies
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
 from pagoda.errors import EngineDeadError, OverloadedError
-from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.messages.frontend import TokenChunk
 from pagoda.messages.load import (
     STEP_TOKEN_BOUNDS,
@@ -204,22 +203,24 @@ async def test_answers_are_counted_by_key_and_reason(serve_api) -> None:
     }
 
 
-def test_times_are_those_of_the_book() -> None:
+def test_times_are_those_of_the_tracker() -> None:
     now_ns = [0]
-    metrics, book = RequestMetrics(), RequestTracker(lambda: now_ns[0])
-    book.observe(metrics)
+    metrics, tracker = RequestMetrics(), RequestTracker(lambda: now_ns[0])
+    metrics.follow(tracker)
 
     def at(seconds: int) -> None:
         now_ns[0] = seconds * 10**9
 
     at(2)
-    record = book.open("a", Origin(name="a", arrived_ns=10**9), num_prompt_tokens=5, max_tokens=9)
+    record = tracker.start(
+        "a", ClientRequest(id="a", arrived_ns=10**9), num_prompt_tokens=5, max_tokens=9
+    )
     record.queue_time_s = 0.5
     for seconds in (4, 6, 9):
         at(seconds)
-        book.grow(record, 1)
+        tracker.add_tokens(record, 1)
     at(10)
-    book.close(record, "stop")
+    tracker.finish(record, "stop")
     sums = {name: metrics.figures().total(name).sum for name in HISTOGRAMS}
     assert sums == {
         "time_to_first_token_seconds": 3,
@@ -235,72 +236,59 @@ def test_times_are_those_of_the_book() -> None:
     assert sum(metrics.figures().total("inter_token_latency_seconds").counts) == 2
 
 
-def test_first_tokens_are_known_also_at_the_same_instant() -> None:
-    metrics, latencies, book = RequestMetrics(), Latencies(1), RequestTracker(lambda: 10**9)
-    book.observe(metrics)
-    book.observe(latencies)
-    record = book.open("a", Origin(name="a", arrived_ns=0), num_prompt_tokens=1, max_tokens=9)
-    for count in (2, 3):
-        book.note(record, TokenChunk("a", [7] * count, received_ns=5 * 10**8), count)
-    book.note(record, TokenChunk("a", [7, 7], received_ns=8 * 10**8), 2)
-    ttft, itl = latencies.next_window()
-    figures = metrics.figures()
-    assert ttft is not None
-    assert itl is not None
-    assert ttft.count == sum(figures.total("time_to_first_token_seconds").counts) == 1
-    assert itl.count == sum(figures.total("inter_token_latency_seconds").counts) == 2
-    assert figures.total("time_to_first_token_seconds").sum == 0.5
-    assert figures.total("inter_token_latency_seconds").sum == pytest.approx(0.3)
-    assert record.last_token_ns == 8 * 10**8
-
-
 def test_what_gives_up_in_the_queue_has_waited() -> None:
     now_ns = [0]
-    metrics, book = RequestMetrics(), RequestTracker(lambda: now_ns[0])
-    book.observe(metrics)
+    metrics, tracker = RequestMetrics(), RequestTracker(lambda: now_ns[0])
+    metrics.follow(tracker)
     for name, reason in (("a", "abort"), ("b", "abort"), ("c", "refused")):
-        origin = Origin(name=name, arrived_ns=now_ns[0])
-        record = book.open(name, origin, num_prompt_tokens=1, max_tokens=2)
+        client_request = ClientRequest(id=name, arrived_ns=now_ns[0])
+        record = tracker.start(name, client_request, num_prompt_tokens=1, max_tokens=2)
         if name == "b":  # its prompt is being computed
-            book.note(record, TokenChunk(name, [], num_computed_tokens=1, queue_time_s=2.0), 0)
+            tracker.on_chunk(
+                record, TokenChunk(name, [], num_computed_tokens=1, queue_time_s=2.0), 0
+            )
         now_ns[0] += 5 * 10**9
-        book.close(record, reason)
+        tracker.finish(record, reason)
     queue = metrics.figures().total("request_queue_time_seconds")
     assert (sum(queue.counts), queue.sum) == (2, 7.0)
 
 
 def test_what_waits_without_a_token_is_seen_while_it_waits() -> None:
     now_ns = [0]
-    book = RequestTracker(lambda: now_ns[0])
-    assert book.longest_wait_ns() == 0
+    tracker = RequestTracker(lambda: now_ns[0])
+    assert tracker.longest_wait_ns() == 0
     records = [
-        book.open(name, Origin(name=name, arrived_ns=at), num_prompt_tokens=1, max_tokens=2)
+        tracker.start(
+            name, ClientRequest(id=name, arrived_ns=at), num_prompt_tokens=1, max_tokens=2
+        )
         for name, at in (("late", 3), ("early", 1))
     ]
     now_ns[0] = 10
-    assert book.longest_wait_ns() == 9
-    book.grow(records[1], 1)
-    assert book.longest_wait_ns() == 7
-    book.close(records[0], "abort")
-    assert book.longest_wait_ns() == 0
+    assert tracker.longest_wait_ns() == 9
+    tracker.add_tokens(records[1], 1)
+    assert tracker.longest_wait_ns() == 7
+    tracker.finish(records[0], "abort")
+    assert tracker.longest_wait_ns() == 0
 
 
 def test_tokens_are_counted_as_they_come() -> None:
-    metrics, book = RequestMetrics(["alice", "bob"]), RequestTracker()
-    book.observe(metrics)
-    origin = Origin(name="a", arrived_ns=0, key="alice")
-    record = book.open("a", origin, num_prompt_tokens=5, max_tokens=9)
-    book.grow(record, 2)
-    book.grow(record, 1)
+    metrics, tracker = RequestMetrics(["alice", "bob"]), RequestTracker()
+    metrics.follow(tracker)
+    client_request = ClientRequest(id="a", arrived_ns=0, key_name="alice")
+    record = tracker.start("a", client_request, num_prompt_tokens=5, max_tokens=9)
+    tracker.add_tokens(record, 2)
+    tracker.add_tokens(record, 1)
     assert metrics.figures().num_tokens == {"alice": 3, "bob": 0}
 
 
 def test_an_answer_that_was_broken_off_has_tokens_and_no_duration() -> None:
-    metrics, book = RequestMetrics(), RequestTracker()
-    book.observe(metrics)
-    record = book.open("a", Origin(name="a", arrived_ns=0), num_prompt_tokens=5, max_tokens=9)
-    book.grow(record, 2)
-    book.close(record, "abort")
+    metrics, tracker = RequestMetrics(), RequestTracker()
+    metrics.follow(tracker)
+    record = tracker.start(
+        "a", ClientRequest(id="a", arrived_ns=0), num_prompt_tokens=5, max_tokens=9
+    )
+    tracker.add_tokens(record, 2)
+    tracker.finish(record, "abort")
     figures = metrics.figures()
     assert figures.finished[""]["abort"] == 1
     assert figures.total("request_generated_tokens").sum == 2

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import read_fragments
 
 from pagoda.api.keys import ApiKeys
@@ -23,7 +19,7 @@ async def traced(serve_api: Any, tmp_path: Path) -> Any:
 
 def with_control(api: Any, directory: Path) -> Any:
     service = api.service
-    service.tracing = TraceControl(Tracer("frontend"), [service.book], directory, "serve-1")
+    service.tracing = TraceControl(Tracer("frontend"), [service.tracker], directory, "serve-1")
     return api
 
 

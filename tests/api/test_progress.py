@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+from operations import assert_linear
 
 from pagoda.api.progress import Growth, Progress
 from pagoda.frontend.totals import sum_of_loads
@@ -37,32 +40,31 @@ def together(*reports: LoadReport | None, losses: int = 0) -> LoadReport:
 
 def test_a_replica_that_misses_a_question_makes_no_spike() -> None:
     progress = Progress()
-    assert progress.take(together(engine(100), engine(10**9)), 1.0, 0.0) == Growth(0, 0, 0.0)
-    assert progress.take(together(engine(110), None), 2.0, 0.0) == Growth(10, 0, 10.0)
+    assert progress.update(together(engine(100), engine(10**9)), 1.0, 0.0) == Growth(0, 0, 0.0)
+    assert progress.update(together(engine(110), None), 2.0, 0.0) == Growth(10, 0, 10.0)
     # The other one tells of two seconds.
     told = together(engine(120, hits=5), engine(10**9 + 40))
-    assert progress.take(told, 3.0, 0.0) == Growth(50, 5, 10.0 + 20.0)
+    assert progress.update(told, 3.0, 0.0) == Growth(50, 5, 10.0 + 20.0)
 
 
-def test_the_same_behind_a_host_of_a_router() -> None:
-    progress = Progress()
-    progress.take(together(together(engine(1), engine(10**9, restarts=3))), 1.0, 0.0)
-    progress.take(together(together(engine(1), None)), 2.0, 0.0)
-    told = together(together(engine(2), engine(10**9, restarts=3)))
-    assert progress.take(told, 3.0, 0.0) == Growth(1, 0, 1.0)
-    assert progress.num_restarts == 3
+def test_work_grows_with_the_fleet_and_no_faster() -> None:
+    def update(num_replicas: int) -> Callable[[], object]:
+        progress, report = Progress(), together(*[engine(1)] * num_replicas)
+        return lambda: progress.update(report, 1.0, 0.0)
+
+    assert_linear(update, (100, 200, 400))
 
 
 def test_a_replica_that_was_not_seen_before_has_not_grown() -> None:
     progress = Progress()
-    progress.take(together(engine(1), None), 1.0, 0.0)
+    progress.update(together(engine(1), None), 1.0, 0.0)
     assert (
-        progress.take(together(engine(1), engine(500, preemptions=2)), 2.0, 0.0).num_prompt_tokens
+        progress.update(together(engine(1), engine(500, preemptions=2)), 2.0, 0.0).num_prompt_tokens
         == 0
     )
     assert progress.num_preemptions == 2
     # Nor has one that was seen before anybody watched.
-    assert progress.take(together(engine(9), engine(509)), 60.0, 59.0) == Growth(0, 0, 0.0)
+    assert progress.update(together(engine(9), engine(509)), 60.0, 59.0) == Growth(0, 0, 0.0)
 
 
 def test_counts_of_an_engine_that_was_lost_still_count() -> None:
@@ -75,7 +77,7 @@ def test_counts_of_an_engine_that_was_lost_still_count() -> None:
         together(engine(3, preemptions=1), losses=1),
         together(None, losses=2),
     ):
-        growth = progress.take(report, float(len(seen)), 0.0)
+        growth = progress.update(report, float(len(seen)), 0.0)
         assert growth.num_prompt_tokens >= 0
         seen.append((progress.num_preemptions, progress.num_restarts))
     assert seen == [(4, 2), (4, 3), (4, 3), (5, 3), (5, 4)]

@@ -15,22 +15,19 @@ from typing import cast
 import openai
 import psutil
 import pytest
-from scripted_endpoint import ScriptedEndpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import assert_nested, end_of, read_fragments
+from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.server import ProfileConfig, ServerConfig, serve
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import EngineFleet, Fleet
 from pagoda.frontend.model_text import synthetic_model_text
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.fragments import FRAGMENT_SUFFIX, clear_fragments, run_prefix
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 

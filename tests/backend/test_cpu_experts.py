@@ -44,7 +44,7 @@ def _threads_restored() -> Iterator[None]:
 def _ordered(values: Tensor) -> GroupedWeight:
     """int4 with its inputs in another order (GPTQ's act-order)."""
     order = torch.randperm(values.shape[1], generator=torch.Generator().manual_seed(1))
-    return replace(REFERENCE.quantize_int4(values[:, order].contiguous(), 32), input_order=order)
+    return replace(REFERENCE.quantize_int4(values[:, order].contiguous(), 32), act_order=order)
 
 
 _QUANTIZE: dict[str, Callable[[Tensor], LinearWeight]] = {

@@ -115,8 +115,8 @@ def _exact(x: Tensor, weight: LinearWeight) -> tuple[Tensor, Tensor]:
         result = (codes @ weight.values.long().t()).double()
         result *= scales.double()[:, None] * weight.scales.double()
         return result, result.abs()
-    if weight.input_order is not None:
-        x = x[:, weight.input_order]
+    if weight.act_order is not None:
+        x = x[:, weight.act_order]
     codes, scales = _quantized(x.unflatten(1, (-1, weight.group_size)))
     own = weight.codes.long().unflatten(1, (-1, weight.group_size)) - 2 ** (weight.bits - 1)
     sums = torch.einsum("ngi,ogi->nog", codes, own).double()

@@ -41,7 +41,7 @@ def _grouped(
         offsets=_random(*shape, seed=3).half() / 10 if offsets else None,
         bits=bits,
         group_size=group_size,
-        input_order=torch.randperm(inputs, generator=torch.Generator().manual_seed(4))
+        act_order=torch.randperm(inputs, generator=torch.Generator().manual_seed(4))
         if order
         else None,
     )
@@ -85,7 +85,7 @@ def test_products_are_those_of_rounded_inputs(kind: str) -> None:
     actual = OPS.linear(x, OPS.prepare_linear([weight], None, torch.float32))
     matrix = [[Fraction(v) for v in row] for row in _exact(weight).tolist()]
     group = weight.group_size if isinstance(weight, GroupedWeight) else x.shape[1]
-    order = getattr(weight, "input_order", None)
+    order = getattr(weight, "act_order", None)
     mapped = x if order is None else x[:, order]
     for row in range(3):
         rounded = _rounded(mapped[row], group)

@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
-from pagoda.checkpoints.model_config import (
-    LinearScaling,
-    Llama3Scaling,
-    YarnScaling,
-    parse_model_config,
-    read_model_config,
-)
+from pagoda.checkpoints.config_json import parse_model_config, read_model_config
 from pagoda.checkpoints.presets import PRESETS
+from pagoda.checkpoints.rope import LinearScaling, Llama3Scaling, YarnScaling
 from pagoda.errors import ConfigError
 from pagoda.model.sharding import whole
 
@@ -148,7 +143,24 @@ def test_sliding_windows() -> None:
         ({"rope_scaling": 3}, "config.json: rope_scaling must be a JSON object, got 3."),
         (
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "config.json: rope_parameters.partial_rotary_factor must be 1.0, got 0.5.",
+            "config.json: rope_parameters.partial_rotary_factor is not supported; it must be absent or 1, "
+            "got 0.5.",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            "config.json: partial_rotary_factor is not supported; it must be absent or 1, got 0.5.",
+        ),
+        (
+            {"hidden_activation": "gelu_pytorch_tanh"},
+            "config.json: hidden_activation must be 'silu', got 'gelu_pytorch_tanh'.",
+        ),
+        (
+            {"attention_multiplier": 0.015625},
+            "config.json: attention_multiplier is not supported; it must be absent or 1, got 0.015625.",
+        ),
+        (
+            {"mlp_bias": True},
+            "config.json: mlp_bias is not supported; it must be absent or false, got True.",
         ),
         (
             {"architectures": ["GPT2LMHeadModel"]},
@@ -203,10 +215,19 @@ def test_wrong_values_are_one_sentence(changes: dict[str, Any], message: str) ->
     assert str(caught.value) == message
 
 
+def test_switches_that_leave_the_arithmetic_alone_are_accepted() -> None:
+    neutral = {
+        "partial_rotary_factor": 1.0,
+        "hidden_activation": "silu",
+        "final_logit_softcapping": None,
+    }
+    assert parse(**neutral, use_mrope=False, mlp_bias=False) == parse()
+
+
 def test_layers_with_experts() -> None:
     def layers(**changes: Any) -> list[int]:
         config = parse(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, **changes)
-        return [layer for layer in range(6) if config.expert_maps(layer) is not None]
+        return [layer for layer in range(6) if config.expert_linears(layer) is not None]
 
     assert layers() == [0, 1, 2, 3, 4, 5]
     assert layers(decoder_sparse_step=2) == [1, 3, 5]
@@ -221,7 +242,7 @@ def test_experts_and_their_names() -> None:
     assert not qwen.experts.renormalize
     new = parse(architectures=["Qwen3MoeForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
     assert new == qwen
-    maps = qwen.expert_maps(1)
+    maps = qwen.expert_linears(1)
     assert (maps.router.name, maps.router.outputs) == ("model.layers.1.mlp.gate", 4)
     assert [m.name for m in maps.experts[3]] == [
         f"model.layers.1.mlp.experts.3.{name}_proj" for name in ("gate", "up", "down")
@@ -232,7 +253,7 @@ def test_experts_and_their_names() -> None:
     assert (mixtral.experts.num_experts, mixtral.experts.experts_per_token) == (8, 2)
     assert mixtral.sliding_windows == (16, 16, 16)
     assert parse(architectures=["MixtralForCausalLM"]).sliding_windows == (None, None, None)
-    maps = mixtral.expert_maps(0)
+    maps = mixtral.expert_linears(0)
     assert maps.router.name == "model.layers.0.block_sparse_moe.gate"
     assert [m.name for m in maps.experts[7]] == [
         f"model.layers.0.block_sparse_moe.experts.7.{name}" for name in ("w1", "w3", "w2")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.quantization_config import (
     CheckpointQuantization,
     CompressedTensors,
@@ -29,6 +30,11 @@ COMPRESSED: dict[str, Any] = {
 }
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def _linear(name: str, inputs: int = 512) -> LinearSpec:
+    roles = {"lm_head": Role.HEAD, "model.embed_tokens": Role.EMBEDDING}
+    return LinearSpec(name, 64, inputs, roles.get(name, Role.MLP_IN))
 
 
 def _parse(values: dict[str, Any]) -> CheckpointQuantization:
@@ -58,21 +64,23 @@ def test_compressed_tensors_chooses_by_name_before_kind() -> None:
     )
     assert isinstance(parsed, CompressedTensors)
     packed = GroupScheme(bits=4, group_size=128, symmetric=True, act_order=False)
-    assert parsed.scheme_of("model.layers.7.mlp.down_proj") == packed
-    assert parsed.scheme_of("model.layers.0.mlp.up_proj") == packed
-    assert parsed.scheme_of(LAYER) == Int8Scheme()
+    assert parsed.scheme_of(_linear("model.layers.7.mlp.down_proj")) == packed
+    assert parsed.scheme_of(_linear("model.layers.0.mlp.up_proj")) == packed
+    assert parsed.scheme_of(_linear(LAYER)) == Int8Scheme()
     for dense in ("lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"):
-        assert parsed.scheme_of(dense) is None
+        assert parsed.scheme_of(_linear(dense)) is None
     assert parsed.summary == "compressed-tensors int8 weights and int4 weights (groups of 128)"
-    assert parsed.format_of(LAYER, 512) == Int8Format()
-    assert parsed.format_of("lm_head", 512) == DenseFormat()
+    assert parsed.format_of(_linear(LAYER, 512)) == Int8Format()
+    assert parsed.format_of(_linear("lm_head", 512)) == DenseFormat()
 
 
 def test_awq_keeps_named_parts_dense() -> None:
     parsed = _parse(AWQ | {"version": "GEMM", "modules_to_not_convert": ["layers.0.", "visual"]})
-    assert parsed.scheme_of("model.layers.0.mlp.up_proj") is None
-    assert parsed.scheme_of("lm_head") is None
-    assert parsed.format_of(LAYER, 512) == GroupedFormat(4, 128, offsets=True, input_order=False)
+    assert parsed.scheme_of(_linear("model.layers.0.mlp.up_proj")) is None
+    assert parsed.scheme_of(_linear("lm_head")) is None
+    assert parsed.format_of(_linear(LAYER, 512)) == GroupedFormat(
+        4, 128, offsets=True, act_order=False
+    )
     assert parsed.summary == "awq int4 weights (groups of 128)"
 
 
@@ -82,17 +90,19 @@ def test_gptq() -> None:
         GPTQ
         | {"desc_act": True, "group_size": -1, "bits": 8, "modules_in_block_to_quantize": modules}
     )
-    assert parsed.format_of(LAYER, 96) == GroupedFormat(8, 32, offsets=False, input_order=True)
-    assert parsed.scheme_of("model.layers.0.mlp.down_proj") is None
-    assert parsed.scheme_of("lm_head") is None
+    assert parsed.format_of(_linear(LAYER, 96)) == GroupedFormat(
+        8, 32, offsets=False, act_order=True
+    )
+    assert parsed.scheme_of(_linear("model.layers.0.mlp.down_proj")) is None
+    assert parsed.scheme_of(_linear("lm_head")) is None
     assert parsed.summary == "gptq int8 weights (one group)"
-    assert _parse(GPTQ | {"lm_head": True}).scheme_of("lm_head") is not None
-    assert _parse(GPTQ | {"lm_head": True}).scheme_of("model.embed_tokens") is None
+    assert _parse(GPTQ | {"lm_head": True}).scheme_of(_linear("lm_head")) is not None
+    assert _parse(GPTQ | {"lm_head": True}).scheme_of(_linear("model.embed_tokens")) is None
 
 
 def test_larger_groups_are_held_as_several() -> None:
     def size(stored: int, inputs: int) -> int:
-        held = _parse(GPTQ | {"group_size": stored}).format_of(LAYER, inputs)
+        held = _parse(GPTQ | {"group_size": stored}).format_of(_linear(LAYER, inputs))
         assert isinstance(held, GroupedFormat)
         return held.group_size
 

@@ -52,7 +52,7 @@ def test_heads_that_cannot_be_shared_out(tp: int, rule: str) -> None:
 
 def test_key_value_heads_are_split_or_copied(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-0.6b"] | shape))
     check(str(tmp_path), tp=12, load_format="auto")
     with pytest.raises(ConfigError, match=r"6 neither divides the 4 key-value heads .* is 4 or 12"):
         check(str(tmp_path), tp=6, load_format="auto")

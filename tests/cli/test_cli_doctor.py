@@ -8,95 +8,48 @@ import gguf
 import numpy as np
 import pytest
 
+from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
+from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import machine_facts
 from pagoda.cli.bandwidth import measure_read_bandwidth
-from pagoda.cli.weight_traffic import (
-    gguf_traffic,
-    is_quantized,
-    read_config,
-    stored_traffic,
-    weight_traffic,
-)
-from pagoda.errors import ConfigError
+from pagoda.cli.weight_traffic import gguf_traffic, stored_traffic, weight_traffic
 
-QWEN3_0_6B = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "torch_dtype": "bfloat16",
-}
+
+def config(name: str, **changes: object) -> ModelConfig:
+    return parse_model_config({**PRESETS[name], **changes}, source="config")
 
 
 def test_weight_traffic_of_a_known_model() -> None:
-    traffic = weight_traffic(QWEN3_0_6B, "auto", "config")
+    traffic = weight_traffic(config("qwen3-0.6b"), "auto")
     assert traffic.dtype == "bfloat16"
     assert traffic.num_bytes == pytest.approx(2 * 596e6, rel=0.001)
-    assert weight_traffic(QWEN3_0_6B, "float32", "config").num_bytes == 2 * traffic.num_bytes
+    assert weight_traffic(config("qwen3-0.6b"), "float32").num_bytes == 2 * traffic.num_bytes
 
 
 def test_weight_traffic_of_experts_is_that_of_one_token() -> None:
     # 3.3 billion weights take part in a token; of the embedding table, 0.3 billion, it is one row.
-    traffic = weight_traffic(PRESETS["qwen3-30b-a3b"], "auto", "c", "int8")
+    traffic = weight_traffic(config("qwen3-30b-a3b"), "auto", "int8")
     assert round(traffic.num_bytes / 1e8) == 30
-    dense = dict(PRESETS["qwen3-30b-a3b"]) | {"mlp_only_layers": list(range(48))}
+    dense = config("qwen3-30b-a3b", mlp_only_layers=list(range(48)))
     # The dense layers of this shape are as wide as eight experts.
     routers = 2 * 48 * 2048 * 128
-    assert weight_traffic(dense, "bfloat16", "c").num_bytes == 2 * traffic.num_bytes - routers
-    assert round(weight_traffic(PRESETS["mixtral-8x7b"], "auto", "c").num_bytes / 2e9) == 13
+    assert weight_traffic(dense, "bfloat16").num_bytes == 2 * traffic.num_bytes - routers
+    assert round(weight_traffic(config("mixtral-8x7b"), "auto").num_bytes / 2e9) == 13
 
 
 def test_weight_traffic_of_quantized_weights(tmp_path: Path) -> None:
     head = 151_936 * 1024
-    int8 = weight_traffic(QWEN3_0_6B, "auto", "config", "int8")
+    int8 = weight_traffic(config("qwen3-0.6b"), "auto", "int8")
     assert (int8.num_bytes, int8.dtype) == (pytest.approx(596e6, rel=0.001), "int8")
-    int4 = weight_traffic(QWEN3_0_6B, "auto", "config", "int4")
+    int4 = weight_traffic(config("qwen3-0.6b"), "auto", "int4")
     assert int4.num_bytes - head == pytest.approx((int8.num_bytes - head) * 4.5 / 8, rel=1e-6)
     (tmp_path / "a.safetensors").write_bytes(bytes(1000))
-    (tmp_path / "b.safetensors").write_bytes(bytes(24))
-    config = {**QWEN3_0_6B, "quantization_config": {"bits": 4}, "vocab_size": 0}
-    assert is_quantized(config)
-    assert not is_quantized(QWEN3_0_6B)
-    assert stored_traffic(config, tmp_path).num_bytes == 1024
-
-
-def test_head_dim_and_kv_heads_have_their_usual_defaults() -> None:
-    bare = {
-        name: value
-        for name, value in QWEN3_0_6B.items()
-        if name not in ("head_dim", "num_key_value_heads")
-    }
-    full = {**bare, "head_dim": 64, "num_key_value_heads": 16}
-    assert weight_traffic(bare, "auto", "c") == weight_traffic(full, "auto", "c")
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ({}, "hidden_size"),
-        ({**QWEN3_0_6B, "hidden_size": "big"}, "hidden_size"),
-        ({**QWEN3_0_6B, "torch_dtype": "int3"}, "dtype int3"),
-    ],
-)
-def test_what_is_no_decoder_config_is_refused(config: dict[str, object], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        weight_traffic(config, "auto", "some/config.json")
-
-
-def test_a_bad_config_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="JSON object"):
-        read_config(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes(bytes(2**20))
+    apart = config("qwen3-0.6b", tie_word_embeddings=False, vocab_size=2)
+    assert stored_traffic(apart, tmp_path).num_bytes == 1000 + 2**20 - 2 * 1024 * 2
+    assert stored_traffic(config("qwen3-0.6b"), tmp_path).num_bytes == 1000 + 2**20
 
 
 def test_cpuinfo_of_both_families() -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from scripted_server import Life, serve
 
 from pagoda.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
-from scripted_server import Life, serve
 
 HOSTILE = "<script>alert(1)</script>&\"'"
 LIVES = [

@@ -13,14 +13,14 @@ import aiohttp
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli.server_process import ServerProcess, server_process
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.executor.sim import sim_token
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.fleet import JoinConfig, JoinedFleet, read_cluster_key
 from pagoda.frontend.policies import POLICIES
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 
 VOCAB_SIZE = 512

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 
 import aiohttp
+from kv_subscriber import ClearedOnTheWire, StoredOnTheWire, Subscriber, free_ports
 from metrics_text import value
 from streams import bodies, children, stream_all
 from tiers import ask_all, figures, flags, objects, some_questions
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-
-from kv_subscriber import ClearedOnTheWire, StoredOnTheWire, Subscriber, free_ports
 
 from pagoda.cli.server_process import server_process
 

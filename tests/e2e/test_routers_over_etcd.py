@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "frontend"))
-
 from etcd_server import EtcdServer
 from sim_hosts import (
     ask,

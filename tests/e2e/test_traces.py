@@ -14,14 +14,11 @@ from typing import Any
 
 import pytest
 from streams import children
+from trace_format import problems_of, read_trace
+from trace_processor import Traced, loaded
 
 from benchmarks.trace_ttft import TimedStream, first_tokens_of, stream_all
 from pagoda.cli.server_process import ServerProcess, server_process
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
-from trace_format import problems_of, read_trace
-from trace_processor import Traced, loaded
 
 NUM_STREAMS = 16
 PROMPT = "The pagoda has five storeys, and every storey has the same plan."

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from pathlib import Path
 
 import aiohttp
-from sim_hosts import VOCAB_SIZE, ask, expected, router_process, write_key
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import assert_nested, fragments_of, read_fragments
+from sim_hosts import VOCAB_SIZE, ask, expected, router_process, write_key
 
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.fleet import EngineFleet, JoinConfig, JoinedFleet, read_cluster_key
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.trace_control import TraceControl
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 
-def make_host(join: str, key: Path, tracer: Tracer, book: RequestTracker) -> JoinedFleet:
+def make_host(join: str, key: Path, tracer: Tracer, tracker: RequestTracker) -> JoinedFleet:
     """With an engine process whose tokens are made up."""
     sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
     engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
@@ -37,7 +33,7 @@ def make_host(join: str, key: Path, tracer: Tracer, book: RequestTracker) -> Joi
         advertised=Advertised("127.0.0.1", None),
         model=files.served_name,
         model_digest=model_digest(files),
-        book=book,
+        tracker=tracker,
     )
     return JoinedFleet(EngineFleet(engine, tracer=tracer), joins, tracer)
 
@@ -47,9 +43,9 @@ async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         join = f"127.0.0.1:{free.getsockname()[1]}"
-    book = RequestTracker()
-    host = make_host(join, key, tracer, book)
-    control = TraceControl(tracer, [book], tmp_path / "host", "serve-1")
+    tracker = RequestTracker()
+    host = make_host(join, key, tracer, tracker)
+    control = TraceControl(tracer, [tracker], tmp_path / "host", "serve-1")
     control.join(host)
     await host.start()
     try:

@@ -14,6 +14,7 @@ from pagoda.engine.config import (
     HandoffConfig,
     KVEventsConfig,
     KVTiersConfig,
+    SimConfig,
 )
 from pagoda.engine.core import EngineCore
 from pagoda.engine.scheduler import Scheduler
@@ -30,7 +31,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import KVDirectory, Transfer
 from pagoda.messages.worker import WorkerReady
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
 from pagoda.telemetry.tracer import Tracer
@@ -250,8 +251,8 @@ def check_books(scheduler: Scheduler) -> None:
     )
     held.update(block.block_id for entry in tiers._ledger._open.values() for block in entry.blocks)
     held.update(block.block_id for blocks in tiers._ledger._held.values() for block in blocks)
-    if scheduler._holder is not None:
-        leases = scheduler._holder.leases._blocks.values()
+    if scheduler._exporter is not None:
+        leases = scheduler._exporter.leases._blocks.values()
         held.update(block.block_id for blocks in leases for block in blocks)
     pool = scheduler.kv.pool
     pool.check()
@@ -266,7 +267,7 @@ def check_books(scheduler: Scheduler) -> None:
     assert len(scheduler._running) + len(loading) <= scheduler.limits.max_num_seqs
     assert len(unanswered) <= scheduler.limits.max_num_seqs
     waiting = {*loading, *unanswered}
-    if any(tier.gives_up for tier in tiers._connectors):
+    if any(tier.has_own_timeout for tier in tiers._connectors):
         assert tiers._deadlines.keys() <= waiting
     else:
         assert sorted(waiting) == sorted(tiers._deadlines)
@@ -279,7 +280,7 @@ def check_books(scheduler: Scheduler) -> None:
 
 def assert_nothing_under_way(tiers: TieredKVConnector) -> None:
     assert tiers._ledger.num_open == 0
-    assert tiers._ledger.take() == []
+    assert tiers._ledger.drain() == []
     assert not tiers._parts
     assert not tiers._overdue
     assert not tiers._loads

@@ -42,9 +42,12 @@ class MortalExecutor:
         self._inner.start(num_blocks)
 
     def submit_transfers(
-        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+        self,
+        transfers: list[Transfer],
+        added_peers: Sequence[KVPeer] = (),
+        removed_peers: Sequence[str] = (),
     ) -> None:
-        self._inner.submit_transfers(transfers, met, parted)
+        self._inner.submit_transfers(transfers, added_peers, removed_peers)
 
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)

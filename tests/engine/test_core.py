@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from harness import Harness, assert_complete, make_request
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
@@ -12,7 +12,7 @@ from pagoda.executor.sim import SimExecutor
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import RequestRefused
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import TraceSession
 

@@ -19,7 +19,7 @@ from kv_subscriber import (
     free_ports,
 )
 
-from pagoda.engine.config import EngineConfig, KVEventsConfig
+from pagoda.engine.config import EngineConfig, KVEventsConfig, SimConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
@@ -28,7 +28,7 @@ from pagoda.frontend.llm import LLM
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4

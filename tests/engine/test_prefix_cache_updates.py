@@ -26,7 +26,7 @@ def reporter(*pools: BlockPool) -> tuple[VirtualClock, CacheReporter]:
 
 def store(pool: BlockPool, *keys: bytes) -> None:
     """In blocks that may be evicted at once."""
-    blocks = pool.take(len(keys))
+    blocks = pool.allocate(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         pool.publish(block, key)
     pool.release(blocks)

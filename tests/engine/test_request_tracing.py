@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import phases_of, read_fragments
 
 from pagoda.engine.request import Request

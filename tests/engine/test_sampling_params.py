@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pagoda.errors import InvalidRequestError
@@ -11,7 +12,7 @@ def test_repetition_penalties_that_could_overflow_are_refused(penalty: float) ->
     with pytest.raises(
         InvalidRequestError, match=r"^repetition_penalty must be in \[0.01, 100.0\]"
     ):
-        SamplingParams(repetition_penalty=penalty)
+        SamplingParams(repetition_penalty=penalty).checked()
 
 
 def test_temperatures_close_to_zero_are_greedy() -> None:
@@ -35,3 +36,12 @@ def test_min_tokens_must_leave_a_token(
         sampling.check_min_tokens(8, eos_token_ids)
     assert caught.value.param == "min_tokens"
     sampling.check_min_tokens(9 if sampling.allowed_token_ids is None else 8, ())
+
+
+def test_decoding_a_message_checks_types_only() -> None:
+    """The edge has checked ranges: the engine and the worker do not do so again."""
+    out_of_range = SamplingParams(temperature=1e9, n=10**6)
+    encoded = msgspec.msgpack.encode(out_of_range)
+    assert msgspec.msgpack.decode(encoded, type=SamplingParams) == out_of_range
+    with pytest.raises(InvalidRequestError, match="temperature must be in"):
+        out_of_range.checked()

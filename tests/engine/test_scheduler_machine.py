@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
 
+from pagoda.engine.config import SimConfig
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
@@ -18,7 +19,6 @@ from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.messages.worker_config import SimConfig
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4
@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def always_true(self) -> None:
         scheduler = self.scheduler
         scheduler.kv.pool.check()
-        self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.take(), 0)))
+        self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
         assert self.cached.keys == scheduler.kv.pool._by_key.keys()
         assert len(scheduler._running) + len(scheduler._free_slots) == self.limits.max_num_seqs
         assert set(scheduler._requests) == set(self.requests)

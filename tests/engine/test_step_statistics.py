@@ -9,7 +9,7 @@ import signal
 import pytest
 from harness import Harness, make_request
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.step_statistics import BIN_S, INTERVAL_S, MAX_BINS, StepReporter
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet
@@ -17,7 +17,7 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, StepBin, StepStatistics
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 

@@ -13,7 +13,7 @@ from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import AllBlocksCleared, BlockRemoved
-from pagoda.kv.tiered_connector import PATIENCE_S
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 
@@ -216,7 +216,7 @@ def test_what_connectors_were_told_of_a_request_does_not_change() -> None:
     while it.scheduler.num_preemptions == 0:
         assert it.tick()
     request = it.scheduler._requests["low"]
-    told = request.demand
+    told = request.prefix
     assert request.num_pending_samples == 1
     assert len(told.token_ids) == 4 * len(told.keys)
     before = list(told.token_ids)
@@ -327,11 +327,11 @@ def test_an_answer_that_never_comes_is_waited_for_until_patience_ends() -> None:
     it = Tiered(disk=SimDisk(lambda: 1e6), kv_tiers=DISK, kv_host_slots=0)
     request = document("unsure", 1, max_tokens=1)
     it.add(request)
-    assert it.core.next_wakeup() == PATIENCE_S
+    assert it.core.next_wakeup() == LOAD_TIMEOUT_S
     while not it.finished:
         it.tick()
     assert_complete(it, [request])
-    assert PATIENCE_S < it.clock.now() < 2 * PATIENCE_S
+    assert LOAD_TIMEOUT_S < it.clock.now() < 2 * LOAD_TIMEOUT_S
 
 
 def test_a_load_that_takes_too_long_is_computed_instead() -> None:
@@ -344,7 +344,7 @@ def test_a_load_that_takes_too_long_is_computed_instead() -> None:
     while "again" not in it.finished:
         it.tick()
     assert_complete(it, [request])
-    assert PATIENCE_S < it.clock.now() - began < 2 * PATIENCE_S
+    assert LOAD_TIMEOUT_S < it.clock.now() - began < 2 * LOAD_TIMEOUT_S
     assert it.num_cached("again") == 0
     assert it.scheduler.kv.pool.num_available == 11
     it.run()

@@ -9,18 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sim_disk import SimDisk
 
-from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.config import KVTiersConfig, SimConfig
 from pagoda.engine.scheduler import Scheduler, SchedulerLimits
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
-from pagoda.kv.tiered_connector import PATIENCE_S, TieredKVConnector
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.kv.tiers import stack_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
-from pagoda.messages.worker_config import SimConfig
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4
@@ -137,7 +136,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def submit_transfers(self) -> None:
         """The worker looks at what each touches, now and when it ends."""
-        for transfer in self.tiers.take_transfers():
+        for transfer in self.tiers.drain_transfers():
             assert transfer.after_step < self.scheduler._step
             self.worker.begin(transfer)
             self.transfers.append(transfer)
@@ -178,7 +177,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.take(self.scheduler.take_kv_news())
         self.submit_transfers()
 
-    @rule(seconds=st.sampled_from([0.5, 1.5, PATIENCE_S + 1]))
+    @rule(seconds=st.sampled_from([0.5, 1.5, LOAD_TIMEOUT_S + 1]))
     def wait(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
         self.take(self.scheduler.take_kv_news())
@@ -229,7 +228,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert set(self.scheduler._requests) == set(self.requests)
         for request in self.scheduler._requests.values():
             assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
-            assert (request.demand is None) == (request.slot is not None)
+            assert (request.prefix is None) == (request.slot is not None)
 
     def teardown(self) -> None:
         """Whatever happened, everything that is left completes: nothing is stuck and nothing stays behind."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import select
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -12,14 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import Harness, assert_complete, make_request
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from mortal_executor import MortalExecutor, random_request
-from test_core import scripted
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import (
     Fragment,
     assert_nested,
@@ -27,6 +18,11 @@ from fragment_files import (
     phases_of,
     read_fragments,
 )
+from harness import Harness, assert_complete, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mortal_executor import MortalExecutor, random_request
+from test_core import scripted
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost

@@ -13,7 +13,7 @@ from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.tiered_connector import PATIENCE_S, TieredKVConnector
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer, TransferEnd
 
@@ -38,7 +38,7 @@ class FaultyTransfers:
         rng = self._rng
         delay_s = 0.0
         if rng.random() < self._slow:
-            delay_s = rng.choice([0.1, 1.0, PATIENCE_S + 1])
+            delay_s = rng.choice([0.1, 1.0, LOAD_TIMEOUT_S + 1])
             self._met["slow"] += 1
         match transfer.source:
             case DeviceBlocks(block_ids):
@@ -50,7 +50,7 @@ class FaultyTransfers:
         match transfer.target:
             case DeviceBlocks():
                 self._met["loads"] += 1
-                self._met["loads slower than patience"] += delay_s > PATIENCE_S
+                self._met["loads slower than patience"] += delay_s > LOAD_TIMEOUT_S
                 self._met["loads behind a step"] += transfer.after_step >= 0
             case HostSlots() if isinstance(transfer.source, DiskObjects):
                 self._met["prefetches"] += 1
@@ -110,7 +110,7 @@ class Life:
             self._live()
 
     def _housekeeping_delay(self) -> float:
-        return self._rng.choice([0.0, 0.001, 0.001, 0.05, 0.5, PATIENCE_S + 1])
+        return self._rng.choice([0.0, 0.001, 0.001, 0.05, 0.5, LOAD_TIMEOUT_S + 1])
 
     def _live(self) -> None:
         """One engine from start to end; the disk, if there is one, remains for the next."""

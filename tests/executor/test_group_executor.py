@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,12 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from fragment_files import read_fragments
 from worker_double import kv_rank
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
-from fragment_files import read_fragments
-
+from pagoda.engine.config import SimConfig
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
@@ -37,8 +34,15 @@ from pagoda.messages.transfers import (
     TransferEnd,
     TransferLink,
 )
-from pagoda.messages.worker import SlotStart, StepPlan, StepResult, WorkerFailed, WorkerReady
-from pagoda.messages.worker_config import CurveKeys, KVHandoffConfig, Role, SimConfig, WorkerConfig
+from pagoda.messages.worker import (
+    PROTOCOL_VERSION,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    WorkerFailed,
+    WorkerReady,
+)
+from pagoda.messages.worker_config import CurveKeys, KVHandoffConfig, Role, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink
@@ -160,6 +164,16 @@ def test_a_step_that_hangs_is_ended(make_executor: MakeExecutor) -> None:
 
 def test_a_worker_that_cannot_start_says_why(make_executor: MakeExecutor) -> None:
     assert next_event(make_executor("fails")) == WorkerLost("No such model.", is_user_error=True)
+
+
+@pytest.mark.parametrize(("model", "num_ranks"), [("newer", 1), ("newer@1", 2)])
+def test_a_worker_of_another_version_is_refused_with_both_numbers(
+    make_executor: MakeExecutor, model: str, num_ranks: int
+) -> None:
+    loss = next_event(make_executor(model, ParallelConfig(tensor_parallel_size=num_ranks)))
+    assert isinstance(loss, WorkerLost)
+    assert loss.is_user_error
+    assert f"speaks protocol {PROTOCOL_VERSION + 1}, the engine {PROTOCOL_VERSION}" in loss.reason
 
 
 # ---- several workers
@@ -414,9 +428,11 @@ def test_workers_are_told_of_peers(make_executor: MakeExecutor) -> None:
     transfers = [
         Transfer(number, 0, RemoteBlocks("p", [5]), DeviceBlocks([7])) for number in range(3)
     ]
-    executor.submit_transfers([transfers[0]], met=[KVPeer(peer_id="p", ranks=(kv_rank(0),))])
+    executor.submit_transfers(
+        [transfers[0]], added_peers=[KVPeer(peer_id="p", ranks=(kv_rank(0),))]
+    )
     assert next_event(executor) == TransferEnd(0, 0)
-    executor.submit_transfers([transfers[1]], parted=["p"])
+    executor.submit_transfers([transfers[1]], removed_peers=["p"])
     assert next_event(executor) == TransferEnd(1, 0)
     executor.submit_transfers([transfers[2]])
     assert next_event(executor) == TransferEnd(2, 0, [0], "who is that?")

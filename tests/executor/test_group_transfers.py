@@ -66,7 +66,7 @@ def test_another_engine_that_is_slow_is_no_worker_that_hangs() -> None:
 def test_a_large_transfer_from_elsewhere_has_as_long_as_its_batches_may_take() -> None:
     """Blocks of which one is a little more than half a batch: each is one."""
     part = KVPart(0, "keys", 0, num_heads=1, head_bytes=BATCH_BYTES // 2 + 1)
-    rank = KVRank(parts=(part,), num_blocks=100, doors={})
+    rank = KVRank(parts=(part,), num_blocks=100, descriptors={})
     transfers = GroupTransfers(1, timeout_s=10.0)
     transfers.learn([rank])
     blocks = list(range(7))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagoda.engine.config import SimConfig
 from pagoda.executor.sim import Cells, SimExecutor, SimWorker, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.sampling_params import SamplingParams
@@ -14,7 +15,6 @@ from pagoda.messages.transfers import (
     TransferPlace,
 )
 from pagoda.messages.worker import SlotStart, StepPlan, StepResult
-from pagoda.messages.worker_config import SimConfig
 
 
 def start(slot: int, tokens: list[int], blocks: list[int], computed: int = 0) -> SlotStart:

@@ -14,6 +14,7 @@ import time
 import msgspec
 import zmq
 
+from pagoda.engine.config import SimConfig
 from pagoda.executor.sim import SimExecutor, SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.ipc.curve import encrypt_client
@@ -29,8 +30,8 @@ from pagoda.messages.transfers import (
     TransferLink,
     Transfers,
 )
-from pagoda.messages.worker import WorkerFailed, WorkerHello, WorkerReady
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker import PROTOCOL_VERSION, WorkerFailed, WorkerHello, WorkerReady
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.engine_link import EngineLink
 
@@ -52,6 +53,8 @@ def main() -> None:
     if behaviour == "fails":
         engine.send(WorkerFailed("No such model.", True))
         time.sleep(60)
+    if behaviour == "newer" and parallel.replica_size > 1:
+        engine.send(WorkerHello(host="", num_blocks=64, protocol_version=PROTOCOL_VERSION + 1))
     if behaviour == "says-nothing":
         time.sleep(60)
     num_blocks = config.num_blocks or 64 - rank
@@ -69,6 +72,8 @@ def main() -> None:
         sys.exit(1)
     sim = SimConfig(num_blocks=num_blocks, block_size=32 if behaviour == "differs" else 16)
     ready = _ready(sim)
+    if behaviour == "newer":
+        ready = msgspec.structs.replace(ready, protocol_version=PROTOCOL_VERSION + 1)
     if behaviour == "rounds":
         ready = msgspec.structs.replace(ready, arithmetic="other bits")
     if config.has_transfer_link:
@@ -122,7 +127,7 @@ def _with_tiers(ready: WorkerReady, config: WorkerConfig, rank: int, behaviour: 
 def kv_rank(rank: int) -> KVRank:
     """What the worker says of its KV."""
     part = KVPart(layer=rank, kind="keys", first_head=0, num_heads=1, head_bytes=64)
-    return KVRank(parts=(part,), num_blocks=64, doors={"tcp": str(rank).encode()})
+    return KVRank(parts=(part,), num_blocks=64, descriptors={"tcp": str(rank).encode()})
 
 
 def _copy(
@@ -144,9 +149,9 @@ def _copy(
         if behaviour == "hangs-up-copying":
             socket.close(linger=0)
             return
-        known |= {peer.peer_id for peer in message.met}
+        known |= {peer.peer_id for peer in message.added_peers}
         ends = [_end(transfer, known) for transfer in message.transfers]
-        known -= set(message.parted)
+        known -= set(message.removed_peers)
         if behaviour == "fails-copying":
             # Of each transfer the block with its rank's number, and the last one.
             lost = sorted({rank, 3})

@@ -19,7 +19,7 @@ from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.sampling_params import SamplingParams
@@ -40,12 +40,12 @@ class Router:
 
     def __init__(self, discover: Discover = join_discovery) -> None:
         self.context = zmq.asyncio.Context()
-        keep_door(self.context, KEYS)
-        self.pod = PrefillDecodeRouter(POLICIES["round-robin"])
-        self.dispatcher = self.pod.dispatcher
+        start_authenticator(self.context, KEYS)
+        self.hosts = PrefillDecodeRouter(POLICIES["round-robin"])
+        self.dispatcher = self.hosts.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.pod, self.discovery, self.context, KEYS, self.identity)
+        self.registry = Registry(self.hosts, self.discovery, self.context, KEYS, self.identity)
 
     @property
     def address(self) -> str:
@@ -72,7 +72,7 @@ class Router:
 
     async def close(self) -> None:
         await self.registry.close()
-        await self.pod.close()
+        await self.hosts.close()
         self.context.term()
 
 
@@ -84,15 +84,17 @@ class Host:
         endpoint: Endpoint,
         keys: CurveKeys = KEYS,
         port: str = "*",
-        book: RequestTracker | None = None,
+        tracker: RequestTracker | None = None,
         **identity: object,
     ) -> None:
         self.context = zmq.asyncio.Context()
-        keep_door(self.context, keys)
+        start_authenticator(self.context, keys)
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
         address = f"tcp://127.0.0.1:{port}"
-        self.door = HostServer(endpoint, self.context, address, keys, self.identity, book=book)
+        self.door = HostServer(
+            endpoint, self.context, address, keys, self.identity, tracker=tracker
+        )
         self.address = f"127.0.0.1:{self.door.port}"
         self.record = HostRecord(host_id=self.identity.id, address=f"tcp://{self.address}")
         self._keys = keys

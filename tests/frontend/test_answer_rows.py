@@ -1,22 +1,18 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_endpoint import TEXT, ScriptedEndpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import Fragment, assert_nested, end_of, read_fragments
+from scripted_endpoint import TEXT, ScriptedEndpoint
 from ticking_clock import TickingClock
 
 from pagoda.errors import OverloadedError
 from pagoda.frontend.request_tracing import AnswerRows
-from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextDelta, TextGenerator
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
@@ -25,16 +21,16 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 class Rig:
     def __init__(self, directory: Path, answer: str = "abc") -> None:
         self.clock = TickingClock()
-        self.book = RequestTracker(self.clock)
+        self.tracker = RequestTracker(self.clock)
         self.endpoint = ScriptedEndpoint(answer)
-        self.texts = TextGenerator(self.endpoint, TEXT, self.book)
+        self.texts = TextGenerator(self.endpoint, TEXT, self.tracker)
         self.tracer = Tracer("frontend", clock_ns=self.clock)
         self._directory = directory
 
     def start(self, level: TraceLevel = TraceLevel.E2E) -> AnswerRows:
         session = TraceSession(level=level, directory=str(self._directory), run="serve-1")
         self.tracer.start(session)
-        return AnswerRows(self.tracer, self.book)
+        return AnswerRows(self.tracer, self.tracker)
 
     def stop(self, rows: AnswerRows) -> Fragment:
         rows.close()
@@ -44,9 +40,11 @@ class Rig:
         return fragment
 
     async def stream(self, name: str) -> AsyncGenerator[TextDelta, None]:
-        origin = Origin(name=name, arrived_ns=self.clock())
+        client_request = ClientRequest(id=name, arrived_ns=self.clock())
         self.clock.now += 50_000
-        [request] = await self.texts.prepare("hi", SamplingParams(max_tokens=9), origin=origin)
+        [request] = await self.texts.prepare(
+            "hi", SamplingParams(max_tokens=9), client_request=client_request
+        )
         return self.texts.stream(request)
 
     async def read(self, name: str) -> None:
@@ -60,7 +58,7 @@ async def test_an_answer_has_a_row_from_its_first_to_its_last_byte(tmp_path: Pat
     rig.endpoint.num_cached_tokens = 2
     rows = rig.start()
     await rig.read("r")
-    assert not rig.book.live
+    assert not rig.tracker.running
     fragment = rig.stop(rows)
     (name,) = [name for name in fragment.rows.values() if name != "main"]
     assert name.startswith("request r-")
@@ -135,9 +133,9 @@ async def test_an_answer_without_a_token_has_waited_until_the_end(tmp_path: Path
     """Where there was no first token, no span says when it came."""
     rig = Rig(tmp_path)
     rows = rig.start()
-    origin = Origin(name="r", arrived_ns=rig.clock())
-    record = rig.book.open("r-1", origin, num_prompt_tokens=2, max_tokens=9)
-    rig.book.close(record, "abort")
+    client_request = ClientRequest(id="r", arrived_ns=rig.clock())
+    record = rig.tracker.start("r-1", client_request, num_prompt_tokens=2, max_tokens=9)
+    rig.tracker.finish(record, "abort")
     fragment = rig.stop(rows)
     prepare, waiting, whole = fragment.request("r-1")
     assert waiting["name"] == "waiting"
@@ -148,12 +146,11 @@ def _row_of(fragment: Fragment, whole: dict[str, Any]) -> list[str]:
     return [span["name"] for span in fragment.request(whole["args"]["request"])]
 
 
-async def test_the_book_has_no_observers_when_nothing_is_traced(tmp_path: Path) -> None:
+async def test_the_tracker_has_no_listeners_when_nothing_is_traced(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rows = rig.start()
     rig.stop(rows)
-    assert rig.book.deliveries is None
-    assert not rig.book._observers
+    assert rig.tracker.num_listeners == 0
     before = rig.clock.now
     await rig.read("r")
     # The request, its arrival, its beginning, four times tokens, its end; and the 90 µs that it takes.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,12 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import assert_nested, phases_of, read_fragments
 
-from pagoda.engine.config import EngineConfig, HandoffConfig
+from pagoda.engine.config import EngineConfig, HandoffConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError, OverloadedError
 from pagoda.executor.sim import sim_token
 from pagoda.frontend import engine_client
@@ -28,7 +24,7 @@ from pagoda.ipc.curve import keys_of
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
-from pagoda.messages.worker_config import Role, SimConfig, WorkerConfig
+from pagoda.messages.worker_config import Role, WorkerConfig
 from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.pd.peers import SocketPeers
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
@@ -97,6 +93,8 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
     stream = client.generate(request)
     while len(tokens) < 10:
         tokens += (await anext(stream)).token_ids
+    counted = (await client.load()).num_generated_tokens
+    assert counted >= 10
     os.kill(first, signal.SIGKILL)
 
     async def rest() -> None:
@@ -118,6 +116,8 @@ async def test_the_death_of_the_engine_loses_its_requests_and_another_engine_com
         make_request(1, max_tokens=len(tokens) + 5), output_token_ids=tokens, returns=True
     )
     assert (await collect(client, moved))[0] == expected(moved)[-5:]
+    # The counters of the first engine, as far as it has reported them, go on.
+    assert (await client.load()).num_generated_tokens >= counted + 5
 
 
 async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(

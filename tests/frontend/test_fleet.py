@@ -15,7 +15,7 @@ import psutil
 import pytest
 from test_engine_client import VOCAB_SIZE, expected, make_request, sim_config
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
@@ -23,7 +23,7 @@ from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet, replicas_of
 from pagoda.frontend.policies import POLICIES
 from pagoda.messages.frontend import FinishReason, GenerateRequest
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 
 Answer = tuple[list[int], FinishReason | None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,19 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq.asyncio
+from fragment_files import read_fragments
 from linked_hosts import until
 from scripted_endpoint import ScriptedEndpoint
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
-from fragment_files import read_fragments
-
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
-from pagoda.ipc.curve import encrypt_client, keep_door, keys_of
+from pagoda.ipc.curve import encrypt_client, keys_of, start_authenticator
 from pagoda.messages.frontend import (
     AbortRequests,
     FinishReason,
@@ -35,7 +31,7 @@ from pagoda.messages.frontend import (
 )
 from pagoda.messages.hosts import HostMessage
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
@@ -48,7 +44,7 @@ ROUTER = Identity("router", "m", "digest", is_router=True)
 async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
     """A router's dispatcher over one host, whose own is over one engine."""
     context = zmq.asyncio.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
     await host.start()
     door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
@@ -91,7 +87,7 @@ class Door:
 
     def __init__(self, endpoint: ScriptedEndpoint) -> None:
         self.context = zmq.asyncio.Context()
-        keep_door(self.context, KEYS)
+        start_authenticator(self.context, KEYS)
         self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -197,7 +193,7 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
 
 async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) -> None:
     context = zmq.asyncio.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     host, asleep = Tracer("frontend"), Tracer("router")
     session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
     door = HostServer(ScriptedEndpoint(), context, "tcp://127.0.0.1:*", KEYS, HOST, host)
@@ -230,7 +226,7 @@ async def until_clocks(directory: Path, count: int) -> None:
 
 async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
     context = zmq.asyncio.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     router = Tracer("router")
     router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))
     door = HostServer(ScriptedEndpoint("abc"), context, "tcp://127.0.0.1:*", KEYS, HOST)

@@ -68,7 +68,8 @@ def test_chat(llm: LLM) -> None:
 
 def test_lists_do_as_well_as_tuples(llm: LLM) -> None:
     params = SamplingParams(stop="x", stop_token_ids=[5], allowed_token_ids=[1, 2])  # type: ignore[arg-type]
-    assert (params.stop, params.stop_token_ids) == (("x",), (5,))
+    checked = params.checked()
+    assert (checked.stop, checked.stop_token_ids) == (("x",), (5,))
     assert llm.generate("hi", params)[0].finished
 
 
@@ -81,8 +82,8 @@ def test_an_answer_too_long_for_the_context_is_cut() -> None:
 
 
 def test_a_parameter_of_the_wrong_type() -> None:
-    with pytest.raises(InvalidRequestError, match="temperature must be a number, got 'hot'"):
-        SamplingParams(temperature="hot")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"`float`, got `str` - at `\$\.temperature`"):
+        SamplingParams(temperature="hot").checked()  # type: ignore[arg-type]
 
 
 def test_no_prompts(llm: LLM) -> None:

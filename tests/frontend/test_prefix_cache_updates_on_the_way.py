@@ -12,7 +12,7 @@ from typing import cast
 
 import zmq.asyncio
 
-from pagoda.engine.config import EngineConfig
+from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.fleet import EngineFleet
@@ -20,11 +20,11 @@ from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
 from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.ipc.curve import keep_door, keys_of
+from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import SimConfig, WorkerConfig
+from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 
 SIZE = 4
@@ -58,7 +58,7 @@ class Pair:
 @asynccontextmanager
 async def pair() -> AsyncIterator[Pair]:
     context = zmq.asyncio.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     host = EngineFleet(config(), "round-robin").dispatcher
     await host.start()
     door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)

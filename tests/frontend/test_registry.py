@@ -17,7 +17,7 @@ from scripted_endpoint import ScriptedEndpoint
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend.discovery.base import Tell
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
-from pagoda.ipc.curve import encrypt_client, encrypt_server, keep_door, keys_of
+from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.hosts import HostRecord, JoinAnswer
 
@@ -299,7 +299,7 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
 async def answering_joins() -> AsyncIterator[zmq.asyncio.Socket]:
     """Where hosts join, and a test answers."""
     context = zmq.asyncio.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     encrypt_server(socket, KEYS)

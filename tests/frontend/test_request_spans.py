@@ -22,7 +22,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 from pagoda.errors import ConfigError, OverloadedError
 from pagoda.frontend import request_spans
 from pagoda.frontend.request_spans import RequestSpans
-from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -85,22 +85,24 @@ def _restored_logging() -> Any:
 async def ask(
     texts: TextGenerator, traceparent: str | None = None, route: str = "", key: str = ""
 ) -> None:
-    origin = Origin(
-        name="req-1",
-        arrived_ns=texts.book.clock_ns(),
+    client_request = ClientRequest(
+        id="req-1",
+        arrived_ns=texts.tracker.clock_ns(),
         traceparent=traceparent,
         route=route,
-        key=key,
+        key_name=key,
     )
-    [request] = await texts.prepare("hi", SamplingParams(max_tokens=3), origin=origin)
+    [request] = await texts.prepare(
+        "hi", SamplingParams(max_tokens=3), client_request=client_request
+    )
     async for _ in texts.stream(request):
         pass
 
 
 def generator(spans: RequestSpans, endpoint: ScriptedEndpoint) -> TextGenerator:
-    book = RequestTracker()
-    book.observe(spans)
-    return TextGenerator(endpoint, TEXT, book)
+    tracker = RequestTracker()
+    spans.follow(tracker)
+    return TextGenerator(endpoint, TEXT, tracker)
 
 
 async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> None:
@@ -140,8 +142,10 @@ async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> 
 async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collector) -> None:
     spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
     texts = generator(spans, endpoint)
-    origin = Origin(name="r", arrived_ns=0, traceparent=PARENT, tracestate="a=1,b=2")
-    [request] = await texts.prepare("hi", SamplingParams(max_tokens=3), origin=origin)
+    client_request = ClientRequest(id="r", arrived_ns=0, traceparent=PARENT, tracestate="a=1,b=2")
+    [request] = await texts.prepare(
+        "hi", SamplingParams(max_tokens=3), client_request=client_request
+    )
     async for _ in texts.stream(request):
         pass
     await ask(texts)
@@ -152,14 +156,14 @@ async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collect
 
 async def test_phases_lie_in_their_request(collector: Collector) -> None:
     spans = RequestSpans(f"{collector.url}/v1/traces", "tiny")
-    book = RequestTracker()
-    book.observe(spans)
-    origin = Origin(name="a", arrived_ns=book.clock_ns())
-    record = book.open("a-1", origin, num_prompt_tokens=2, max_tokens=3)
+    tracker = RequestTracker()
+    spans.follow(tracker)
+    client_request = ClientRequest(id="a", arrived_ns=tracker.clock_ns())
+    record = tracker.start("a-1", client_request, num_prompt_tokens=2, max_tokens=3)
     record.queue_time_s = 1e-9
-    book.grow(record, 1)
-    book.grow(record, 1)
-    book.close(record, "stop")
+    tracker.add_tokens(record, 1)
+    tracker.add_tokens(record, 1)
+    tracker.finish(record, "stop")
     await asyncio.to_thread(spans.close)
     [whole] = collector.requests()
     phases = [collector.named(name)[0] for name in ("queue", "prefill", "decode")]
@@ -174,11 +178,13 @@ async def test_phases_lie_in_their_request(collector: Collector) -> None:
 async def test_a_request_that_ends_in_the_queue_has_waited(collector: Collector) -> None:
     spans = RequestSpans(collector.url, "tiny")
     now_ns = [0]
-    book = RequestTracker(lambda: now_ns[0])
-    book.observe(spans)
-    record = book.open("a-1", Origin(name="a", arrived_ns=0), num_prompt_tokens=2, max_tokens=3)
+    tracker = RequestTracker(lambda: now_ns[0])
+    spans.follow(tracker)
+    record = tracker.start(
+        "a-1", ClientRequest(id="a", arrived_ns=0), num_prompt_tokens=2, max_tokens=3
+    )
     now_ns[0] = SECOND
-    book.close(record, "abort")
+    tracker.finish(record, "abort")
     await asyncio.to_thread(spans.close)
     [queue] = collector.named("queue")
     assert queue.end_time_unix_nano - queue.start_time_unix_nano == SECOND
@@ -245,9 +251,9 @@ async def test_the_span_of_the_router_is_the_parent_of_that_of_the_host(
 ) -> None:
     above, below = (RequestSpans(collector.url, name) for name in ("router", "host"))
     router, endpoint = Router(), ScriptedEndpoint("hello")
-    book = RequestTracker()
-    book.observe(below)
-    host = Host(endpoint, book=book)
+    tracker = RequestTracker()
+    below.follow(tracker)
+    host = Host(endpoint, tracker=tracker)
     host.join(router)
     try:
         await router.until_hosts(1)
@@ -303,11 +309,13 @@ async def test_spans_that_come_too_fast_are_counted(
         sending(count)
 
     monkeypatch.setattr(spans._losses, "leave", leave)
-    book = RequestTracker()
-    book.observe(spans)
+    tracker = RequestTracker()
+    spans.follow(tracker)
     for index in range(5):  # a request and its queue each
-        origin = Origin(name=str(index), arrived_ns=1)
-        book.close(book.open(str(index), origin, num_prompt_tokens=1, max_tokens=1), "abort")
+        client_request = ClientRequest(id=str(index), arrived_ns=1)
+        tracker.finish(
+            tracker.start(str(index), client_request, num_prompt_tokens=1, max_tokens=1), "abort"
+        )
     go_on.set()
     await asyncio.to_thread(spans.close)
     assert len(collector.spans) == 2

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
 
 from pagoda.errors import InvalidRequestError, OverloadedError
-from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.text_generator import (
     PromptTooLongError,
     TextAssembler,
@@ -18,7 +18,7 @@ from pagoda.frontend.text_generator import (
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 
-ORIGIN = Origin(name="test", arrived_ns=0)
+CLIENT_REQUEST = ClientRequest(id="test", arrived_ns=0)
 
 
 def generator(answer: str = "ok") -> tuple[TextGenerator, ScriptedEndpoint]:
@@ -142,10 +142,10 @@ async def test_cache_salts_are_bounded(salt: str) -> None:
     assert caught.value.param == "cache_salt"
 
 
-async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     texts, _ = generator()
     with pytest.raises(InvalidRequestError, match="logit_bias takes token ids below"):
-        await texts.prepare("hi", SamplingParams(logit_bias={512: 1.0}))
+        texts.check_sampling(SamplingParams(logit_bias={512: 1.0}))
 
 
 async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
@@ -185,7 +185,9 @@ def test_text_does_not_depend_on_how_tokens_are_chunked(
     params = SamplingParams(stop=tuple(stop))
 
     def run(cut: list[list[int]]) -> tuple[str, object, int]:
-        request = TextRequest(request=_wire(params), sampling=params, prompt=None, origin=ORIGIN)
+        request = TextRequest(
+            request=_wire(params), sampling=params, prompt=None, client_request=CLIENT_REQUEST
+        )
         assembler = TextAssembler(TEXT.tokenizer, request)
         text, count = "", 0
         for i, part in enumerate(cut):

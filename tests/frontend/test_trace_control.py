@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "telemetry"))
-
 from fragment_files import read_fragments
 
 from pagoda.errors import ConfigError
-from pagoda.frontend.request_tracker import Origin, RequestTracker
+from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.trace_control import EndedTrace, TraceControl, TraceStateError
 from pagoda.messages.tracing import StartTrace
 from pagoda.telemetry.fragments import FragmentWriter
@@ -135,15 +131,18 @@ async def test_a_trace_is_started_once(tmp_path: Path) -> None:
     await it.stop()
 
 
-async def test_answers_in_all_books_have_rows(tmp_path: Path) -> None:
-    books = [RequestTracker(), RequestTracker()]
-    it = TraceControl(Tracer("frontend"), books, tmp_path, "serve-1")
+async def test_answers_in_all_trackers_have_rows(tmp_path: Path) -> None:
+    trackers = [RequestTracker(), RequestTracker()]
+    it = TraceControl(Tracer("frontend"), trackers, tmp_path, "serve-1")
     await it.start(TraceLevel.E2E)
-    for index, book in enumerate(books):
-        record = book.open(
-            f"r{index}", Origin(name=f"r{index}", arrived_ns=1), num_prompt_tokens=1, max_tokens=1
+    for index, tracker in enumerate(trackers):
+        record = tracker.start(
+            f"r{index}",
+            ClientRequest(id=f"r{index}", arrived_ns=1),
+            num_prompt_tokens=1,
+            max_tokens=1,
         )
-        book.close(record, "stop")
+        tracker.finish(record, "stop")
     await it.stop()
     (fragment,) = read_fragments(tmp_path)
     assert {e["args"]["request"] for e in fragment.named("request")} == {"r0", "r1"}

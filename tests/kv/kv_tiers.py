@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
 
@@ -25,23 +25,23 @@ def chain(count: int) -> list[bytes]:
     return [bytes([index]) * 32 for index in range(count)]
 
 
-DEMAND = Demand("r", chain(16), list(range(64)))
+PREFIX = PrefixRequest("r", chain(16), list(range(64)))
 
 
-def offers_of(pool: BlockPool, start: int, end: int) -> list[Offer]:
-    """Blocks `start` to `end` of the demand, which are cached on the device from then on."""
-    offers = []
+def cached_blocks_of(pool: BlockPool, start: int, end: int) -> list[CachedBlock]:
+    """Blocks `start` to `end` of the prefix, which are cached on the device from then on."""
+    cached_blocks = []
     for index in range(start, end):
-        key = DEMAND.keys[index]
+        key = PREFIX.keys[index]
         block = pool.find(key)
         if block is None:
-            (block,) = pool.take(1)
+            (block,) = pool.allocate(1)
             pool.publish(block, key)
             pool.release([block])
-        parent = DEMAND.keys[index - 1] if index else None
-        tokens = DEMAND.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
-        offers.append(Offer(block, key, parent, tokens))
-    return offers
+        parent = PREFIX.keys[index - 1] if index else None
+        tokens = PREFIX.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+        cached_blocks.append(CachedBlock(block, key, parent, tokens))
+    return cached_blocks
 
 
 def end_of(transfer: Transfer, failed: list[int] | None = None, error: str = "") -> TransferEnd:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer, TransferEnd
@@ -15,7 +15,7 @@ from pagoda.messages.worker import WorkerReady
 class ScriptedTier:
     def __init__(self, name: str, ledger: TransferLedger) -> None:
         self.tier = name
-        self.gives_up = False
+        self.has_own_timeout = False
         self.is_cache = True
         self.has: set[bytes] = set()
         self.is_unsure = False
@@ -26,34 +26,38 @@ class ScriptedTier:
         self.offered: list[bytes] = []
         self._ledger = ledger
 
-    def announce(self, demand: Demand, start: int) -> None:
-        self.calls.append(("announce", demand.request_id, start))
+    def on_queued(self, prefix: PrefixRequest, start: int) -> None:
+        self.calls.append(("announce", prefix.request_id, start))
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
-        for index in range(start, len(demand.keys)):
-            if demand.keys[index] not in self.has:
+    def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
+        for index in range(start, len(prefix.keys)):
+            if prefix.keys[index] not in self.has:
                 return None if self.is_unsure else index - start
-        return max(0, len(demand.keys) - start)
+        return max(0, len(prefix.keys) - start)
 
-    def prefetch(self, demand: Demand, start: int) -> None:
-        self.calls.append(("prefetch", demand.request_id, start))
+    def prefetch(self, prefix: PrefixRequest, start: int) -> None:
+        self.calls.append(("prefetch", prefix.request_id, start))
 
-    def load(self, demand: Demand, start: int, blocks: Sequence[Block], after_step: int) -> int:
-        keys = list(demand.keys[start : start + len(blocks)])
+    def load(
+        self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
+    ) -> int:
+        keys = list(prefix.keys[start : start + len(blocks)])
         target = DeviceBlocks([block.block_id for block in blocks])
         return self._ledger.open(self, DiskObjects(keys), target, blocks, after_step=after_step)
 
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
         self.calls.append(("loaded", list(keys), list(failed)))
 
-    def offer(self, offers: Sequence[Offer]) -> int:
-        count = min(len(offers), self._ledger.store_room) if self.stores else len(offers)
-        done = offers[:count]
-        self.offered += [offer.key for offer in done]
+    def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
+        count = (
+            min(len(cached_blocks), self._ledger.store_room) if self.stores else len(cached_blocks)
+        )
+        done = cached_blocks[:count]
+        self.offered += [cached.key for cached in done]
         if self.stores and done:
-            blocks = [offer.block for offer in done]
+            blocks = [cached.block for cached in done]
             source = DeviceBlocks([block.block_id for block in blocks])
-            self._ledger.open(self, source, DiskObjects([offer.key for offer in done]), blocks)
+            self._ledger.open(self, source, DiskObjects([cached.key for cached in done]), blocks)
         return count
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
@@ -62,7 +66,7 @@ class ScriptedTier:
     def transfer_lost(self, transfer: Transfer) -> None:
         self.calls.append(("lost", transfer.transfer_id))
 
-    def forget(self, request_id: str) -> None:
+    def on_dequeued(self, request_id: str) -> None:
         self.calls.append(("forget", request_id))
 
     def workers_ready(self, ready: WorkerReady) -> None:

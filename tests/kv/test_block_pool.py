@@ -11,9 +11,9 @@ from pagoda.kv.block_pool import Block, BlockPool
 
 def test_taking_more_than_there_is_raises_and_takes_nothing() -> None:
     pool = BlockPool(4)
-    pool.take(3)
+    pool.allocate(3)
     with pytest.raises(ValueError, match="2 blocks wanted, 1 available"):
-        pool.take(2)
+        pool.allocate(2)
     assert pool.num_available == 1
 
 
@@ -24,7 +24,7 @@ def test_a_pool_needs_a_block() -> None:
 
 def test_releasing_twice_raises() -> None:
     pool = BlockPool(1)
-    blocks = pool.take(1)
+    blocks = pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(ValueError, match="more often"):
         pool.release(blocks)
@@ -32,38 +32,38 @@ def test_releasing_twice_raises() -> None:
 
 def test_chains_are_evicted_from_their_ends() -> None:
     pool = BlockPool(3)
-    chain = pool.take(3)
+    chain = pool.allocate(3)
     for index, block in enumerate(chain):
         pool.publish(block, bytes([index]))
     pool.release(chain)
-    assert pool.take(1) == [chain[2]]
-    assert pool.take(1) == [chain[1]]
+    assert pool.allocate(1) == [chain[2]]
+    assert pool.allocate(1) == [chain[1]]
     assert pool.find(b"\x00") is chain[0]
     assert pool.find(b"\x01") is None
 
 
 def test_worthless_blocks_are_reused_before_cached_ones() -> None:
     pool = BlockPool(2)
-    cached, plain = pool.take(2)
+    cached, plain = pool.allocate(2)
     pool.publish(cached, b"key")
     pool.release([cached])
     pool.release([plain])
-    assert pool.take(1) == [plain]
+    assert pool.allocate(1) == [plain]
 
 
 def test_evicting_a_copy_leaves_the_entry_of_the_original() -> None:
     pool = BlockPool(2)
-    original, copy = pool.take(2)
+    original, copy = pool.allocate(2)
     pool.publish(original, b"key")
     pool.publish(copy, b"key")
     pool.release([copy])
-    pool.take(1)
+    pool.allocate(1)
     assert pool.find(b"key") is original
 
 
 def test_a_discarded_block_is_found_no_longer_and_free_when_its_readers_are_gone() -> None:
     pool = BlockPool(2)
-    (block,) = pool.take(1)
+    (block,) = pool.allocate(1)
     pool.publish(block, b"key")
     pool.discard(b"key")
     pool.discard(b"key")
@@ -76,7 +76,7 @@ def test_a_discarded_block_is_found_no_longer_and_free_when_its_readers_are_gone
 
 def test_steps_of_lost_workers_write_no_more() -> None:
     pool = BlockPool(2)
-    for block in pool.take(2):
+    for block in pool.allocate(2):
         block.used_by = 7
     pool.clear_cache()
     assert [block.used_by for block in pool._blocks] == [-1, -1]
@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 5))
     def take(self, count: int) -> None:
         if count <= self.pool.num_available:
-            self.holders.append(self.pool.take(count))
+            self.holders.append(self.pool.allocate(count))
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), fresh=st.booleans())

@@ -35,7 +35,7 @@ KEYS = [bytes([number % 5]) + bytes([number]) * 31 for number in range(40)]
 
 
 class Keeper:
-    """A housekeeper, and what it has told so far."""
+    """A scanner, and what it has told so far."""
 
     def __init__(self, *directories: KVDirectory) -> None:
         self.clock = VirtualClock()

@@ -24,7 +24,7 @@ import msgspec
 from pagoda.messages.transfers import DiskObjects, KVDirectory, TransferEnd
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import Demand, Offer
+from pagoda.kv.connector import PrefixRequest, CachedBlock
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.disk_scan import DiskScannerThread
 from pagoda.kv.object_files import ObjectFiles
@@ -63,7 +63,7 @@ def content(key):
 
 
 def work():
-    for transfer in ledger.take():
+    for transfer in ledger.drain():
         failed = []
         is_store = isinstance(transfer.target, DiskObjects)
         keys = (transfer.target if is_store else transfer.source).keys
@@ -91,15 +91,15 @@ sys.stdin.readline()
 dice = random.Random(seed)
 for number in range(400):
     key = dice.randrange(1, 80).to_bytes(1) * 32
-    demand = Demand(str(number), [key], [])
-    tier.announce(demand, 0)
-    listen(lambda: tier.lookup(demand, 0) is not None)
-    (block,) = pool.take(1)
-    if tier.lookup(demand, 0):
-        tier.load(demand, 0, [block], -1)
+    prefix = PrefixRequest(str(number), [key], [])
+    tier.on_queued(prefix, 0)
+    listen(lambda: tier.lookup(prefix, 0) is not None)
+    (block,) = pool.allocate(1)
+    if tier.lookup(prefix, 0):
+        tier.load(prefix, 0, [block], -1)
     else:
         pool.publish(block, key)
-        tier.offer([Offer(block, key, None, [])])
+        tier.save([CachedBlock(block, key, None, [])])
     work()
     pool.release([block])
     clock.advance_to(clock.now() + 1)

@@ -1,4 +1,4 @@
-"""What is found, kept and removed on disk; the housekeeper and the workers are played by the tests."""
+"""What is found, kept and removed on disk; the scanner and the workers are played by the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import Demand, LandingPlace, Offer
+from pagoda.kv.connector import CachedBlock, LandingPlace, PrefixRequest
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
@@ -50,7 +50,7 @@ OTHER_KEYS = prefix_keys(TOKENS, SIZE, "salt", 40)
 
 
 class FakeHousekeeper:
-    """A disk in memory, and a housekeeper that does one job whenever it is told to."""
+    """A disk in memory, and a scanner that does one job whenever it is told to."""
 
     def __init__(self) -> None:
         self.disk: dict[int, dict[bytes, int]] = {OWN: {}}
@@ -115,7 +115,7 @@ class FakeHousekeeper:
 
 
 class Setup:
-    """A tier over a pool, with its ledger and its housekeeper."""
+    """A tier over a pool, with its ledger and its scanner."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Setup:
         return self.tier.load_report()
 
     def work(self) -> bool:
-        """The housekeeper does all that it was asked for, and the tier hears of it."""
+        """The scanner does all that it was asked for, and the tier hears of it."""
         has_news = False
         while self.keeper.jobs:
             self.keeper.work()
@@ -174,16 +174,18 @@ class Setup:
 
     def pass_through(self, keys: Sequence[bytes]) -> int:
         """A request passes through blocks that are on the device."""
-        offers = []
+        cached_blocks = []
         for index, key in enumerate(keys):
             block = self.pool.find(key)
             if block is None:
-                (block,) = self.pool.take(1)
+                (block,) = self.pool.allocate(1)
                 self.pool.publish(block, key)
                 self.pool.release([block])
             parent = keys[index - 1] if index else None
-            offers.append(Offer(block, key, parent, TOKENS[index * SIZE : (index + 1) * SIZE]))
-        return self.tier.offer(offers)
+            cached_blocks.append(
+                CachedBlock(block, key, parent, TOKENS[index * SIZE : (index + 1) * SIZE])
+            )
+        return self.tier.save(cached_blocks)
 
     def end(
         self,
@@ -210,14 +212,14 @@ class Setup:
         """Passes through blocks twice, and lets the workers write them."""
         self.pass_through(keys)
         self.pass_through(keys)
-        for transfer in self.ledger.take():
+        for transfer in self.ledger.drain():
             self.end(transfer)
 
-    def load(self, demand: Demand, start: int, count: int) -> Transfer:
-        blocks = self.pool.take(count)
-        self.tier.load(demand, start, blocks, 7)
+    def load(self, prefix: PrefixRequest, start: int, count: int) -> Transfer:
+        blocks = self.pool.allocate(count)
+        self.tier.load(prefix, start, blocks, 7)
         self.pool.release(blocks)
-        (transfer,) = self.ledger.take()
+        (transfer,) = self.ledger.drain()
         return transfer
 
 
@@ -238,8 +240,8 @@ def ready(num_ranks: int = 1, name: str = "model") -> WorkerReady:
     )
 
 
-def demand(keys: Sequence[bytes] = KEYS, request_id: str = "r") -> Demand:
-    return Demand(request_id, keys, TOKENS)
+def prefix(keys: Sequence[bytes] = KEYS, request_id: str = "r") -> PrefixRequest:
+    return PrefixRequest(request_id, keys, TOKENS)
 
 
 def stored_keys(transfers: Sequence[Transfer]) -> list[bytes]:
@@ -258,41 +260,41 @@ def test_what_a_scan_found_can_be_loaded() -> None:
     setup = Setup(is_scanned=False)
     setup.disk.update(dict.fromkeys(KEYS[:5], EPOCH - 100))
     setup.work()
-    assert setup.tier.lookup(demand(), 0) == 5
-    assert setup.tier.lookup(demand(), 2) == 3
-    assert setup.tier.lookup(demand(), 5) == 0
-    assert setup.tier.lookup(demand(KEYS[:3]), 1) == 2
+    assert setup.tier.lookup(prefix(), 0) == 5
+    assert setup.tier.lookup(prefix(), 2) == 3
+    assert setup.tier.lookup(prefix(), 5) == 0
+    assert setup.tier.lookup(prefix(KEYS[:3]), 1) == 2
     assert setup.report.num_blocks == 5
 
 
 def test_while_a_probe_is_under_way_nobody_knows() -> None:
     setup = Setup()
     setup.disk.update(dict.fromkeys(KEYS[:3], EPOCH))  # another process wrote them
-    setup.tier.announce(demand(), 0)
-    assert setup.tier.lookup(demand(), 0) is None
-    assert setup.tier.lookup(demand(request_id="another"), 0) == 0
+    setup.tier.on_queued(prefix(), 0)
+    assert setup.tier.lookup(prefix(), 0) is None
+    assert setup.tier.lookup(prefix(request_id="another"), 0) == 0
     assert not setup.tier.poll()
     assert setup.work()
-    assert setup.tier.lookup(demand(), 0) == 3
-    assert setup.tier.lookup(demand(request_id="another"), 0) == 3
+    assert setup.tier.lookup(prefix(), 0) == 3
+    assert setup.tier.lookup(prefix(request_id="another"), 0) == 3
 
 
 def test_a_request_whose_blocks_are_all_known_needs_no_probe() -> None:
     setup = Setup()
     setup.store(KEYS[:4])
-    setup.tier.announce(demand(KEYS[:4]), 0)
-    assert setup.tier.lookup(demand(KEYS[:4]), 0) == 4
-    setup.tier.announce(demand(KEYS[:4]), 4)
+    setup.tier.on_queued(prefix(KEYS[:4]), 0)
+    assert setup.tier.lookup(prefix(KEYS[:4]), 0) == 4
+    setup.tier.on_queued(prefix(KEYS[:4]), 4)
     assert setup.keeper.num_probes == 0
 
 
 def test_the_answer_to_a_request_that_is_gone_tells_nobody() -> None:
     setup = Setup()
-    setup.tier.announce(demand(), 0)
-    setup.tier.forget("r")
+    setup.tier.on_queued(prefix(), 0)
+    setup.tier.on_dequeued("r")
     assert not setup.work()
-    setup.tier.forget("r")
-    setup.tier.announce(demand(), 0)
+    setup.tier.on_dequeued("r")
+    setup.tier.on_queued(prefix(), 0)
     assert setup.work()
 
 
@@ -300,66 +302,66 @@ def test_a_disk_that_does_not_answer_is_not_asked_again_until_it_does() -> None:
     setup = Setup()
     setup.store(KEYS[:2])
     setup.disk.update(dict.fromkeys(KEYS[2:5], EPOCH))
-    setup.tier.announce(demand(), 0)
+    setup.tier.on_queued(prefix(), 0)
     setup.clock.advance_to(6)
-    setup.tier.announce(demand(request_id="second"), 0)
+    setup.tier.on_queued(prefix(request_id="second"), 0)
     setup.clock.advance_to(9)
     assert not setup.tier.poll()
-    assert setup.tier.lookup(demand(), 0) is None
+    assert setup.tier.lookup(prefix(), 0) is None
     setup.clock.advance_to(10)
     assert setup.tier.poll()  # nobody who waits need wait on
-    assert setup.tier.lookup(demand(), 0) == 2
-    assert setup.tier.lookup(demand(request_id="second"), 0) == 2
+    assert setup.tier.lookup(prefix(), 0) == 2
+    assert setup.tier.lookup(prefix(request_id="second"), 0) == 2
     for request_id in ("r", "second"):
-        setup.tier.forget(request_id)
+        setup.tier.on_dequeued(request_id)
     assert setup.keeper.forgotten == [0, 1]
-    setup.tier.announce(demand(request_id="third"), 0)
-    assert setup.tier.lookup(demand(request_id="third"), 0) == 2
+    setup.tier.on_queued(prefix(request_id="third"), 0)
+    assert setup.tier.lookup(prefix(request_id="third"), 0) == 2
     assert setup.keeper.num_probes == 2
     setup.work()
     setup.disk[KEYS[5]] = EPOCH
-    setup.tier.announce(demand(request_id="fourth"), 0)
-    assert setup.tier.lookup(demand(request_id="fourth"), 0) is None
+    setup.tier.on_queued(prefix(request_id="fourth"), 0)
+    assert setup.tier.lookup(prefix(request_id="fourth"), 0) is None
     assert setup.work()
-    assert setup.tier.lookup(demand(request_id="fourth"), 0) == 6
+    assert setup.tier.lookup(prefix(request_id="fourth"), 0) == 6
 
 
 def test_a_disk_that_answers_one_after_the_other_is_waited_for() -> None:
     setup = Setup()
     for number in range(4):
-        setup.tier.announce(demand(request_id=f"r{number}"), 0)
+        setup.tier.on_queued(prefix(request_id=f"r{number}"), 0)
     for number in range(4):
         setup.clock.advance_to(8 * (number + 1))
-        assert setup.tier.lookup(demand(request_id="r3"), 0) is None
+        assert setup.tier.lookup(prefix(request_id="r3"), 0) is None
         setup.keeper.work(1)
         assert setup.tier.poll()
-    assert setup.tier.lookup(demand(request_id="r3"), 0) == 0
+    assert setup.tier.lookup(prefix(request_id="r3"), 0) == 0
 
 
 def test_an_answer_that_is_not_wanted_any_more_is_no_sign_of_a_bad_disk() -> None:
     setup = Setup()
-    setup.tier.announce(demand(), 0)
-    setup.tier.forget("r")
+    setup.tier.on_queued(prefix(), 0)
+    setup.tier.on_dequeued("r")
     setup.clock.advance_to(100)
-    setup.tier.announce(demand(), 0)
+    setup.tier.on_queued(prefix(), 0)
     assert setup.keeper.num_probes == 2
-    assert setup.tier.lookup(demand(), 0) is None
+    assert setup.tier.lookup(prefix(), 0) is None
 
 
 def test_probes_are_made_before_the_scan_has_ended() -> None:
     setup = Setup(is_scanned=False)
     setup.disk.update(dict.fromkeys(KEYS[:3], EPOCH))
     setup.keeper.jobs.clear()
-    setup.tier.announce(demand(), 0)
+    setup.tier.on_queued(prefix(), 0)
     assert setup.work()
-    assert setup.tier.lookup(demand(), 0) == 3
+    assert setup.tier.lookup(prefix(), 0) == 3
     assert not setup.report.is_indexed
 
 
 def test_a_load_is_one_transfer_into_the_blocks() -> None:
     setup = Setup()
     setup.store(KEYS[:4])
-    transfer = setup.load(demand(), 1, 3)
+    transfer = setup.load(prefix(), 1, 3)
     assert transfer.source == DiskObjects(KEYS[1:4])
     assert isinstance(transfer.target, DeviceBlocks)
     assert len(transfer.target.block_ids) == 3
@@ -367,7 +369,7 @@ def test_a_load_is_one_transfer_into_the_blocks() -> None:
     setup.end(transfer)
     setup.tier.loaded(KEYS[1:4], [])
     assert setup.report.num_loaded == 3
-    assert setup.tier.lookup(demand(), 0) == 4
+    assert setup.tier.lookup(prefix(), 0) == 4
 
 
 def test_blocks_that_did_not_come_are_removed_and_it_is_said_why(
@@ -375,9 +377,9 @@ def test_blocks_that_did_not_come_are_removed_and_it_is_said_why(
 ) -> None:
     setup = Setup()
     setup.store(KEYS[:4])
-    setup.end(setup.load(demand(), 0, 4), failed=[1, 3], error="its checksum is wrong")
+    setup.end(setup.load(prefix(), 0, 4), failed=[1, 3], error="its checksum is wrong")
     setup.tier.loaded(KEYS[:4], [1, 3])
-    assert setup.tier.lookup(demand(), 0) == 1
+    assert setup.tier.lookup(prefix(), 0) == 1
     assert setup.keeper.removed == [(OWN, [KEYS[1], KEYS[3]])]
     assert (setup.report.num_loaded, setup.report.num_failed) == (2, 2)
     assert caplog.messages == [
@@ -391,13 +393,13 @@ def test_blocks_that_did_not_come_are_removed_and_it_is_said_why(
 def test_objects_that_could_not_be_read_are_left_and_found_again() -> None:
     setup = Setup()
     setup.store(KEYS[:4])
-    transfer = setup.load(demand(), 0, 4)
+    transfer = setup.load(prefix(), 0, 4)
     setup.end(transfer, failed=[1, 2, 3], error="Input/output error", unreadable=[1, 3])
     assert setup.keeper.removed == [(OWN, [KEYS[2]])]
-    assert setup.tier.lookup(demand(), 0) == 1
-    setup.tier.announce(demand(KEYS[:2]), 0)
+    assert setup.tier.lookup(prefix(), 0) == 1
+    setup.tier.on_queued(prefix(KEYS[:2]), 0)
     assert setup.work()
-    assert setup.tier.lookup(demand(), 0) == 2
+    assert setup.tier.lookup(prefix(), 0) == 2
     assert set(setup.disk) == {KEYS[0], KEYS[1], KEYS[3]}
 
 
@@ -408,7 +410,7 @@ def test_loads_that_fail_one_after_the_other_do_not_fill_the_log(
     setup.store(KEYS[:8])
     for index in range(8):
         setup.clock.advance_to(index * 4)
-        setup.end(setup.load(demand(), index, 1), failed=[0])
+        setup.end(setup.load(prefix(), index, 1), failed=[0])
     assert len(caplog.messages) == 3
 
 
@@ -418,20 +420,20 @@ def test_loads_that_fail_one_after_the_other_do_not_fill_the_log(
 def test_blocks_are_written_at_the_second_touch() -> None:
     setup = Setup()
     assert setup.pass_through(KEYS[:3]) == 3
-    assert not setup.ledger.take()
+    assert not setup.ledger.drain()
     assert setup.pass_through(KEYS[:2]) == 2
-    (transfer,) = setup.ledger.take()
+    (transfer,) = setup.ledger.drain()
     assert transfer.target == DiskObjects(KEYS[:2])
     assert isinstance(transfer.source, DeviceBlocks)
     setup.pass_through(KEYS[:2])
-    assert not setup.ledger.take()  # they are under way
-    assert setup.tier.lookup(demand(), 0) == 0
+    assert not setup.ledger.drain()  # they are under way
+    assert setup.tier.lookup(prefix(), 0) == 0
     setup.end(transfer)
-    assert setup.tier.lookup(demand(), 0) == 2
+    assert setup.tier.lookup(prefix(), 0) == 2
     assert setup.report.num_stored == 2
     assert setup.keeper.num_rescans == 1
     setup.pass_through(KEYS[:2])
-    assert not setup.ledger.take()
+    assert not setup.ledger.drain()
 
 
 @pytest.mark.parametrize("min_touches", [1, 3])
@@ -439,25 +441,25 @@ def test_the_number_of_touches_can_be_chosen(min_touches: int) -> None:
     setup = Setup(min_touches=min_touches)
     for _ in range(min_touches - 1):
         setup.pass_through(KEYS[:2])
-        assert not setup.ledger.take()
+        assert not setup.ledger.drain()
     setup.pass_through(KEYS[:2])
-    assert stored_keys(setup.ledger.take()) == KEYS[:2]
+    assert stored_keys(setup.ledger.drain()) == KEYS[:2]
 
 
 def test_a_block_that_is_offered_twice_at_once_is_written_once() -> None:
     setup = Setup()
     setup.pass_through([KEYS[0], KEYS[0], KEYS[1], KEYS[0]])
-    assert stored_keys(setup.ledger.take()) == KEYS[:2]
+    assert stored_keys(setup.ledger.drain()) == KEYS[:2]
 
 
 def test_nothing_is_written_before_all_that_is_there_is_counted() -> None:
     setup = Setup(is_scanned=False)
     setup.pass_through(KEYS[:2])
     assert setup.pass_through(KEYS[:2]) == 2
-    assert not setup.ledger.take()
+    assert not setup.ledger.drain()
     setup.work()
     setup.pass_through(KEYS[:2])
-    assert stored_keys(setup.ledger.take()) == KEYS[:2]
+    assert stored_keys(setup.ledger.drain()) == KEYS[:2]
 
 
 def test_a_scan_that_came_to_nothing_is_asked_for_again() -> None:
@@ -473,26 +475,26 @@ def test_what_finds_no_room_among_the_stores_is_left_to_be_offered_again() -> No
     setup = Setup(num_blocks=24)  # three of them may be under store
     setup.pass_through(KEYS[:6])
     assert setup.pass_through(KEYS[:6]) == 3
-    (transfer,) = setup.ledger.take()
+    (transfer,) = setup.ledger.drain()
     assert stored_keys([transfer]) == KEYS[:3]
     assert setup.pass_through(KEYS[3:6]) == 0
     setup.end(transfer)
     assert setup.pass_through(KEYS[:6]) == 6
-    assert stored_keys(setup.ledger.take()) == KEYS[3:6]
+    assert stored_keys(setup.ledger.drain()) == KEYS[3:6]
 
 
 def test_what_was_stored_is_an_event_and_so_is_what_is_gone() -> None:
     setup = Setup()
     setup.pass_through(KEYS[:3])
     setup.pass_through(KEYS[:3])
-    (transfer,) = setup.ledger.take()
+    (transfer,) = setup.ledger.drain()
     setup.end(transfer, failed=[2])
-    (event,) = setup.events.take()
+    (event,) = setup.events.drain()
     assert isinstance(event, BlockStored)
     assert (event.block_hashes, event.medium) == (KEYS[:2], Medium.DISK)
     assert (event.parent_block_hash, event.token_ids) == (None, TOKENS[: 2 * SIZE])
-    setup.end(setup.load(demand(), 0, 2), failed=[1])
-    assert setup.events.take() == [BlockRemoved([KEYS[1]], Medium.DISK)]
+    setup.end(setup.load(prefix(), 0, 2), failed=[1])
+    assert setup.events.drain() == [BlockRemoved([KEYS[1]], Medium.DISK)]
 
 
 # ---- the quota
@@ -506,7 +508,7 @@ def test_what_was_used_longest_ago_goes_when_the_quota_is_nearly_full() -> None:
     setup.pass_through(KEYS[:1])  # used again
     setup.store(KEYS[19:20])
     assert setup.keeper.removed == [(OWN, KEYS[1:3])]
-    assert setup.tier.lookup(demand(KEYS[:1]), 0) == 1
+    assert setup.tier.lookup(prefix(KEYS[:1]), 0) == 1
     assert setup.report.num_removed == 2
     setup.work()
     assert len(setup.disk) == 17 + 1
@@ -517,7 +519,7 @@ def test_blocks_that_are_loaded_are_not_the_oldest_any_more() -> None:
     setup = Setup(quota=20 * UNIT)
     for index in range(19):
         setup.store(KEYS[index : index + 1])
-    setup.load(demand(), 0, 3)
+    setup.load(prefix(), 0, 3)
     setup.store(KEYS[19:20])
     assert setup.keeper.removed == [(OWN, KEYS[3:5])]
 
@@ -566,10 +568,10 @@ def test_space_that_is_not_free_yet_is_not_written_to() -> None:
         setup.store(KEYS[index : index + 1])
     setup.pass_through(KEYS[3:5])
     setup.pass_through(KEYS[3:5])
-    assert stored_keys(setup.ledger.take()) == KEYS[3:4]
+    assert stored_keys(setup.ledger.drain()) == KEYS[3:4]
     assert len(setup.disk) == 3
     setup.pass_through(KEYS[4:5])
-    assert not setup.ledger.take()
+    assert not setup.ledger.drain()
     setup.work()
     setup.pass_through(KEYS[4:5])
     assert len(setup.disk) <= 3
@@ -578,17 +580,17 @@ def test_space_that_is_not_free_yet_is_not_written_to() -> None:
 def test_an_object_that_is_being_removed_is_neither_found_nor_written() -> None:
     setup = Setup()
     setup.store(KEYS[:1])
-    setup.end(setup.load(demand(), 0, 1), failed=[0])
+    setup.end(setup.load(prefix(), 0, 1), failed=[0])
     late = setup.keeper.scan()  # made before the removal, told after it was asked for
     setup.keeper.jobs.appendleft(lambda: late)
     setup.keeper.work(1)
     setup.tier.poll()
-    assert setup.tier.lookup(demand(), 0) == 0
+    assert setup.tier.lookup(prefix(), 0) == 0
     setup.pass_through(KEYS[:1])
-    assert not setup.ledger.take()
+    assert not setup.ledger.drain()
     setup.work()
     setup.pass_through(KEYS[:1])
-    assert stored_keys(setup.ledger.take()) == KEYS[:1]
+    assert stored_keys(setup.ledger.drain()) == KEYS[:1]
 
 
 def test_a_listing_does_not_forget_what_was_written_after_it_was_made() -> None:
@@ -599,9 +601,9 @@ def test_a_listing_does_not_forget_what_was_written_after_it_was_made() -> None:
     news = [FanOutListed(OWN, fan_out, {}, EPOCH + 50) for fan_out in range(256)]
     setup.keeper.jobs.append(lambda: [*news])
     setup.work()
-    assert [setup.tier.lookup(demand(), start) for start in range(3)] == [0, 0, 1]
+    assert [setup.tier.lookup(prefix(), start) for start in range(3)] == [0, 0, 1]
     assert setup.report.num_blocks == 1
-    assert BlockRemoved in {type(event) for event in setup.events.take()}
+    assert BlockRemoved in {type(event) for event in setup.events.drain()}
 
 
 def test_a_listing_brings_what_was_not_found_one_by_one() -> None:
@@ -609,7 +611,7 @@ def test_a_listing_brings_what_was_not_found_one_by_one() -> None:
     setup.store(KEYS[:1])
     setup.store(KEYS[3:4])
     setup.tier.loaded(KEYS[:1], [])
-    setup.end(setup.load(demand(), 3, 1), failed=[0])  # it is being removed
+    setup.end(setup.load(prefix(), 3, 1), failed=[0])  # it is being removed
     used_at = dict.fromkeys(KEYS[:4], EPOCH - 60)
     news: list[News] = [
         FanOutListed(OWN, fan_out, {key: at for key, at in used_at.items() if key[0] == fan_out}, 0)
@@ -619,7 +621,7 @@ def test_a_listing_brings_what_was_not_found_one_by_one() -> None:
     setup.keeper.work(1)
     setup.tier.poll()
     assert setup.report.num_blocks == 3
-    assert setup.tier.lookup(demand(), 0) == 3
+    assert setup.tier.lookup(prefix(), 0) == 3
 
 
 def test_a_quota_below_one_block_is_refused() -> None:
@@ -640,7 +642,7 @@ def test_workers_that_begin_find_a_tier_that_knows_their_directories() -> None:
     setup.work()
     setup.tier.workers_ready(setup.ready)
     assert len(setup.keepers) == 1
-    assert setup.tier.lookup(demand(), 0) == 3
+    assert setup.tier.lookup(prefix(), 0) == 3
 
 
 def test_a_quota_of_one_block_holds_one_block() -> None:
@@ -649,7 +651,7 @@ def test_a_quota_of_one_block_holds_one_block() -> None:
         setup.store(KEYS[index : index + 1])
         setup.work()
         setup.pass_through(KEYS[index : index + 1])
-        for transfer in setup.ledger.take():
+        for transfer in setup.ledger.drain():
             setup.end(transfer)
         assert list(setup.disk) == KEYS[index : index + 1]
 
@@ -664,20 +666,20 @@ def test_after_repeated_failures_stores_pause_with_one_warning(
     setup.pass_through(KEYS)
     for index in range(3):
         setup.pass_through(KEYS[index : index + 1])
-        (transfer,) = setup.ledger.take()
+        (transfer,) = setup.ledger.drain()
         setup.end(transfer, failed=[0], error="No space left on device")
     assert caplog.messages == [
         "KV blocks cannot be written to /kv/model-0 (No space left on device); the next try is in 10 s."
     ]
     assert setup.pass_through(KEYS[:3]) == 3
-    assert not setup.ledger.take()
+    assert not setup.ledger.drain()
     assert (setup.report.num_failed, setup.report.num_stored) == (3, 0)
     assert not setup.keeper.removed
     setup.clock.advance_to(10)
     setup.pass_through(KEYS[:3])
-    (transfer,) = setup.ledger.take()
+    (transfer,) = setup.ledger.drain()
     setup.end(transfer)
-    assert setup.tier.lookup(demand(), 0) == 3
+    assert setup.tier.lookup(prefix(), 0) == 3
     assert len(caplog.messages) == 1
 
 
@@ -685,10 +687,10 @@ def test_what_some_ranks_may_have_written_is_removed_when_others_could_not() -> 
     setup = Setup(num_ranks=2)
     setup.pass_through(KEYS[:3])
     setup.pass_through(KEYS[:3])
-    (transfer,) = setup.ledger.take()
+    (transfer,) = setup.ledger.drain()
     setup.end(transfer, failed=[1])
     assert setup.keeper.removed == [(OWN, KEYS[1:2])]
-    assert setup.tier.lookup(demand(), 0) == 1
+    assert setup.tier.lookup(prefix(), 0) == 1
 
 
 # ---- what is brought nearer
@@ -701,8 +703,8 @@ class Shelf:
         self.slots: dict[bytes, int] = {}
         self.settled: list[tuple[bytes, bool]] = []
 
-    def reserve(self, demand: Demand, index: int) -> int | None:
-        key = demand.keys[index]
+    def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
+        key = prefix.keys[index]
         if key in self.slots or len(self.slots) == 4:
             return None
         self.slots[key] = 10 + len(self.slots)
@@ -717,15 +719,15 @@ def test_blocks_are_brought_to_host_memory_as_far_as_there_is_room() -> None:
     setup = Setup(landing=shelf)
     setup.store(KEYS[:8])
     shelf.slots[KEYS[2]] = 9
-    setup.tier.prefetch(demand(), 1)
-    (transfer,) = setup.ledger.take()
+    setup.tier.prefetch(prefix(), 1)
+    (transfer,) = setup.ledger.drain()
     assert transfer.source == DiskObjects([KEYS[1], KEYS[3], KEYS[4]])
     assert transfer.target == HostSlots([11, 12, 13])
-    setup.tier.prefetch(demand(), 1)
-    assert not setup.ledger.take()
+    setup.tier.prefetch(prefix(), 1)
+    assert not setup.ledger.drain()
     setup.end(transfer, failed=[1])
     assert shelf.settled == [(KEYS[1], True), (KEYS[3], False), (KEYS[4], True)]
-    assert setup.tier.lookup(demand(), 0) == 3
+    assert setup.tier.lookup(prefix(), 0) == 3
     # They have come to the host tier, which counts them, and not to the device.
     assert (setup.report.num_loaded, setup.report.num_failed) == (0, 0)
 
@@ -733,8 +735,8 @@ def test_blocks_are_brought_to_host_memory_as_far_as_there_is_room() -> None:
 def test_without_host_memory_nothing_is_brought_there() -> None:
     setup = Setup()
     setup.store(KEYS[:8])
-    setup.tier.prefetch(demand(), 0)
-    assert not setup.ledger.take()
+    setup.tier.prefetch(prefix(), 0)
+    assert not setup.ledger.drain()
 
 
 # ---- workers come and go
@@ -746,32 +748,32 @@ def test_what_is_on_disk_outlives_the_workers() -> None:
     setup.store(KEYS[:6])
     setup.pass_through(KEYS[6:8])
     setup.pass_through(KEYS[6:8])
-    setup.tier.prefetch(demand(), 0)
-    setup.ledger.take()
-    setup.load(demand(), 4, 2)
+    setup.tier.prefetch(prefix(), 0)
+    setup.ledger.drain()
+    setup.load(prefix(), 4, 2)
     setup.ledger.drop_all()
     setup.tier.workers_lost()
     setup.tier.workers_ready(setup.ready)
     assert len(setup.keepers) == 1
     assert setup.keeper.num_rescans == 2
-    assert setup.tier.lookup(demand(), 0) == 6
+    assert setup.tier.lookup(prefix(), 0) == 6
     assert not shelf.settled
     assert setup.ledger.num_open == 0
     setup.pass_through(KEYS[6:8])
-    assert stored_keys(setup.ledger.take()) == KEYS[6:8]
+    assert stored_keys(setup.ledger.drain()) == KEYS[6:8]
 
 
 def test_workers_of_other_directories_begin_with_what_is_in_them() -> None:
     setup = Setup()
     setup.store(KEYS[:6])
-    setup.tier.announce(demand(), 0)
+    setup.tier.on_queued(prefix(), 0)
     setup.ledger.drop_all()
     setup.tier.workers_lost()
     setup.tier.workers_ready(ready(name="other"))
     assert [keeper.is_closed for keeper in setup.keepers] == [True, False]
-    assert setup.tier.lookup(demand(), 0) == 0
+    assert setup.tier.lookup(prefix(), 0) == 0
     assert not setup.report.is_indexed
-    setup.tier.forget("r")
+    setup.tier.on_dequeued("r")
 
 
 def test_its_news_can_be_waited_for_until_it_is_closed() -> None:
@@ -796,11 +798,11 @@ class TierMachine(RuleBasedStateMachine):
         self.keys = KEYS[:10] + OTHER_KEYS[:10]
 
     def take(self, blocks: Sequence[Block] = ()) -> None:
-        self.open += [(transfer, list(blocks)) for transfer in self.setup.ledger.take()]
+        self.open += [(transfer, list(blocks)) for transfer in self.setup.ledger.drain()]
 
-    def demand(self, number: int) -> Demand:
+    def prefix(self, number: int) -> PrefixRequest:
         keys = KEYS if number % 2 else OTHER_KEYS
-        return demand(keys[: 4 + number], f"r{number}")
+        return prefix(keys[: 4 + number], f"r{number}")
 
     @rule(start=st.integers(0, 9), count=st.integers(1, 6), salted=st.booleans())
     def pass_through(self, start: int, count: int, salted: bool) -> None:
@@ -809,23 +811,23 @@ class TierMachine(RuleBasedStateMachine):
         self.take()
 
     @rule(number=st.integers(0, 5))
-    def announce(self, number: int) -> None:
+    def on_queued(self, number: int) -> None:
         if f"r{number}" not in self.announced:
             self.announced.add(f"r{number}")
-            self.setup.tier.announce(self.demand(number), 0)
+            self.setup.tier.on_queued(self.prefix(number), 0)
 
     @rule(number=st.integers(0, 5))
     def forget(self, number: int) -> None:
         self.announced.discard(f"r{number}")
-        self.setup.tier.forget(f"r{number}")
+        self.setup.tier.on_dequeued(f"r{number}")
 
     @rule(number=st.integers(0, 5), start=st.integers(0, 3))
     def load(self, number: int, start: int) -> None:
-        wanted = self.demand(number)
+        wanted = self.prefix(number)
         count = self.setup.tier.lookup(wanted, start)
         assert count is not None or f"r{number}" in self.announced
         if count and count <= self.setup.pool.num_available:
-            blocks = self.setup.pool.take(count)
+            blocks = self.setup.pool.allocate(count)
             self.setup.tier.load(wanted, start, blocks, -1)
             self.setup.pool.release(blocks)
             self.take(blocks)
@@ -890,12 +892,12 @@ class TierMachine(RuleBasedStateMachine):
             self.setup.end(transfer)
         self.setup.clock.advance_to(self.setup.clock.now() + 1000)
         self.setup.work()
-        in_index = {key for key in self.keys if self.setup.tier.lookup(demand([key], "x"), 0)}
+        in_index = {key for key in self.keys if self.setup.tier.lookup(prefix([key], "x"), 0)}
         assert in_index >= set(self.setup.disk)
         assert self.setup.pool.num_available == self.setup.pool.num_blocks
         assert self.setup.ledger.store_room == 8
         for number in range(6):
-            self.setup.tier.forget(f"r{number}")
+            self.setup.tier.on_dequeued(f"r{number}")
 
 
 TestTierMachine = TierMachine.TestCase

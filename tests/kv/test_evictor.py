@@ -1,4 +1,4 @@
-"""What goes when the quota is nearly full; the housekeeper is a list of what it was asked for."""
+"""What goes when the quota is nearly full; the scanner is a list of what it was asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER = 1
 
 
 class Remover:
-    """A housekeeper that only notes what it is to remove."""
+    """A scanner that only notes what it is to remove."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[bytes]]] = []

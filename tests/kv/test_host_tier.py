@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kv_tiers import DEMAND, READY, chain, end_of, offers_of
+from kv_tiers import PREFIX, READY, cached_blocks_of, chain, end_of
 
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import Demand, LandingPlace
+from pagoda.kv.connector import LandingPlace, PrefixRequest
 from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
@@ -29,18 +29,18 @@ class Host:
         self.tier = HostTier(num_slots, 4, self.ledger, self.events)
 
     def store(self, start: int, end: int) -> list[Transfer]:
-        """Offers blocks of the demand; what the workers do of it goes well."""
-        self.tier.offer(offers_of(self.pool, start, end))
-        transfers = self.ledger.take()
+        """Offers blocks of the prefix; what the workers do of it goes well."""
+        self.tier.save(cached_blocks_of(self.pool, start, end))
+        transfers = self.ledger.drain()
         for transfer in transfers:
             self.ledger.close(end_of(transfer))
         return transfers
 
     def load(self, count: int) -> Transfer:
-        blocks = self.pool.take(count)
-        self.tier.load(DEMAND, 0, blocks, after_step=5)
+        blocks = self.pool.allocate(count)
+        self.tier.load(PREFIX, 0, blocks, after_step=5)
         self.pool.release(blocks)
-        return self.ledger.take()[-1]
+        return self.ledger.drain()[-1]
 
     @property
     def num_free(self) -> int:
@@ -53,34 +53,34 @@ def test_what_is_offered_is_stored_once_and_found_from_then_on() -> None:
     (transfer,) = host.store(0, 3)
     assert isinstance(transfer.source, DeviceBlocks)
     assert transfer.target == HostSlots([0, 1, 2])
-    assert host.tier.lookup(DEMAND, 0) == 3
-    assert host.tier.lookup(DEMAND, 2) == 1
-    assert host.tier.lookup(DEMAND, 3) == 0
-    assert host.tier.lookup(DEMAND, len(DEMAND.keys) + 1) == 0
+    assert host.tier.lookup(PREFIX, 0) == 3
+    assert host.tier.lookup(PREFIX, 2) == 1
+    assert host.tier.lookup(PREFIX, 3) == 0
+    assert host.tier.lookup(PREFIX, len(PREFIX.keys) + 1) == 0
     assert host.store(0, 3) == []
     assert host.tier.load_report().num_stored == 3
 
 
 def test_nothing_is_found_before_it_is_there_and_nothing_is_stored_twice_meanwhile() -> None:
     host = Host()
-    offers = offers_of(host.pool, 0, 2)
-    assert host.tier.offer(offers) == 2
-    assert host.tier.lookup(DEMAND, 0) == 0
-    assert host.tier.offer([*offers, *offers]) == 4
-    (transfer,) = host.ledger.take()
+    cached_blocks = cached_blocks_of(host.pool, 0, 2)
+    assert host.tier.save(cached_blocks) == 2
+    assert host.tier.lookup(PREFIX, 0) == 0
+    assert host.tier.save([*cached_blocks, *cached_blocks]) == 4
+    (transfer,) = host.ledger.drain()
     host.ledger.close(end_of(transfer, failed=[0]))
-    assert host.tier.lookup(DEMAND, 0) == 0
-    assert host.tier.lookup(DEMAND, 1) == 1
+    assert host.tier.lookup(PREFIX, 0) == 0
+    assert host.tier.lookup(PREFIX, 1) == 1
     assert host.tier.load_report().num_failed == 1
     assert host.num_free == 8
 
 
 def test_it_stops_where_there_is_no_room_for_more_stores() -> None:
     host = Host(num_slots=64)
-    assert host.tier.offer(offers_of(host.pool, 0, 10)) == 8
+    assert host.tier.save(cached_blocks_of(host.pool, 0, 10)) == 8
     assert host.ledger.store_room == 0
-    assert host.tier.offer(offers_of(host.pool, 0, 8)) == 8
-    assert host.tier.offer(offers_of(host.pool, 10, 11)) == 0
+    assert host.tier.save(cached_blocks_of(host.pool, 0, 8)) == 8
+    assert host.tier.save(cached_blocks_of(host.pool, 10, 11)) == 0
 
 
 def test_slots_under_transfer_are_not_evicted() -> None:
@@ -90,10 +90,10 @@ def test_slots_under_transfer_are_not_evicted() -> None:
     assert transfer.source == HostSlots([0, 1, 2])
     assert transfer.after_step == 5
     host.store(4, 8)
-    assert host.tier.lookup(DEMAND, 0) == 3
-    assert host.tier.lookup(DEMAND, 4) == 1
+    assert host.tier.lookup(PREFIX, 0) == 3
+    assert host.tier.lookup(PREFIX, 4) == 1
     host.ledger.close(end_of(transfer))
-    host.tier.loaded(DEMAND.keys[:3], [])
+    host.tier.loaded(PREFIX.keys[:3], [])
     assert host.num_free == 4
     assert host.tier.load_report().num_loaded == 3
 
@@ -104,8 +104,8 @@ def test_what_requests_pass_through_is_evicted_last_and_ends_before_roots() -> N
     host.store(5, 8)
     host.store(0, 3)  # offered once more, since another request passed through it
     host.store(8, 10)
-    assert host.tier.lookup(DEMAND, 0) == 3
-    assert host.tier.lookup(DEMAND, 5) == 1
+    assert host.tier.lookup(PREFIX, 0) == 3
+    assert host.tier.lookup(PREFIX, 5) == 1
 
 
 def test_what_failed_to_load_is_not_found_again() -> None:
@@ -113,8 +113,8 @@ def test_what_failed_to_load_is_not_found_again() -> None:
     host.store(0, 3)
     transfer = host.load(3)
     host.ledger.close(end_of(transfer, failed=[1]))
-    host.tier.loaded(DEMAND.keys[:3], [1])
-    assert host.tier.lookup(DEMAND, 0) == 1
+    host.tier.loaded(PREFIX.keys[:3], [1])
+    assert host.tier.lookup(PREFIX, 0) == 1
     assert host.tier.load_report().num_failed == 1
 
 
@@ -128,18 +128,18 @@ def test_more_than_there_is_cannot_be_loaded() -> None:
 def test_a_slower_tier_may_fill_a_quarter_of_the_slots_at_a_time() -> None:
     host = Host(num_slots=8)
     place: LandingPlace = host.tier
-    slots = [place.reserve(DEMAND, index) for index in range(3)]
+    slots = [place.reserve(PREFIX, index) for index in range(3)]
     assert [slot is None for slot in slots] == [False, False, True]
-    assert place.reserve(DEMAND, 0) is None
-    place.settle(DEMAND.keys[0], is_good=True)
+    assert place.reserve(PREFIX, 0) is None
+    place.settle(PREFIX.keys[0], is_good=True)
     assert host.tier.poll()
     assert not host.tier.poll()
-    assert place.reserve(DEMAND, 0) is None
-    assert place.reserve(DEMAND, 2) is not None
-    assert host.tier.lookup(DEMAND, 0) is None
-    place.settle(DEMAND.keys[1], is_good=False)
-    assert host.tier.lookup(DEMAND, 0) == 1
-    place.settle(DEMAND.keys[2], is_good=True)
+    assert place.reserve(PREFIX, 0) is None
+    assert place.reserve(PREFIX, 2) is not None
+    assert host.tier.lookup(PREFIX, 0) is None
+    place.settle(PREFIX.keys[1], is_good=False)
+    assert host.tier.lookup(PREFIX, 0) == 1
+    place.settle(PREFIX.keys[2], is_good=True)
     assert host.num_free == 8
 
 
@@ -147,41 +147,41 @@ def test_no_more_is_on_its_way_than_can_be_read_in_about_a_second() -> None:
     directories = tuple(KVDirectory(f"/{rank}", 300 * 2**20) for rank in range(2))
     tier = Host(64).tier
     tier.workers_ready(msgspec.structs.replace(READY, kv_host_slots=64, kv_directories=directories))
-    assert [tier.reserve(DEMAND, index) for index in range(5)] == [0, 1, 2, None, None]
+    assert [tier.reserve(PREFIX, index) for index in range(5)] == [0, 1, 2, None, None]
 
 
 def test_a_block_on_its_way_is_waited_for_rather_than_stored_or_read_from_afar() -> None:
     host = Host()
     host.store(0, 1)
-    host.tier.reserve(DEMAND, 1)
-    assert host.tier.lookup(DEMAND, 0) is None
-    assert host.tier.lookup(DEMAND, 2) == 0
+    host.tier.reserve(PREFIX, 1)
+    assert host.tier.lookup(PREFIX, 0) is None
+    assert host.tier.lookup(PREFIX, 2) == 0
     assert host.store(1, 2) == []
 
 
 def test_there_is_nothing_to_reserve_while_all_slots_are_used() -> None:
     host = Host(num_slots=2)
-    host.tier.offer(offers_of(host.pool, 0, 2))
-    assert host.tier.reserve(DEMAND, 3) is None
-    assert host.tier.reserve(DEMAND, 0) is None
+    host.tier.save(cached_blocks_of(host.pool, 0, 2))
+    assert host.tier.reserve(PREFIX, 3) is None
+    assert host.tier.reserve(PREFIX, 0) is None
 
 
 def test_arenas_go_with_their_workers() -> None:
     host = Host()
     host.store(0, 3)
     host.load(2)
-    host.tier.offer(offers_of(host.pool, 3, 4))
-    host.tier.reserve(DEMAND, 5)
+    host.tier.save(cached_blocks_of(host.pool, 3, 4))
+    host.tier.reserve(PREFIX, 5)
     host.ledger.drop_all()
     host.tier.workers_lost()
-    assert host.tier.lookup(DEMAND, 0) == 0
-    assert host.tier.lookup(DEMAND, 5) == 0
+    assert host.tier.lookup(PREFIX, 0) == 0
+    assert host.tier.lookup(PREFIX, 5) == 0
     assert host.num_free == 8
     report = host.tier.load_report()
     assert (report.num_blocks, report.num_stored, report.num_removed) == (0, 3, 3)
     host.tier.workers_ready(READY)
     host.store(0, 4)
-    assert host.tier.lookup(DEMAND, 0) == 4
+    assert host.tier.lookup(PREFIX, 0) == 4
     host.tier._slots.check()
 
 
@@ -193,44 +193,44 @@ def test_later_arenas_must_not_be_smaller() -> None:
 def test_events_tell_what_host_memory_holds() -> None:
     host = Host(num_slots=4)
     host.store(0, 2)
-    host.tier.reserve(DEMAND, 2)
-    host.tier.settle(DEMAND.keys[2], is_good=True)
-    (stored,) = host.events.take()
+    host.tier.reserve(PREFIX, 2)
+    host.tier.settle(PREFIX.keys[2], is_good=True)
+    (stored,) = host.events.drain()
     assert isinstance(stored, BlockStored)
-    assert stored.block_hashes == list(DEMAND.keys[:3])
+    assert stored.block_hashes == list(PREFIX.keys[:3])
     assert stored.parent_block_hash is None
-    assert stored.token_ids == list(DEMAND.token_ids[:12])
+    assert stored.token_ids == list(PREFIX.token_ids[:12])
     assert stored.medium == Medium.HOST
     host.store(6, 8)
-    removed, again = host.events.take()
+    removed, again = host.events.drain()
     assert isinstance(removed, BlockRemoved)
     assert removed.medium == Medium.HOST
     assert isinstance(again, BlockStored)
-    assert again.parent_block_hash == DEMAND.keys[5]
+    assert again.parent_block_hash == PREFIX.keys[5]
 
 
 def test_a_transfer_into_a_reserved_slot_is_the_slower_tiers_own() -> None:
     """The host tier sees nothing of it but the two calls."""
     host = Host()
-    slot = host.tier.reserve(DEMAND, 0)
+    slot = host.tier.reserve(PREFIX, 0)
     assert slot is not None
 
     class Slower:
         def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
             assert transfer.target == HostSlots([slot])
-            host.tier.settle(DEMAND.keys[0], is_good=not end.failed)
+            host.tier.settle(PREFIX.keys[0], is_good=not end.failed)
 
         def transfer_lost(self, transfer: Transfer) -> None: ...
 
-    host.ledger.open(Slower(), DiskObjects([DEMAND.keys[0]]), HostSlots([slot]))
-    (transfer,) = host.ledger.take()
+    host.ledger.open(Slower(), DiskObjects([PREFIX.keys[0]]), HostSlots([slot]))
+    (transfer,) = host.ledger.drain()
     host.ledger.close(end_of(transfer))
-    assert host.tier.lookup(DEMAND, 0) == 1
+    assert host.tier.lookup(PREFIX, 0) == 1
 
 
 def test_a_whole_prompt_longer_than_the_arena_is_stored_as_far_as_it_goes() -> None:
     host = Host(num_slots=3)
-    assert host.tier.offer(offers_of(host.pool, 0, 5)) == 5
-    (transfer,) = host.ledger.take()
+    assert host.tier.save(cached_blocks_of(host.pool, 0, 5)) == 5
+    (transfer,) = host.ledger.drain()
     host.ledger.close(end_of(transfer))
-    assert host.tier.lookup(Demand("r", chain(5), ()), 0) == 3
+    assert host.tier.lookup(PrefixRequest("r", chain(5), ()), 0) == 3

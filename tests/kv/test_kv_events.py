@@ -36,17 +36,17 @@ def fill(kv: KVManager, token_ids: list[int], salt: str | None = None) -> BlockT
 def test_blocks_that_follow_each_other_are_one_event() -> None:
     kv, events = recorded()
     table = fill(kv, list(range(10)))
-    assert events.take() == [BlockStored(table.keys[1:3], None, list(range(8)), SIZE)]
-    assert events.take() == []
+    assert events.drain() == [BlockStored(table.keys[1:3], None, list(range(8)), SIZE)]
+    assert events.drain() == []
 
 
 def test_what_is_found_is_not_stored_again() -> None:
     kv, events = recorded()
     first = fill(kv, list(range(9)))
-    events.take()
+    events.drain()
     second = fill(kv, [*range(8), 50, 51, 52, 53])
     assert second.blocks[:2] == first.blocks[:2]
-    assert events.take() == [BlockStored([second.keys[3]], first.keys[2], [50, 51, 52, 53], SIZE)]
+    assert events.drain() == [BlockStored([second.keys[3]], first.keys[2], [50, 51, 52, 53], SIZE)]
 
 
 def test_a_copy_of_a_stored_block_is_neither_stored_nor_removed() -> None:
@@ -56,10 +56,10 @@ def test_a_copy_of_a_stored_block_is_neither_stored_nor_removed() -> None:
     for table in tables:
         assert kv.grow(table, 8) is not None
         kv.publish(table, tokens, 8)
-    assert events.take() == [BlockStored(tables[0].keys[1:], None, tokens, SIZE)]
+    assert events.drain() == [BlockStored(tables[0].keys[1:], None, tokens, SIZE)]
     kv.free(tables[1])
     assert kv.grow(kv.new_table(), 6 * SIZE) is not None
-    assert events.take() == []
+    assert events.drain() == []
 
 
 def test_evicted_blocks_are_removed_before_their_places_are_filled() -> None:
@@ -67,7 +67,7 @@ def test_evicted_blocks_are_removed_before_their_places_are_filled() -> None:
     first = fill(kv, list(range(8)))
     kv.free(first)
     second = fill(kv, list(range(10, 18)))
-    assert events.take()[1:] == [
+    assert events.drain()[1:] == [
         BlockRemoved([first.keys[2], first.keys[1]]),
         BlockStored(second.keys[1:], None, list(range(10, 18)), SIZE),
     ]
@@ -77,25 +77,25 @@ def test_a_lost_device_is_one_event() -> None:
     kv, events = recorded()
     fill(kv, list(range(8)))
     kv.pool.clear_cache()
-    assert events.take()[1:] == [AllBlocksCleared()]
+    assert events.drain()[1:] == [AllBlocksCleared()]
 
 
 def test_a_lost_device_above_a_disk_removes_what_it_held() -> None:
     events = KVEventRecorder(SIZE, has_disk=True)
     kv = KVManager(8, SIZE, events=events)
     table = fill(kv, list(range(8)))
-    events.take()
+    events.drain()
     kv.pool.clear_cache()
-    assert events.take() == [BlockRemoved(table.keys[1:])]
+    assert events.drain() == [BlockRemoved(table.keys[1:])]
     kv.pool.clear_cache()
-    assert events.take() == []
+    assert events.drain() == []
 
 
 def test_all_tiers_that_are_lost_with_the_workers_are_one_event() -> None:
     events = KVEventRecorder(SIZE)
     for medium in (Medium.DEVICE, Medium.HOST):
         events.lose([b"key"], medium)
-    assert events.take() == [AllBlocksCleared()]
+    assert events.drain() == [AllBlocksCleared()]
 
 
 def test_events_of_a_tier_grow_beside_those_of_another() -> None:
@@ -112,14 +112,14 @@ def test_events_of_a_tier_grow_beside_those_of_another() -> None:
         BlockRemoved([b"1", b"0"], Medium.HOST),
         BlockRemoved([b"1"], Medium.DISK),
     ]
-    assert events.take() == [*stored, *removed]
+    assert events.drain() == [*stored, *removed]
 
 
 def test_salts_have_keys_of_their_own() -> None:
     kv, events = recorded()
     fill(kv, [1, 2, 3, 4])
     fill(kv, [1, 2, 3, 4], "tenant-a")
-    first, second = events.take()
+    first, second = events.drain()
     assert isinstance(first, BlockStored)
     assert isinstance(second, BlockStored)
     assert first.token_ids == second.token_ids
@@ -131,7 +131,7 @@ def test_without_a_prefix_cache_nothing_is_recorded() -> None:
     kv = KVManager(8, SIZE, prefix_caching=False, events=events)
     kv.free(fill(kv, list(range(9))))
     fill(kv, list(range(32)))
-    assert events.take() == []
+    assert events.drain() == []
 
 
 class EventsMachine(RuleBasedStateMachine):
@@ -178,7 +178,7 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule()
     def take_events(self) -> None:
-        for event in self.events.take():
+        for event in self.events.drain():
             match event:
                 case BlockStored():
                     self.store(event)
@@ -253,7 +253,7 @@ def test_whoever_applies_all_events_knows_what_each_tier_holds(
 
 
 def apply(events: KVEventRecorder, known: set[tuple[bytes, str]]) -> None:
-    for event in events.take():
+    for event in events.drain():
         match event:
             case BlockStored():
                 new = {(key, event.medium) for key in event.block_hashes}

@@ -99,12 +99,12 @@ def test_offers_are_blocks_as_others_find_them() -> None:
     kv = KVManager(16, 4)
     first = filled(kv, list(range(10)))
     copy = filled(kv, list(range(14)))
-    offers = kv.offers(copy, list(range(14)), 1, 3)
-    assert [offer.block for offer in offers] == [first.blocks[1], copy.blocks[2]]
-    assert [offer.key for offer in offers] == copy.keys[2:4]
-    assert [offer.parent for offer in offers] == copy.keys[1:3]
-    assert [offer.token_ids for offer in offers] == [[4, 5, 6, 7], [8, 9, 10, 11]]
-    (root,) = kv.offers(copy, list(range(14)), 0, 1)
+    cached_blocks = kv.cached_blocks(copy, list(range(14)), 1, 3)
+    assert [cached.block for cached in cached_blocks] == [first.blocks[1], copy.blocks[2]]
+    assert [cached.key for cached in cached_blocks] == copy.keys[2:4]
+    assert [cached.parent for cached in cached_blocks] == copy.keys[1:3]
+    assert [cached.token_ids for cached in cached_blocks] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    (root,) = kv.cached_blocks(copy, list(range(14)), 0, 1)
     assert root.parent is None
 
 

@@ -75,7 +75,7 @@ def test_a_later_object_replaces_an_earlier_one(files: ObjectFiles) -> None:
 def test_without_direct_io_the_bytes_are_the_same(
     files: ObjectFiles, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_files, "_takes_direct_io", lambda _: False)
+    monkeypatch.setattr(object_files, "_supports_direct_io", lambda _: False)
     buffered = ObjectFiles(files.directory, manifest)
     assert not buffered.is_direct
     write(buffered)

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kv_tiers import DEMAND, READY, end_of, offers_of
+from kv_tiers import PREFIX, READY, cached_blocks_of, end_of
 from scripted_tier import ScriptedTier
 
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import Demand
-from pagoda.kv.tiered_connector import PATIENCE_S, LoadEnd, TieredKVConnector, Unknown
+from pagoda.kv.connector import PrefixRequest
+from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, LoadEnd, PendingLookup, TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer
 
-OTHER = msgspec.structs.replace(DEMAND, request_id="other")
+OTHER = msgspec.structs.replace(PREFIX, request_id="other")
 
 
 class Stack:
@@ -34,22 +34,22 @@ class Stack:
         self.stack.workers_ready(READY)
 
     def have(self, near: range | list[int], far: range | list[int]) -> None:
-        self.near.has = {DEMAND.keys[index] for index in near}
-        self.far.has = {DEMAND.keys[index] for index in far}
+        self.near.has = {PREFIX.keys[index] for index in near}
+        self.far.has = {PREFIX.keys[index] for index in far}
 
-    def lookup(self, demand: Demand, start: int) -> int | None:
-        found = self.stack.lookup(demand, start)
-        return None if isinstance(found, Unknown) else found.num_blocks
+    def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
+        found = self.stack.lookup(prefix, start)
+        return None if isinstance(found, PendingLookup) else found.num_blocks
 
-    def load(self, count: int, start: int = 0, demand: Demand = DEMAND) -> list[Transfer]:
+    def load(self, count: int, start: int = 0, prefix: PrefixRequest = PREFIX) -> list[Transfer]:
         """As a request does that holds the blocks only while it waits."""
-        found = self.stack.lookup(demand, start)
-        assert not isinstance(found, Unknown)
+        found = self.stack.lookup(prefix, start)
+        assert not isinstance(found, PendingLookup)
         end = start + count
         segments = [s._replace(end=min(s.end, end)) for s in found.segments if s.start < end]
-        self.blocks = self.pool.take(count)
+        self.blocks = self.pool.allocate(count)
         self.stack.load(found._replace(segments=segments), self.blocks)
-        return self.stack.take_transfers()
+        return self.stack.drain_transfers()
 
     def end(self, transfer: Transfer, failed: list[int] | None = None, error: str = "") -> None:
         self.stack.transfer_ended(end_of(transfer, failed, error))
@@ -65,24 +65,24 @@ def numbers(blocks: list[Block]) -> list[int]:
 def test_a_prefix_is_found_as_far_as_any_connector_goes_on() -> None:
     it = Stack()
     it.have(near=[0, 1, 4], far=range(2, 8))
-    assert it.lookup(DEMAND, 0) == 8
-    assert it.lookup(DEMAND, 5) == 3
-    assert it.lookup(DEMAND, 8) == 0
-    assert it.lookup(DEMAND, 16) == 0
-    assert it.lookup(DEMAND, 17) == 0
+    assert it.lookup(PREFIX, 0) == 8
+    assert it.lookup(PREFIX, 5) == 3
+    assert it.lookup(PREFIX, 8) == 0
+    assert it.lookup(PREFIX, 16) == 0
+    assert it.lookup(PREFIX, 17) == 0
 
 
 def test_an_answer_may_be_due_later() -> None:
     it = Stack()
     it.have(near=[0, 1], far=[])
     it.far.is_unsure = True
-    assert it.lookup(DEMAND, 0) is None
+    assert it.lookup(PREFIX, 0) is None
     assert not it.stack.poll()
     it.far.is_unsure = False
     it.far.has_news = True
     assert it.stack.poll()
     assert not it.stack.poll()
-    assert it.lookup(DEMAND, 0) == 2
+    assert it.lookup(PREFIX, 0) == 2
 
 
 def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
@@ -90,31 +90,31 @@ def test_a_load_is_one_transfer_for_each_part_of_the_prefix() -> None:
     it.have(near=[1, 2, 5], far=[3, 4, 6, 7])
     first, second, third, fourth = it.load(6, start=1)
     assert [t.source for t in (first, second, third)] == [
-        DiskObjects(list(DEMAND.keys[1:3])),
-        DiskObjects(list(DEMAND.keys[3:5])),
-        DiskObjects(list(DEMAND.keys[5:6])),
+        DiskObjects(list(PREFIX.keys[1:3])),
+        DiskObjects(list(PREFIX.keys[3:5])),
+        DiskObjects(list(PREFIX.keys[5:6])),
     ]
-    assert fourth.source == DiskObjects([DEMAND.keys[6]])
+    assert fourth.source == DiskObjects([PREFIX.keys[6]])
     assert first.target == DeviceBlocks(numbers(it.blocks[:2]))
     for transfer in (third, first, fourth):
         it.end(transfer)
-        assert it.stack.take_ended() == []
+        assert it.stack.drain_load_ends() == []
     it.end(second)
-    assert it.stack.take_ended() == [LoadEnd("r", 6)]
-    assert it.stack.take_ended() == []
-    assert ("loaded", list(DEMAND.keys[3:5]), []) in it.far.calls
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 6)]
+    assert it.stack.drain_load_ends() == []
+    assert ("loaded", list(PREFIX.keys[3:5]), []) in it.far.calls
 
 
 def test_what_was_found_is_not_looked_up_again() -> None:
     it = Stack()
     it.have(near=[0], far=[1, 2])
-    found = it.stack.lookup(DEMAND, 0)
+    found = it.stack.lookup(PREFIX, 0)
     assert found is not None
     it.have(near=[], far=[])
-    it.stack.load(found, it.pool.take(3))
-    near, far = it.stack.take_transfers()
-    assert near.source == DiskObjects([DEMAND.keys[0]])
-    assert far.source == DiskObjects(list(DEMAND.keys[1:3]))
+    it.stack.load(found, it.pool.allocate(3))
+    near, far = it.stack.drain_transfers()
+    assert near.source == DiskObjects([PREFIX.keys[0]])
+    assert far.source == DiskObjects(list(PREFIX.keys[1:3]))
 
 
 def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
@@ -144,7 +144,7 @@ def test_leading_blocks_that_came_are_good(
     near, far = it.load(5)
     it.end(far, failed_far, "it rusted")
     it.end(near, failed_near, "it burnt")
-    assert it.stack.take_ended() == [LoadEnd("r", num_good)]
+    assert it.stack.drain_load_ends() == [LoadEnd("r", num_good)]
 
 
 def test_a_request_may_fail_for_what_did_not_come() -> None:
@@ -153,7 +153,7 @@ def test_a_request_may_fail_for_what_did_not_come() -> None:
     (transfer,) = it.load(2)
     it.end(transfer, [1], "the disk is gone")
     sentence = "KV that was found for this request could not be loaded: the disk is gone."
-    assert it.stack.take_ended() == [LoadEnd("r", 1, sentence)]
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 1, sentence)]
 
 
 def test_two_requests_never_load_the_same_block() -> None:
@@ -181,23 +181,23 @@ def test_when_the_first_gives_up_the_second_may_load() -> None:
     assert it.pool.num_available == 60
     it.end(transfer)
     assert it.pool.num_available == 64
-    assert it.stack.take_ended() == []
-    assert ("loaded", list(DEMAND.keys[:4]), []) in it.near.calls
+    assert it.stack.drain_load_ends() == []
+    assert ("loaded", list(PREFIX.keys[:4]), []) in it.near.calls
 
 
 def test_patience_with_an_answer_ends() -> None:
     it = Stack(fails=True)
-    it.stack.wait("r", Unknown(it.near))
-    it.pass_time(PATIENCE_S / 2)
-    it.stack.wait("r", Unknown(it.near))
-    it.stack.wait("other", Unknown(it.near))
-    assert it.stack.next_event_at() == PATIENCE_S
-    it.pass_time(PATIENCE_S / 2)
-    assert it.stack.take_ended() == [LoadEnd("r", 0)]
+    it.stack.wait("r", PendingLookup(it.near))
+    it.pass_time(LOAD_TIMEOUT_S / 2)
+    it.stack.wait("r", PendingLookup(it.near))
+    it.stack.wait("other", PendingLookup(it.near))
+    assert it.stack.next_event_at() == LOAD_TIMEOUT_S
+    it.pass_time(LOAD_TIMEOUT_S / 2)
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 0)]
     it.stack.abandon("other")
     assert it.stack.next_event_at() is None
-    it.stack.wait("other", Unknown(it.near))
-    assert it.stack.next_event_at() == 2 * PATIENCE_S
+    it.stack.wait("other", PendingLookup(it.near))
+    assert it.stack.next_event_at() == 2 * LOAD_TIMEOUT_S
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -206,14 +206,14 @@ def test_patience_with_a_load_ends_but_blocks_stay_until_the_transfer_does(fails
     it.have(near=[0, 1], far=[2, 3])
     near, far = it.load(4)
     it.end(near)
-    it.pass_time(PATIENCE_S)
+    it.pass_time(LOAD_TIMEOUT_S)
     failure = "KV that was found for this request could not be loaded: it took longer than 10 s."
-    assert it.stack.take_ended() == [LoadEnd("r", 2, failure if fails else None)]
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 2, failure if fails else None)]
     it.pool.release(it.blocks)
     assert it.pool.num_available == 62
     it.end(far)
     assert it.pool.num_available == 64
-    assert it.stack.take_ended() == []
+    assert it.stack.drain_load_ends() == []
 
 
 def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None:
@@ -221,62 +221,64 @@ def test_a_connector_that_keeps_blocks_too_long_is_not_asked_meanwhile() -> None
     it.have(near=[0, 1], far=range(2, 16))
     near, far = it.load(4)
     it.end(near)
-    it.pass_time(PATIENCE_S)
-    it.stack.take_ended()
-    assert it.lookup(DEMAND, 0) == 2
-    assert it.lookup(DEMAND, 2) == 0
+    it.pass_time(LOAD_TIMEOUT_S)
+    it.stack.drain_load_ends()
+    assert it.lookup(PREFIX, 0) == 2
+    assert it.lookup(PREFIX, 2) == 0
     it.end(far)
-    assert it.lookup(DEMAND, 0) == 16
+    assert it.lookup(PREFIX, 0) == 16
 
 
 def test_offers_beyond_the_room_for_stores_are_made_again() -> None:
     it = Stack()
-    offers = offers_of(it.pool, 0, 12)
-    it.stack.offer(offers)
-    assert it.near.offered == [offer.key for offer in offers[:8]]
+    cached_blocks = cached_blocks_of(it.pool, 0, 12)
+    it.stack.save(cached_blocks)
+    assert it.near.offered == [cached.key for cached in cached_blocks[:8]]
     assert it.far.offered == []
-    (stored,) = it.stack.take_transfers()
+    (stored,) = it.stack.drain_transfers()
     it.end(stored)
-    assert it.near.offered == [offer.key for offer in offers]
-    assert it.far.offered == [offer.key for offer in offers[:4]]
-    while transfers := it.stack.take_transfers():
+    assert it.near.offered == [cached.key for cached in cached_blocks]
+    assert it.far.offered == [cached.key for cached in cached_blocks[:4]]
+    while transfers := it.stack.drain_transfers():
         for transfer in transfers:
             it.end(transfer)
-    assert it.far.offered == [offer.key for offer in offers]
+    assert it.far.offered == [cached.key for cached in cached_blocks]
     assert it.ledger.num_open == 0
 
 
 def test_a_block_that_is_gone_is_not_offered_again() -> None:
     it = Stack()
-    offers = offers_of(it.pool, 0, 10)
-    it.stack.offer(offers)
-    it.pool.discard(offers[8].key)
-    for transfer in it.stack.take_transfers():
+    cached_blocks = cached_blocks_of(it.pool, 0, 10)
+    it.stack.save(cached_blocks)
+    it.pool.discard(cached_blocks[8].key)
+    for transfer in it.stack.drain_transfers():
         it.end(transfer)
-    assert it.near.offered == [offer.key for offer in offers if offer is not offers[8]]
+    assert it.near.offered == [
+        cached.key for cached in cached_blocks if cached is not cached_blocks[8]
+    ]
 
 
 def test_offers_wait_in_line_even_for_a_connector_that_wants_none() -> None:
     """It counts them, in their order."""
     it = Stack()
     it.far.stores = False
-    offers = offers_of(it.pool, 0, 12)
-    it.stack.offer(offers)
-    assert it.far.offered == [offer.key for offer in offers]
+    cached_blocks = cached_blocks_of(it.pool, 0, 12)
+    it.stack.save(cached_blocks)
+    assert it.far.offered == [cached.key for cached in cached_blocks]
 
 
 def test_no_more_offers_are_kept_than_there_are_blocks() -> None:
     it = Stack()
-    offers = offers_of(it.pool, 0, 16)
+    cached_blocks = cached_blocks_of(it.pool, 0, 16)
     for _ in range(10):
-        it.stack.offer(offers)
+        it.stack.save(cached_blocks)
     assert max(map(len, it.stack._backlog)) == 64
 
 
 def test_prefetching_starts_behind_what_is_nearer() -> None:
     it = Stack()
     it.have(near=[2, 3], far=[4, 5])
-    it.stack.prefetch(DEMAND, 2)
+    it.stack.prefetch(PREFIX, 2)
     assert ("prefetch", "r", 2) in it.near.calls
     assert ("prefetch", "r", 4) in it.far.calls
 
@@ -284,22 +286,22 @@ def test_prefetching_starts_behind_what_is_nearer() -> None:
 def test_prefetching_is_over_when_all_is_near() -> None:
     it = Stack()
     it.have(near=[0, 1], far=[2])
-    assert not it.stack.prefetch(DEMAND, 0)
-    it.near.has.add(DEMAND.keys[2])
-    assert it.stack.prefetch(DEMAND, 0)
+    assert not it.stack.prefetch(PREFIX, 0)
+    it.near.has.add(PREFIX.keys[2])
+    assert it.stack.prefetch(PREFIX, 0)
     it.far.is_unsure = True
-    assert not it.stack.prefetch(DEMAND, 0)
-    assert it.stack.prefetch(DEMAND, 16)
+    assert not it.stack.prefetch(PREFIX, 0)
+    assert it.stack.prefetch(PREFIX, 16)
     it.stack.workers_lost()
-    assert not it.stack.prefetch(DEMAND, 0)
+    assert not it.stack.prefetch(PREFIX, 0)
 
 
 def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> None:
     it = Stack()
     it.have(near=[], far=range(16))
     (transfer,) = it.load(4)
-    it.pass_time(PATIENCE_S)
-    it.stack.take_ended()
+    it.pass_time(LOAD_TIMEOUT_S)
+    it.stack.drain_load_ends()
     assert not it.stack.prefetch(OTHER, 0)
     assert ("prefetch", "other", 0) not in it.far.calls
     it.end(transfer)
@@ -309,8 +311,8 @@ def test_nothing_is_prefetched_from_a_connector_that_keeps_blocks_too_long() -> 
 
 def test_all_hear_of_a_request_and_of_its_end() -> None:
     it = Stack()
-    it.stack.announce(DEMAND, 3)
-    it.stack.forget("r")
+    it.stack.on_queued(PREFIX, 3)
+    it.stack.on_dequeued("r")
     it.stack.close()
     for tier in (it.near, it.far):
         assert tier.calls == [("ready", 8), ("announce", "r", 3), ("forget", "r"), ("close",)]
@@ -322,50 +324,50 @@ def test_nothing_of_lost_workers_remains() -> None:
     it = Stack()
     it.have(near=range(4), far=[])
     (transfer,) = it.load(4)
-    it.stack.offer(offers_of(it.pool, 6, 16))
+    it.stack.save(cached_blocks_of(it.pool, 6, 16))
     it.pool.release(it.blocks)
-    it.stack.wait("other", Unknown(it.near))
+    it.stack.wait("other", PendingLookup(it.near))
     it.stack.workers_lost()
     assert it.near.calls[-2:] == [("lost", 1), ("workers lost",)]
     assert it.pool.num_available == 64
-    assert it.stack.take_transfers() == []
+    assert it.stack.drain_transfers() == []
     assert it.stack.next_event_at() is None
     it.end(transfer)
-    it.pass_time(PATIENCE_S)
-    assert it.stack.take_ended() == []
-    assert it.lookup(DEMAND, 0) == 0
-    it.stack.prefetch(DEMAND, 0)
-    it.stack.offer(offers_of(it.pool, 0, 2))
+    it.pass_time(LOAD_TIMEOUT_S)
+    assert it.stack.drain_load_ends() == []
+    assert it.lookup(PREFIX, 0) == 0
+    it.stack.prefetch(PREFIX, 0)
+    it.stack.save(cached_blocks_of(it.pool, 0, 2))
     assert it.near.calls[-1] == ("workers lost",)
-    assert it.stack.take_transfers() == []
+    assert it.stack.drain_transfers() == []
     it.stack.workers_ready(READY)
-    assert it.lookup(DEMAND, 0) == 4
+    assert it.lookup(PREFIX, 0) == 4
     it.load(4)
-    assert it.stack.next_event_at() == 2 * PATIENCE_S
+    assert it.stack.next_event_at() == 2 * LOAD_TIMEOUT_S
 
 
 def test_who_gives_up_by_himself_is_waited_for_as_long_as_he_does() -> None:
     it = Stack()
-    it.far.gives_up = True
-    it.stack.wait("r", Unknown(it.near))
-    it.stack.wait("r", Unknown(it.far))
+    it.far.has_own_timeout = True
+    it.stack.wait("r", PendingLookup(it.near))
+    it.stack.wait("r", PendingLookup(it.far))
     assert it.stack.next_event_at() is None
     it.have(near=[], far=range(4))
     (transfer,) = it.load(4)
     assert it.stack.next_event_at() is None
-    it.pass_time(10 * PATIENCE_S)
-    assert it.stack.take_ended() == []
+    it.pass_time(10 * LOAD_TIMEOUT_S)
+    assert it.stack.drain_load_ends() == []
     it.end(transfer)
-    assert it.stack.take_ended() == [LoadEnd("r", 4)]
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 4)]
 
 
 def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other() -> None:
     it = Stack()
-    it.far.gives_up = True
+    it.far.has_own_timeout = True
     it.have(near=range(2), far=range(2, 4))
     near, far = it.load(4)
-    it.pass_time(PATIENCE_S)
-    assert it.stack.take_ended() == [LoadEnd("r", 0)]
+    it.pass_time(LOAD_TIMEOUT_S)
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 0)]
     assert it.lookup(OTHER, 2) == 2, "only the slow one is not asked any more"
     it.end(far)
     it.end(near)
@@ -374,21 +376,21 @@ def test_patience_with_a_part_of_a_load_ends_whoever_has_the_other() -> None:
 
 def test_patience_that_ends_when_only_the_patient_part_is_missing_does_not_count() -> None:
     it = Stack()
-    it.far.gives_up = True
+    it.far.has_own_timeout = True
     it.have(near=range(2), far=range(2, 4))
     near, far = it.load(4)
     it.end(near)
-    it.pass_time(PATIENCE_S)
-    assert it.stack.take_ended() == []
+    it.pass_time(LOAD_TIMEOUT_S)
+    assert it.stack.drain_load_ends() == []
     assert it.stack.next_event_at() is None
     it.end(far)
-    assert it.stack.take_ended() == [LoadEnd("r", 4)]
+    assert it.stack.drain_load_ends() == [LoadEnd("r", 4)]
 
 
 def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
     it = Stack()
-    it.far.gives_up = True
+    it.far.has_own_timeout = True
     it.have(near=range(2), far=range(2, 8))
     it.load(8)
-    assert it.stack.lookup(OTHER, 0) == Unknown(it.near)
-    assert it.stack.lookup(OTHER, 3) == Unknown(it.far)
+    assert it.stack.lookup(OTHER, 0) == PendingLookup(it.near)
+    assert it.stack.lookup(OTHER, 3) == PendingLookup(it.far)

@@ -25,13 +25,13 @@ def load(
 ) -> Transfer:
     numbers = [block.block_id for block in blocks]
     ledger.open(owner, HostSlots(numbers), DeviceBlocks(numbers), blocks, after_step=after_step)
-    return ledger.take()[-1]
+    return ledger.drain()[-1]
 
 
 def store(ledger: TransferLedger, owner: Owner, blocks: list[Block]) -> Transfer:
     numbers = [block.block_id for block in blocks]
     ledger.open(owner, DeviceBlocks(numbers), HostSlots(numbers), blocks)
-    return ledger.take()[-1]
+    return ledger.drain()[-1]
 
 
 def end_of(transfer: Transfer, failed: list[int] | None = None) -> TransferEnd:
@@ -41,7 +41,7 @@ def end_of(transfer: Transfer, failed: list[int] | None = None) -> TransferEnd:
 def test_blocks_stay_referenced_until_the_transfer_ends_whatever_the_request_does() -> None:
     pool, owner = BlockPool(4), Owner()
     ledger = TransferLedger(pool)
-    blocks = owner.blocks = pool.take(2)
+    blocks = owner.blocks = pool.allocate(2)
     transfer = load(ledger, owner, blocks, after_step=7)
     assert (transfer.after_step, transfer.target) == (7, DeviceBlocks([0, 1]))
     pool.release(blocks)
@@ -55,7 +55,7 @@ def test_blocks_stay_referenced_until_the_transfer_ends_whatever_the_request_doe
 def test_an_end_counts_once() -> None:
     pool, owner = BlockPool(4), Owner()
     ledger = TransferLedger(pool)
-    blocks = pool.take(1)
+    blocks = pool.allocate(1)
     transfer = load(ledger, owner, blocks)
     assert ledger.close(end_of(transfer))
     assert not ledger.close(end_of(transfer))
@@ -67,12 +67,12 @@ def test_an_end_counts_once() -> None:
 def test_what_lost_workers_were_doing_goes_on_no_more() -> None:
     pool, owner = BlockPool(4), Owner()
     ledger = TransferLedger(pool)
-    blocks = pool.take(2)
+    blocks = pool.allocate(2)
     first = load(ledger, owner, blocks)
     ledger.open(owner, HostSlots([3]), DeviceBlocks([0]), blocks[:1])
     ledger.drop_all()
     assert owner.lost == [0, 1]
-    assert ledger.take() == []
+    assert ledger.drain() == []
     assert not ledger.close(end_of(first))
     assert [block.ref_count for block in blocks] == [1, 1]
     again = load(ledger, owner, blocks)
@@ -84,7 +84,7 @@ def test_what_lost_workers_were_doing_goes_on_no_more() -> None:
 def test_stores_hold_an_eighth_of_the_pool_at_most() -> None:
     pool, owner = BlockPool(32), Owner()
     ledger = TransferLedger(pool)
-    blocks = pool.take(8)
+    blocks = pool.allocate(8)
     assert ledger.store_room == 4
     load(ledger, owner, blocks)
     assert ledger.store_room == 4
@@ -104,7 +104,7 @@ def test_the_smallest_pool_has_room_for_one_store() -> None:
 def test_a_load_of_several_transfers_ends_as_one() -> None:
     pool, owner = BlockPool(4), Owner()
     ledger = TransferLedger(pool)
-    blocks = pool.take(2)
+    blocks = pool.allocate(2)
     held = ledger.hold(blocks)
     first = load(ledger, owner, blocks[:1])
     assert held != first.transfer_id
@@ -112,8 +112,8 @@ def test_a_load_of_several_transfers_ends_as_one() -> None:
     assert (pool.num_available, ledger.num_open) == (2, 2)
     ledger.settle(held, [0, 1], "nothing came")
     ledger.settle(held, [])
-    assert ledger.take_settled() == [TransferEnd(held, 0, [0, 1], "nothing came")]
-    assert ledger.take_settled() == []
+    assert ledger.drain_settled() == [TransferEnd(held, 0, [0, 1], "nothing came")]
+    assert ledger.drain_settled() == []
     assert pool.num_available == 3, "one is still being written"
     assert ledger.close(end_of(first))
     assert pool.num_available == 4
@@ -123,12 +123,12 @@ def test_a_load_of_several_transfers_ends_as_one() -> None:
 def test_what_is_held_is_lost_with_the_workers() -> None:
     pool = BlockPool(4)
     ledger = TransferLedger(pool)
-    blocks = pool.take(3)
+    blocks = pool.allocate(3)
     held, settled = ledger.hold(blocks[:2]), ledger.hold(blocks[2:])
     ledger.settle(settled, [])
     pool.release(blocks)
     ledger.drop_all()
-    assert ledger.take_settled() == []
+    assert ledger.drain_settled() == []
     assert pool.num_available == 4
     ledger.settle(held, [])
-    assert ledger.take_settled() == []
+    assert ledger.drain_settled() == []

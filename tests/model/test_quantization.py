@@ -20,7 +20,8 @@ from pagoda.backend.weights import (
     LinearWeight,
     dequantize,
 )
-from pagoda.checkpoints.model_config import LinearMap, Split, parse_model_config
+from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.weight_formats import GROUP_SIZES, format_bytes
 from pagoda.errors import ConfigError
@@ -68,7 +69,7 @@ def test_int4_is_q4_0(
 ) -> None:
     values = _weight(seed, outputs, num_groups * group_size, dtype)
     weight = quantize_int4(values, group_size)
-    assert (weight.bits, weight.offsets, weight.input_order) == (4, None, None)
+    assert (weight.bits, weight.offsets, weight.act_order) == (4, None, None)
     for output in range(outputs):
         for group in range(num_groups):
             inputs = slice(group * group_size, (group + 1) * group_size)
@@ -105,13 +106,16 @@ class _Source:
     def read_into(self, name: str, out: Tensor) -> None:
         raise NotImplementedError(name)
 
-    def linear(self, linear_map: LinearMap, part: Part, dtype: torch.dtype) -> LinearWeight:  # noqa: ARG002
+    def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:  # noqa: ARG002
         return DenseWeight(self._values)
 
 
-def _all_of(name: str, outputs: int, inputs: int) -> tuple[LinearMap, Part]:
-    linear_map = LinearMap(name, outputs, inputs, Split.INNER)
-    return linear_map, Part(range(outputs), range(inputs))
+def _spec(outputs: int, inputs: int, role: Role = Role.MLP_IN) -> LinearSpec:
+    return LinearSpec("a", outputs, inputs, role)
+
+
+def _all_of(linear: LinearSpec) -> tuple[LinearSpec, Part]:
+    return linear, Part(range(linear.outputs), range(linear.inputs))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
@@ -120,24 +124,26 @@ def test_weights_that_cannot_be_quantized_are_named(bad: float) -> None:
     values[1, 3] = bad
     source = QuantizedWeights(_Source(values), Int4OnLoad(32), ReferenceBackend())
     with pytest.raises(ConfigError, match=r"^a.weight holds numbers that are infinite, NaN or too"):
-        source.linear(*_all_of("a", 2, 64), torch.float32)
+        source.linear(*_all_of(_spec(2, 64)), torch.float32)
 
 
 def test_heads_and_tables_are_int8() -> None:
     source = QuantizedWeights(CutWeights(DummyWeights(0)), Int4OnLoad(64), ReferenceBackend())
-    for name, kind in (
-        ("model.layers.0.mlp.up_proj", GroupedWeight),
-        ("lm_head", Int8Weight),
-        ("model.embed_tokens", Int8Weight),
+    for role, kind in (
+        (Role.MLP_IN, GroupedWeight),
+        (Role.HEAD, Int8Weight),
+        (Role.EMBEDDING, Int8Weight),
+        (Role.ROUTER, DenseWeight),
     ):
-        assert isinstance(source.linear(*_all_of(name, 8, 64), torch.bfloat16), kind)
+        weight = source.linear(*_all_of(_spec(8, 64, role)), torch.bfloat16)
+        assert isinstance(weight, kind)
 
 
 def test_groups_that_do_not_divide_the_inputs() -> None:
     with pytest.raises(ConfigError) as caught:
-        Int4OnLoad(64).format_of("model.layers.0.mlp.up_proj", 96)
+        Int4OnLoad(64).format_of(_spec(8, 96))
     assert str(caught.value) == (
-        "model.layers.0.mlp.up_proj.weight has 96 inputs, which groups of 64 do not divide; "
+        "a.weight has 96 inputs, which groups of 64 do not divide; "
         "take another --quantization-group-size, or --quantization int8."
     )
 
@@ -157,16 +163,16 @@ def test_memory_is_reckoned_without_loading() -> None:
     linear = shape.weight_bytes(None, 1) - tables - 65 * 4096
     in_tables, norms = tables + 4 * 2 * 128256, 65 * 4096 * 2
     assert shape.weight_bytes(Int4OnLoad(32), 2) == linear * 9 // 16 + in_tables + norms
-    rows = sum(m.outputs for m in shape.linear_maps())
+    rows = sum(m.outputs for m in shape.linears())
     assert shape.weight_bytes(Int8OnLoad(), 2) == linear + tables + 4 * rows + norms
 
 
 @pytest.mark.parametrize("quantization", [Int8OnLoad(), Int4OnLoad(128), Int4OnLoad(32)])
 def test_reckoned_bytes_are_those_of_the_tensors(quantization: Int8OnLoad | Int4OnLoad) -> None:
-    name, outputs, inputs = "model.layers.0.mlp.up_proj", 24, 256
+    linear = _spec(24, 256)
     source = QuantizedWeights(CutWeights(DummyWeights(0)), quantization, ReferenceBackend())
-    weight = source.linear(*_all_of(name, outputs, inputs), torch.bfloat16)
+    weight = source.linear(*_all_of(linear), torch.bfloat16)
     assert not isinstance(weight, DenseWeight)
     matrix = weight.codes.nbytes // 2 if isinstance(weight, GroupedWeight) else weight.values.nbytes
-    held = quantization.format_of(name, inputs)
-    assert format_bytes(held, outputs, inputs, 2) == matrix + weight.scales.nbytes
+    held = quantization.format_of(linear)
+    assert format_bytes(held, linear.outputs, linear.inputs, 2) == matrix + weight.scales.nbytes

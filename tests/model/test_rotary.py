@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pagoda.checkpoints.model_config import parse_model_config
+from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.model.rotary import rotary_frequencies
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
-from pagoda.checkpoints.model_config import ModelConfig, parse_model_config
+from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.model_config import LinearSpec, ModelConfig, Role
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.quantization_config import Gptq, GroupScheme
 from pagoda.checkpoints.weight_formats import Quantization
@@ -30,6 +31,8 @@ from pagoda.model.sharding import (
 )
 from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share
 
+LAYER = LinearSpec("a.b", 48, 256, Role.MLP_IN)
+
 
 def model(**changes: Any) -> ModelConfig:
     return parse_model_config(PRESETS["qwen3-0.6b"] | changes, source="test")
@@ -45,15 +48,13 @@ def test_ranks_hold_every_weight_once(tp: int, pp: int) -> None:
     config = model(vocab_size=500, hidden_size=64, intermediate_size=192, head_dim=4)
     held: dict[str, Tensor] = {}
     for shard in shards(config, tp, pp):
-        for linear_map in shard.linear_maps():
-            counts = held.setdefault(
-                linear_map.name, torch.zeros(linear_map.outputs, linear_map.inputs)
-            )
-            part = shard.part_of(linear_map)
+        for linear in shard.linears():
+            counts = held.setdefault(linear.name, torch.zeros(linear.outputs, linear.inputs))
+            part = shard.part_of(linear)
             counts[
                 part.outputs.start : part.outputs.stop, part.inputs.start : part.inputs.stop
             ] += 1
-    assert held.keys() == {m.name for m in whole(config).linear_maps()}
+    assert held.keys() == {m.name for m in whole(config).linears()}
     for name, counts in held.items():
         # The eight KV heads are held twice by 16 ranks; a tied table is needed at both ends of a pipeline.
         shared = name.endswith(("k_proj", "v_proj"))
@@ -180,7 +181,7 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
         (range(16, 32), range(256)),
         (range(48), range(64, 192)),
     ):
-        part = take_part("w", weight, Part(outputs, inputs), torch.float32)
+        part = take_part(LAYER, weight, Part(outputs, inputs), torch.float32)
         assert torch.equal(dequantize(part), numbers[outputs][:, inputs])
         for tensor in vars(part).values():
             assert not isinstance(tensor, Tensor) or tensor.is_contiguous()
@@ -189,7 +190,7 @@ def test_parts_of_weights_are_parts_of_their_numbers(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4", "offsets", "ordered"])
 def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
     for part in (Part(range(16, 32), range(256)), Part(range(48), range(64, 192))):
-        held = take_part("w", _weights()[kind], part, torch.float32)
+        held = take_part(LAYER, _weights()[kind], part, torch.float32)
         for tensor in vars(held).values():
             if isinstance(tensor, Tensor):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -198,7 +199,7 @@ def test_parts_do_not_keep_the_memory_of_the_whole(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int4", "offsets"])
 def test_groups_are_cut_into_smaller_ones_of_the_same_scale(kind: str) -> None:
     weight = _weights()[kind]
-    part = take_part("w", weight, Part(range(48), range(32, 160)), torch.float32)
+    part = take_part(LAYER, weight, Part(range(48), range(32, 160)), torch.float32)
     assert isinstance(part, GroupedWeight)
     assert part.group_size == 32
     assert torch.equal(dequantize(part), dequantize(weight)[:, 32:160])
@@ -207,7 +208,7 @@ def test_groups_are_cut_into_smaller_ones_of_the_same_scale(kind: str) -> None:
 def test_the_smallest_groups_are_not_cut() -> None:
     part = Part(range(48), range(16, 256))
     with pytest.raises(ConfigError) as caught:
-        take_part("a.b", _weights()["int4"], part, torch.float32)
+        take_part(LAYER, _weights()["int4"], part, torch.float32)
     assert str(caught.value) == (
         "the 256 inputs of a.b.weight, quantized in groups, cannot be cut into parts such as 16 to 256; "
         "take a smaller --tensor-parallel-size."

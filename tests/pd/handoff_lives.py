@@ -21,7 +21,7 @@ from pagoda.messages.transfers import RemoteBlocks, Transfer
 from pagoda.messages.worker_config import Role
 from pagoda.pd.messages import KVCheck, KVCheckResult, KVRelease
 from pagoda.pd.prefill_peers import SILENCE_S
-from pagoda.pd.transfer_tokens import TransferToken
+from pagoda.pd.transfer_tokens import TransferTokens
 
 SEEDS_PER_TEST = 25
 _MERCY_S = 2.0
@@ -356,7 +356,7 @@ class Life:
 _NOBODY = KVSource(
     address="tcp://nobody:1",
     engine_id="e",
-    transfer_id=TransferToken(NO_KEYS).new_id("tcp://nobody:1", "e"),
+    transfer_id=TransferTokens(NO_KEYS).new_id("tcp://nobody:1", "e"),
 )
 _NONSENSE = KVSource(address="http://p/../..", engine_id="", transfer_id="x" * 10_000)
 

@@ -50,10 +50,10 @@ class Engine:
         )
 
     @property
-    def holder(self) -> KVExporter:
-        holder = self.harness.core._holder
-        assert holder is not None
-        return holder
+    def exporter(self) -> KVExporter:
+        exporter = self.harness.core._exporter
+        assert exporter is not None
+        return exporter
 
     @property
     def remote(self) -> RemoteKV:
@@ -70,7 +70,7 @@ class Engine:
         return answer
 
     def next_event_at(self) -> float | None:
-        places: Sequence[SimListener | SimPeers | None] = (self.links.door, self.links.peers)  # type: ignore[assignment]
+        places: Sequence[SimListener | SimPeers | None] = (self.links.listener, self.links.peers)  # type: ignore[assignment]
         instants = [place.next_event_at() for place in places if place is not None]
         return earliest([*instants, self.harness.core.next_wakeup()])
 
@@ -85,27 +85,27 @@ class Engine:
             check_books(scheduler)
         else:
             held = [request.table.blocks for request in scheduler._requests.values()]
-            held += self.holder.leases._blocks.values()
+            held += self.exporter.leases._blocks.values()
             wanted = Counter(block.block_id for blocks in held for block in blocks)
             pool = scheduler.kv.pool
             pool.check()
             assert {it.block_id: it.ref_count for it in pool._blocks if it.ref_count} == wanted
-        if self.harness.core._holder is not None:
-            assert self.holder._held.keys() == self.holder.leases._blocks.keys()
+        if self.harness.core._exporter is not None:
+            assert self.exporter._held.keys() == self.exporter.leases._blocks.keys()
         if self.harness.core._remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
         self.harness.check_nothing_left()
-        if self.harness.core._holder is not None:
-            assert self.holder.leases.num_leases == self.holder.leases.num_blocks == 0
-            assert not self.holder._held
-            assert not self.holder._early
+        if self.harness.core._exporter is not None:
+            assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
+            assert not self.exporter._held
+            assert not self.exporter._early
         if self.harness.core._remote is not None:
             assert not self.remote._fetches
             assert not self.remote._copies
-            assert not any(peer.fetches for peer in self.remote._holders._holders.values())
+            assert not any(peer.fetches for peer in self.remote._peers._peers.values())
 
 
 class Pair:
@@ -199,12 +199,10 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 def assert_consistent(remote: RemoteKV) -> None:
     """Whoever is asked for is in both lists, once."""
-    of_peers = [
-        fetch for peer in remote._holders._holders.values() for fetch in peer.fetches.values()
-    ]
+    of_peers = [fetch for peer in remote._peers._peers.values() for fetch in peer.fetches.values()]
     assert len(of_peers) == len(remote._fetches)
     for fetch in of_peers:
-        assert remote._fetches[fetch.demand.request_id] is fetch
-        assert len(fetch.block_ids) <= len(fetch.demand.keys)
+        assert remote._fetches[fetch.prefix.request_id] is fetch
+        assert len(fetch.block_ids) <= len(fetch.prefix.keys)
     held = {fetch.load.held_id for fetch in of_peers if fetch.load is not None}
     assert held == remote._ledger._held.keys()

@@ -8,7 +8,7 @@ import pytest
 from pagoda.ipc.clock import VirtualClock
 from pagoda.ipc.curve import keys_of
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import Demand
+from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.transfers import (
@@ -40,11 +40,11 @@ from pagoda.pd.messages import (
 )
 from pagoda.pd.peers import PeerLost
 from pagoda.pd.prefill_peers import SILENCE_S
-from pagoda.pd.transfer_tokens import TransferToken
+from pagoda.pd.transfer_tokens import TransferTokens
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 ADDRESS = "tcp://p:1"
-SEAL = TransferToken(keys_of(b"the cluster's secret"))
+SEAL = TransferTokens(keys_of(b"the cluster's secret"))
 T, U, V = (SEAL.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
@@ -67,12 +67,12 @@ def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KV
     return KVSource(address=address, engine_id=engine_id, transfer_id=transfer_id)
 
 
-def demand(request_id: str = "r", **fields: str) -> Demand:
-    return Demand(request_id, KEYS, list(range(32)), source(**fields))
+def prefix(request_id: str = "r", **fields: str) -> PrefixRequest:
+    return PrefixRequest(request_id, KEYS, list(range(32)), source(**fields))
 
 
 def welcome(number: int = 1, engine_id: str = "e", num_blocks: int = 64) -> KVWelcome:
-    rank = KVRank(parts=(), num_blocks=num_blocks, doors={})
+    rank = KVRank(parts=(), num_blocks=num_blocks, descriptors={})
     peer = KVPeer(peer_id=f"{engine_id}-{number}", ranks=(rank,))
     return KVWelcome(engine_id=engine_id, peer=peer, lease_s=30.0)
 
@@ -97,7 +97,7 @@ class Rig:
         self.inbox: list[tuple[str, PrefillMessage | PeerLost]] = []
         self.hung_up: list[str] = []
         self.remote = RemoteKV(
-            self, self.ledger, self.clock, seal=SEAL, engine_id="own", fails=fails
+            self, self.ledger, self.clock, tokens=SEAL, engine_id="own", fails=fails
         )
         self.remote.workers_ready(READY)
 
@@ -135,16 +135,16 @@ class Rig:
         return sent
 
     def load(self, start: int = 0, count: int = 8) -> list[Transfer]:
-        self.blocks = self.pool.take(count)
-        self.held_id = self.remote.load(demand(), start, self.blocks, 3)
-        return self.ledger.take()
+        self.blocks = self.pool.allocate(count)
+        self.held_id = self.remote.load(prefix(), start, self.blocks, 3)
+        return self.ledger.drain()
 
     def end(self, transfer: Transfer, failed: list[int] | None = None) -> None:
         error = "broken" if failed else ""
         assert self.ledger.close(TransferEnd(transfer.transfer_id, 0, failed or [], error))
 
     def settled(self) -> TransferEnd | None:
-        ends = self.ledger.take_settled()
+        ends = self.ledger.drain_settled()
         assert len(ends) <= 1
         return ends[0] if ends else None
 
@@ -157,31 +157,31 @@ def rig() -> Rig:
 def open_rig(*messages: PrefillMessage, fails: bool = False) -> Rig:
     """One request is announced, and its source has said hello."""
     rig = Rig(fails=fails)
-    rig.remote.announce(demand(), 2)
+    rig.remote.on_queued(prefix(), 2)
     rig.hear(welcome(), *messages)
     return rig
 
 
 def test_a_whole_fetch(rig: Rig) -> None:
-    rig.remote.announce(demand(), 2)
+    rig.remote.on_queued(prefix(), 2)
     assert rig.take_sent() == [HELLO, KVSubscribe(T, 0, 8)]
-    assert rig.remote.lookup(demand(), 2) is None
+    assert rig.remote.lookup(prefix(), 2) is None
     rig.hear(welcome())
-    assert rig.remote.take_peers() == ([welcome().peer], [])
-    assert rig.remote.lookup(demand(), 2) is None
+    assert rig.remote.drain_peer_changes() == ([welcome().peer], [])
+    assert rig.remote.lookup(prefix(), 2) is None
     rig.hear(blocks(0, [10, 11, 12]))
     assert rig.remote.poll()
-    assert rig.remote.lookup(demand(), 2) == 6, "those that are known will come, and the others"
+    assert rig.remote.lookup(prefix(), 2) == 6, "those that are known will come, and the others"
     [first] = rig.load(2, 6)
     targets = [block.block_id for block in rig.blocks]
     assert first.source == RemoteBlocks("e-1", [12])
     assert first.target == DeviceBlocks(targets[:1])
     assert first.after_step == 3
     rig.hear(blocks(3, [13, 14, 15, 16, 17]), prefilled())
-    [second] = rig.ledger.take()
+    [second] = rig.ledger.drain()
     assert second.source == RemoteBlocks("e-1", [13, 14, 15, 16, 17])
     assert second.target == DeviceBlocks(targets[1:])
-    [news] = rig.remote.take_news()
+    [news] = rig.remote.drain_events()
     assert isinstance(news, Arrived)
     assert (news.request_id, news.token.token_id, news.token.key) == ("r", 7, b"key")
     rig.end(second)
@@ -192,7 +192,7 @@ def test_a_whole_fetch(rig: Rig) -> None:
     rig.hear(KVCheckResult(T, is_valid=True))
     assert rig.settled() == TransferEnd(rig.held_id, 0)
     assert rig.take_sent() == [KVRelease([T])]
-    rig.remote.forget("r")
+    rig.remote.on_dequeued("r")
     assert rig.take_sent() == []
     rig.pool.release(rig.blocks)
     assert rig.pool.num_available == 64
@@ -200,7 +200,7 @@ def test_a_whole_fetch(rig: Rig) -> None:
 
 
 def test_blocks_that_the_device_has_are_not_read(rig: Rig) -> None:
-    rig.remote.announce(demand(), 2)
+    rig.remote.on_queued(prefix(), 2)
     rig.hear(welcome(), blocks(0, list(range(10, 18))))
     [transfer] = rig.load(5, 3)
     assert transfer.source == RemoteBlocks("e-1", [15, 16, 17])
@@ -220,11 +220,11 @@ def test_the_lease_is_kept_until_the_token_comes() -> None:
 
 def test_a_prompt_that_the_other_side_has_in_part_only() -> None:
     rig = open_rig(blocks(0, [1, 2, 3], num_blocks=3))
-    assert rig.remote.lookup(demand(), 2) == 1
-    assert rig.remote.lookup(demand(), 3) == 0
-    assert rig.remote.lookup(demand(), 8) is None, "the token is to come"
+    assert rig.remote.lookup(prefix(), 2) == 1
+    assert rig.remote.lookup(prefix(), 3) == 0
+    assert rig.remote.lookup(prefix(), 8) is None, "the token is to come"
     rig.hear(prefilled(num_blocks=3))
-    assert rig.remote.lookup(demand(), 8) == 0
+    assert rig.remote.lookup(prefix(), 8) == 0
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_what_is_repeated_late_or_unknown_changes_nothing(message: PrefillMessag
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
     rig.take_sent()
-    rig.remote.take_peers()
+    rig.remote.drain_peer_changes()
     rig.hear(message)
-    assert rig.take_sent() == rig.ledger.take() == rig.remote.take_news() == []
+    assert rig.take_sent() == rig.ledger.drain() == rig.remote.drain_events() == []
     assert rig.settled() is None
-    assert rig.remote.take_peers() == ([], [])
+    assert rig.remote.drain_peer_changes() == ([], [])
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]))
-    [rest] = rig.ledger.take()
+    [rest] = rig.ledger.drain()
     rig.end(transfer)
     rig.end(rest)
     assert rig.take_sent() == [KVCheck(T)]
@@ -264,12 +264,12 @@ def test_what_is_repeated_late_or_unknown_changes_nothing(message: PrefillMessag
 
 def test_a_token_is_taken_once() -> None:
     rig = open_rig(prefilled(), prefilled(), prefilled(8))
-    assert len(rig.remote.take_news()) == 1
+    assert len(rig.remote.drain_events()) == 1
 
 
 def test_a_token_outside_the_vocabulary_is_none() -> None:
     rig = open_rig(prefilled(100))
-    assert rig.remote.take_news() == []
+    assert rig.remote.drain_events() == []
 
 
 @pytest.mark.parametrize(
@@ -320,13 +320,13 @@ def test_what_ends_it_before_anything_is_loaded(
     message: PrefillMessage | PeerLost, reason: str, fails: bool
 ) -> None:
     rig = Rig(fails=fails)
-    rig.remote.announce(demand(), 0)
+    rig.remote.on_queued(prefix(), 0)
     rig.take_sent()
     rig.hear(message)
     assert rig.remote.poll()
-    assert rig.remote.lookup(demand(), 0) == 0
+    assert rig.remote.lookup(prefix(), 0) == 0
     assert rig.take_sent() == ([] if isinstance(message, PeerLost) else [KVRelease([T])])
-    assert rig.remote.take_news() == ([Failed("r", reason)] if fails else [])
+    assert rig.remote.drain_events() == ([Failed("r", reason)] if fails else [])
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_what_ends_it_before_anything_is_loaded(
         {"transfer_id": T.replace("t", "u", 1)},
         {"transfer_id": T + "0"},
         {"transfer_id": "t" * 10**6},
-        {"transfer_id": TransferToken(keys_of(b"another secret")).id_of(ADDRESS, "e", "t")},
+        {"transfer_id": TransferTokens(keys_of(b"another secret")).id_of(ADDRESS, "e", "t")},
     ],
     ids=range(13),
 )
@@ -352,14 +352,14 @@ def test_a_source_that_somebody_made_up_is_neither_asked_nor_ended(
     changed: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = open_rig()
-    rig.remote.forget("r")
+    rig.remote.on_dequeued("r")
     rig.take_sent()
     made_up = msgspec.structs.replace(source(), **changed)
     for request_id in ("a", "b"):
-        wanted = Demand(request_id, KEYS, list(range(32)), made_up)
-        rig.remote.announce(wanted, 0)
+        wanted = PrefixRequest(request_id, KEYS, list(range(32)), made_up)
+        rig.remote.on_queued(wanted, 0)
         assert rig.remote.lookup(wanted, 0) == 0
-        rig.remote.forget(request_id)
+        rig.remote.on_dequeued(request_id)
         rig.remote.release(made_up)
     assert rig.sent == []
     assert [record.message for record in caplog.records] == [
@@ -371,7 +371,7 @@ def test_a_source_that_somebody_made_up_is_neither_asked_nor_ended(
 def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
     rig.remote.release(source())
     assert rig.sent == []
-    rig.remote.announce(demand(), 2)
+    rig.remote.on_queued(prefix(), 2)
     rig.take_sent()
     rig.remote.release(source("u"))
     assert rig.take_sent() == [KVRelease([U])]
@@ -380,46 +380,46 @@ def test_nobody_is_called_to_be_told_that_he_is_not_needed(rig: Rig) -> None:
 def test_connections_that_rest_make_room_for_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.pd.prefill_peers.MAX_HOLDERS", 2)
+    monkeypatch.setattr("pagoda.pd.prefill_peers.MAX_PREFILL_PEERS", 2)
     for number in (1, 2, 3):
-        rig.remote.announce(demand(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
-    assert rig.remote.lookup(demand("2"), 0) is None
-    assert rig.remote.lookup(demand("3"), 0) == 0, "there is no room for a third"
+        rig.remote.on_queued(prefix(str(number), address=f"tcp://127.0.0.1:{number}"), 0)
+    assert rig.remote.lookup(prefix("2"), 0) is None
+    assert rig.remote.lookup(prefix("3"), 0) == 0, "there is no room for a third"
     assert rig.hung_up == []
-    rig.remote.forget("1")
-    rig.remote.announce(demand("4", address="tcp://127.0.0.1:4"), 0)
+    rig.remote.on_dequeued("1")
+    rig.remote.on_queued(prefix("4", address="tcp://127.0.0.1:4"), 0)
     assert rig.hung_up == ["tcp://127.0.0.1:1"]
-    assert rig.remote.lookup(demand("4"), 0) is None
+    assert rig.remote.lookup(prefix("4"), 0) is None
 
 
 def test_its_own_kv_is_found_on_the_device(rig: Rig) -> None:
-    rig.remote.announce(demand(engine_id="own"), 0)
+    rig.remote.on_queued(prefix(engine_id="own"), 0)
     assert rig.take_sent() == []
-    assert rig.remote.lookup(demand(), 0) == 0
+    assert rig.remote.lookup(prefix(), 0) == 0
 
 
 def test_a_second_request_of_the_same_source_leaves_it_to_the_first() -> None:
     rig = open_rig(blocks(0, [1, 2]))
     rig.take_sent()
-    rig.remote.announce(demand("sibling"), 0)
-    assert rig.remote.lookup(demand("sibling"), 0) == 0
-    rig.remote.forget("sibling")
+    rig.remote.on_queued(prefix("sibling"), 0)
+    assert rig.remote.lookup(prefix("sibling"), 0) == 0
+    rig.remote.on_dequeued("sibling")
     assert rig.take_sent() == []
-    assert rig.remote.lookup(demand(), 0) == 8
+    assert rig.remote.lookup(prefix(), 0) == 8
 
 
 def test_a_refusal_holds_as_long_as_the_connection() -> None:
     rig = open_rig(KVRefused("another model"))
     rig.take_sent()
-    rig.remote.announce(demand("next", token="u"), 0)
+    rig.remote.on_queued(prefix("next", token="u"), 0)
     assert rig.take_sent() == [KVRelease([U])]
     rig.hear(PeerLost("it hung up"))
-    rig.remote.announce(demand("later", token="v"), 0)
+    rig.remote.on_queued(prefix("later", token="v"), 0)
     assert rig.take_sent() == [HELLO, KVSubscribe(V, 0, 8)]
 
 
 def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) -> None:
-    rig.remote.announce(demand(), 0)
+    rig.remote.on_queued(prefix(), 0)
     rig.take_sent()
     rig.pass_time(0.5)
     assert rig.take_sent() == []
@@ -434,7 +434,7 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
     rig.pass_time(1.1)
     assert rig.take_sent() == [KVRenew([T]), KVSubscribe(T, 2, 8)]
     rig.hear(blocks(2, [3, 4, 5, 6, 7, 8]), prefilled())
-    [second] = rig.ledger.take()
+    [second] = rig.ledger.drain()
     rig.end(first)
     rig.end(second)
     assert rig.take_sent() == [KVCheck(T)]
@@ -443,50 +443,50 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
 
 
 def test_patience_is_with_who_answers(rig: Rig) -> None:
-    rig.remote.announce(demand(), 0)
+    rig.remote.on_queued(prefix(), 0)
     for _ in range(20):
         rig.pass_time(1.0)
         rig.hear(KVRenewed())
-    assert rig.remote.lookup(demand(), 0) is None
+    assert rig.remote.lookup(prefix(), 0) is None
     rig.take_sent()
     rig.pass_time(SILENCE_S + 0.1)
     assert rig.hung_up == [ADDRESS]
     assert rig.take_sent() == [KVRelease([T])]
-    assert rig.remote.lookup(demand(), 0) == 0
+    assert rig.remote.lookup(prefix(), 0) == 0
 
 
 def test_a_request_that_comes_after_a_long_rest_finds_patience() -> None:
     rig = open_rig()
-    rig.remote.forget("r")
+    rig.remote.on_dequeued("r")
     rig.pass_time(1000.0)
-    rig.remote.announce(demand("next", token="u"), 0)
+    rig.remote.on_queued(prefix("next", token="u"), 0)
     rig.pass_time(1.1)
     assert rig.hung_up == []
-    assert rig.remote.lookup(demand("next"), 0) is None
+    assert rig.remote.lookup(prefix("next"), 0) is None
 
 
 def test_workers_are_told_of_peers_and_again_when_they_are_started_anew() -> None:
     rig = open_rig(blocks(0, [1, 2]))
-    rig.remote.take_peers()
+    rig.remote.drain_peer_changes()
     rig.load()
     rig.ledger.drop_all()
     rig.remote.workers_lost()
-    assert rig.remote.lookup(demand(), 0) == 0
+    assert rig.remote.lookup(prefix(), 0) == 0
     rig.pool.release(rig.blocks)
     assert rig.pool.num_available == 64
     rig.hear(welcome(2))
-    assert rig.remote.take_peers() == ([], []), "there are no workers"
+    assert rig.remote.drain_peer_changes() == ([], []), "there are no workers"
     rig.remote.workers_ready(READY)
-    assert rig.remote.take_peers() == ([welcome(2).peer], [])
+    assert rig.remote.drain_peer_changes() == ([welcome(2).peer], [])
     rig.hear(PeerLost("it hung up"))
-    assert rig.remote.take_peers() == ([], ["e-2"])
+    assert rig.remote.drain_peer_changes() == ([], ["e-2"])
 
 
 def test_an_abort_ends_the_load_and_the_lease() -> None:
     rig = open_rig(blocks(0, [1, 2]))
     [transfer] = rig.load()
     rig.take_sent()
-    rig.remote.forget("r")
+    rig.remote.on_dequeued("r")
     assert rig.take_sent() == [KVRelease([T])]
     assert rig.settled() is not None
     rig.end(transfer)
@@ -505,7 +505,7 @@ def test_an_engine_that_ends_lets_go_of_all() -> None:
 
 def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
     """The targets of a load are the request's; the ledger holds them once as a whole, and once per transfer."""
-    rig.remote.announce(demand(), 0)
+    rig.remote.on_queued(prefix(), 0)
     rig.hear(welcome(), blocks(0, [1, 2]))
     [_] = rig.load()
     counts: list[Block] = rig.blocks
@@ -518,9 +518,9 @@ def test_blocks_are_shared_by_nobody_else(rig: Rig) -> None:
 def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) -> None:
     """So that a worker which gives up what takes too long does not give up what comes."""
     part = KVPart(0, "keys", 0, 2, block_bytes // 2 or 1)
-    rank = KVRank(parts=(part,), num_blocks=64, doors={})
+    rank = KVRank(parts=(part,), num_blocks=64, descriptors={})
     hello = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank, rank)), lease_s=30.0)
-    rig.remote.announce(demand(), 1)
+    rig.remote.on_queued(prefix(), 1)
     rig.hear(hello, blocks(0, list(range(10, 18))), prefilled())
     transfers = rig.load(1, 7)
     assert [len(it.source.block_ids) for it in transfers] == sizes
@@ -541,7 +541,7 @@ def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) ->
 
 def test_only_those_of_whom_there_is_news_are_named(rig: Rig) -> None:
     for token in "tuv":
-        rig.remote.announce(demand(token, token=token), 0)
+        rig.remote.on_queued(prefix(token, token=token), 0)
     rig.remote.poll()
     rig.hear(welcome())
     assert rig.remote.poll() == {"t", "u", "v"}
@@ -558,17 +558,17 @@ def test_what_goes_wrong_is_said_again_after_a_while(
 ) -> None:
     for number in range(300):
         address = f"tcp://127.0.0.1:{number + 1}"
-        rig.remote.announce(demand(f"{number}", address=address), 0)
+        rig.remote.on_queued(prefix(f"{number}", address=address), 0)
         rig.inbox = [(address, PeerLost("it hung up"))]
         rig.remote.step()
     assert len(caplog.records) == 300, "of each address"
-    rig.remote.announce(demand("again"), 0)
+    rig.remote.on_queued(prefix("again"), 0)
     rig.hear(PeerLost("it hung up"))
-    rig.remote.announce(demand("and again"), 0)
+    rig.remote.on_queued(prefix("and again"), 0)
     rig.hear(PeerLost("it hung up"))
     assert len(caplog.records) == 301
     rig.pass_time(61.0)
-    rig.remote.announce(demand("later"), 0)
+    rig.remote.on_queued(prefix("later"), 0)
     rig.hear(PeerLost("it hung up"))
     assert len(caplog.records) == 302
     assert len(rig.remote._complaints) == 1

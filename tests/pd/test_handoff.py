@@ -143,7 +143,7 @@ def test_the_last_chunk_of_prefill_names_the_blocks() -> None:
     last = pair.prefill.harness.finished["r"].kv_source
     assert last is not None
     assert msgspec.structs.replace(last, block_ids=()) == source
-    leased = pair.prefill.holder.leases.blocks(source.transfer_id)
+    leased = pair.prefill.exporter.leases.blocks(source.transfer_id)
     assert last.block_ids == tuple(block.block_id for block in leased)
     assert len(last.block_ids) == len(PROMPT) // 4
     load = pair.prefill.harness.core.load()
@@ -216,6 +216,6 @@ def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
     pair.decode.remote.step()
     assert "r" not in pair.decode.remote._fetches
     pair.run()
-    assert source.transfer_id not in pair.prefill.holder.leases
+    assert source.transfer_id not in pair.prefill.exporter.leases
     assert_complete(pair.decode.harness, [blocker, request])
     pair.check_nothing_left()

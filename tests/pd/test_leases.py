@@ -46,7 +46,7 @@ class Leases(RuleBasedStateMachine):
             blocks = [block for block in dict.fromkeys(others) if block not in mine][:count]
             assert self.book.hold(transfer_id, blocks) == (transfer_id in self.held)
         else:
-            blocks = self.pool.take(min(count, self.pool.num_available))
+            blocks = self.pool.allocate(min(count, self.pool.num_available))
             assert self.book.hold(transfer_id, blocks) == (transfer_id in self.held)
             self.pool.release(blocks)
         mine.extend(blocks)

@@ -36,7 +36,7 @@ from pagoda.pd.messages import (
     KVWelcome,
 )
 from pagoda.pd.prefill_peers import SILENCE_S
-from pagoda.pd.transfer_tokens import TransferToken
+from pagoda.pd.transfer_tokens import TransferTokens
 
 PROMPT = [token % 50 for token in range(3, 45)]
 CHUNKS = {"max_num_batched_tokens": 12}
@@ -58,7 +58,7 @@ def is_unanswered(pair: Pair) -> bool:
 
 
 def has_leases(pair: Pair) -> bool:
-    return pair.prefill.holder.leases.num_leases > 0
+    return pair.prefill.exporter.leases.num_leases > 0
 
 
 # ---- D aborts, P holds blocks for ever (vllm#46283, #41269)
@@ -141,7 +141,7 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     request = make_request("r", PROMPT)
     source = pair.submit(request)
     pair.run_until(lambda: bool(pair.decode.remote._copies) and bool(pair.told(KVPrefilled)))
-    pair.prefill.holder.drop(source.transfer_id, "somebody made a mistake")
+    pair.prefill.exporter.drop(source.transfer_id, "somebody made a mistake")
     for number, document in enumerate(documents(2)):
         pair.prefill.add(make_request(f"next{number}", document))
     pair.run()
@@ -203,7 +203,7 @@ def test_prefill_dies_during_the_handshake(is_silent: bool) -> None:
     assert isinstance(pair.sent[0], KVHello)
     if is_silent:
         pair.prefill.kill()
-        pair.network.door(pair.prefill.address)  # somebody takes all, and says nothing
+        pair.network.listener(pair.prefill.address)  # somebody takes all, and says nothing
     else:
         pair.prefill.kill()
     begun_at = pair.clock.now()
@@ -241,7 +241,7 @@ def test_what_cannot_be_asked_for_fails_the_request_where_it_is_to() -> None:
     pair = Pair(fails=True)
     request = make_request("r", PROMPT)
     address = "tcp://nobody:1"
-    transfer_id = TransferToken(NO_KEYS).new_id(address, "e")
+    transfer_id = TransferTokens(NO_KEYS).new_id(address, "e")
     pair.fetch(request, KVSource(address=address, engine_id="e", transfer_id=transfer_id))
     pair.run()
     error = pair.decode.harness.finished["r"].error
@@ -275,17 +275,17 @@ def test_workers_started_anew_are_other_peers() -> None:
     first, second = (make_request(f"r{n}", document) for n, document in enumerate(documents(2)))
     pair.submit(first)
     pair.run()
-    holder = pair.prefill.holder
-    before = holder._peer
+    exporter = pair.prefill.exporter
+    before = exporter._peer
     pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
     pair.run()
-    assert holder._peer not in (None, before)
+    assert exporter._peer not in (None, before)
     pair.submit(second)
     pair.run()
     assert_complete(pair.decode.harness, [first, second])
     assert {blocks.peer_id for blocks in pair.told(KVBlocks)} == {
-        f"{holder._engine_id}-1",
-        f"{holder._engine_id}-2",
+        f"{exporter._engine_id}-1",
+        f"{exporter._engine_id}-2",
     }
     assert pair.decode.harness.core.load().tiers[0].num_failed == 0
 
@@ -403,7 +403,7 @@ def test_a_first_token_that_ends_the_answer_ends_it(end: str) -> None:
 
 
 def test_an_id_that_is_no_string_is_no_message() -> None:
-    wrong = msgspec.msgpack.encode({"type": "kv_want", "transfer_id": 7, "start": 0, "end": 1})
+    wrong = msgspec.msgpack.encode({"type": "kv_subscribe", "transfer_id": 7, "start": 0, "end": 1})
     with pytest.raises(msgspec.ValidationError, match="Expected `str`, got `int`"):
         Codec[DecodeMessage](DecodeMessage).decode(wrong)
 
@@ -444,12 +444,12 @@ def test_one_handshake_is_enough_and_nobody_is_asked_twice() -> None:
 
 def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() -> None:
     pair = Pair()
-    holder = pair.prefill.holder
+    exporter = pair.prefill.exporter
     for _ in range(2):  # after the second, the next one waits
         pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
     peers = pair.network.peers()
     peers.send(pair.prefill.address, KVHello(digest="of another model"))
-    pair.run_until(lambda: bool(holder._early))
+    pair.run_until(lambda: bool(exporter._early))
     assert peers.next_event_at() is None
     pair.run()
     answers = []
@@ -457,7 +457,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
         pair.clock.advance_to(at)
         answers += [message for _, message in peers.receive()]
     assert [type(answer) for answer in answers] == [KVRefused]
-    assert not holder._early
+    assert not exporter._early
 
 
 def test_waiting_for_the_handshake_costs_nothing() -> None:
@@ -515,7 +515,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote._holders._holders == {}
+    assert pair.decode.remote._peers._peers == {}
     is_silent = False
     pair.submit(second)
     pair.run()
@@ -637,7 +637,7 @@ def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
     pair.prefill.add(make_request("next", PROMPT, max_tokens=2))
     pair.run_until(lambda: "next" in pair.prefill.harness.finished)
     assert pair.clock.now() - asked_at < 1
-    leases = pair.prefill.holder.leases
+    leases = pair.prefill.exporter.leases
     assert [source.transfer_id in leases for source in (wanted, oldest, newest)] == [
         True,
         False,
@@ -658,7 +658,7 @@ def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
     for number, document in enumerate(documents(3)):
         pair.prefill.add(make_request(f"r{number}", document))
     pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
-    assert source.transfer_id in pair.prefill.holder.leases
+    assert source.transfer_id in pair.prefill.exporter.leases
 
 
 def test_who_may_not_ask_yet_stops_nobody_who_need_not_ask() -> None:

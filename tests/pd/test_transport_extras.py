@@ -19,13 +19,13 @@ _RUN = (
 )
 
 
-_DOOR_ENDS = "not (test_closing_ends_a_read_under_way and door)"
+_EXPORT_ENDS = "not (test_closing_ends_a_read_under_way and export)"
 """UCX may end a process (`ucs_arbiter_group_is_empty`) that takes a door down while somebody reads; a worker does
 so only when it ends itself."""
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("name", "chosen"), [("nixl", _DOOR_ENDS), ("mooncake", "")])
+@pytest.mark.parametrize(("name", "chosen"), [("nixl", _EXPORT_ENDS), ("mooncake", "")])
 def test_an_extra_keeps_the_promises_of_all_transports(name: str, chosen: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install 'pagoda-llm[{name}]'")

@@ -31,28 +31,28 @@ class House:
         self.name = name
         self.theirs, self.ours = Memory(1), Memory(2)
         self.transport = make(name, self.ours)
-        self.door: ExportedMemory = make(name, self.theirs).open_door()
+        self.exported: ExportedMemory = make(name, self.theirs).export()
 
     def knock(self) -> socket.socket:
         if self.name == "shm":
-            shm = msgspec.msgpack.decode(self.door.descriptor, type=ShmDescriptor)
+            shm = msgspec.msgpack.decode(self.exported.descriptor, type=ShmDescriptor)
             stream = socket.socket(socket.AF_UNIX)
             stream.connect(f"\0{shm.name}")
         else:
-            door = msgspec.msgpack.decode(self.door.descriptor, type=TcpDescriptor)
-            stream = socket.create_connection((door.host, door.port))
+            remote = msgspec.msgpack.decode(self.exported.descriptor, type=TcpDescriptor)
+            stream = socket.create_connection((remote.host, remote.port))
         stream.settimeout(20)
         return stream
 
     def check(self) -> None:
         """Guests are served."""
-        link = self.transport.connect(self.door.descriptor, soon())
+        link = self.transport.connect(self.exported.descriptor, soon())
         read(link, [Span(0, 7, 100, self.ours.address(0))])
         assert self.ours.bytes_of(0, 0, 100) == self.theirs.bytes_of(0, 7, 100)
         link.close()
 
     def close(self) -> None:
-        self.door.close()
+        self.exported.close()
         self.theirs.close()
         self.ours.close()
 
@@ -84,22 +84,22 @@ def drain(stream: socket.socket) -> bytes:
 def test_another_secret_does_not_open(house: House) -> None:
     wrong = make(house.name, house.ours, b"another secret of another")
     with pytest.raises(TransportError, match="cluster's key"):
-        wrong.connect(house.door.descriptor, soon())
+        wrong.connect(house.exported.descriptor, soon())
     house.check()
 
 
 def test_a_door_that_does_not_know_the_secret_is_not_believed(house: House) -> None:
-    door = make(house.name, house.theirs, b"another secret of another").open_door()
+    exported = make(house.name, house.theirs, b"another secret of another").export()
     with pytest.raises(TransportError):
-        house.transport.connect(door.descriptor, soon())
-    door.close()
+        house.transport.connect(exported.descriptor, soon())
+    exported.close()
 
 
 def test_another_door_at_the_same_place_is_not_taken_for_it(house: House) -> None:
     """The process was started again, and its successor has the port."""
     kind = ShmDescriptor if house.name == "shm" else TcpDescriptor
-    descriptor = msgspec.msgpack.decode(house.door.descriptor, type=kind)
-    stale = msgspec.structs.replace(descriptor, door_id=bytes(16))
+    descriptor = msgspec.msgpack.decode(house.exported.descriptor, type=kind)
+    stale = msgspec.structs.replace(descriptor, export_id=bytes(16))
     with pytest.raises(TransportError, match="another's by now"):
         house.transport.connect(msgspec.msgpack.encode(stale), soon())
 
@@ -158,14 +158,14 @@ def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
 
 def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
     """One that is slow with its proof keeps its place."""
-    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
-    guest = tcp_house.knock()
+    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
+    reader = tcp_house.knock()
     crowd = [
-        socket.create_connection((door.host, door.port), 20, ("127.0.0.2", 0))
+        socket.create_connection((remote.host, remote.port), 20, ("127.0.0.2", 0))
         for _ in range(2 * stream_server.MAX_STRANGERS)
     ]
     assert drain(crowd[0]) == b"", "the first of them was sent away for others"
-    enter(tcp_house, guest).close()
+    enter(tcp_house, reader).close()
     for stream in crowd:
         stream.close()
 
@@ -173,7 +173,7 @@ def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
 def test_a_guest_that_was_sent_away_comes_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prover = house.door._prover  # type: ignore[attr-defined]
+    prover = house.exported._prover  # type: ignore[attr-defined]
     admit, turns = prover.admit, itertools.count()
 
     def admit_the_third(stream: socket.socket, channel: bytes, deadline: float) -> int:
@@ -199,7 +199,7 @@ def test_strangers_cannot_ask_for_what_costs_much(tcp_house: House) -> None:
 
 def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
     crowd = [house.knock() for _ in range(10)]
-    house.door.close()
+    house.exported.close()
     for stream in crowd:
         assert len(drain(stream)) <= 64
     assert not [t for t in threading.enumerate() if f"kv-{house.name}" in t.name]
@@ -209,10 +209,10 @@ def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
 
 
 def enter(house: House, stream: socket.socket | None = None) -> socket.socket:
-    """A guest's stream, to say on it what one likes; `stream` has not said anything yet."""
-    door = msgspec.msgpack.decode(house.door.descriptor, type=TcpDescriptor)
+    """A reader's stream, to say on it what one likes; `stream` has not said anything yet."""
+    remote = msgspec.msgpack.decode(house.exported.descriptor, type=TcpDescriptor)
     channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
-    Prover(SECRET, door.door_id).enter(channel, tcp._binding(channel), 0, soon())
+    Prover(SECRET, remote.export_id).enter(channel, tcp._binding(channel), 0, soon())
     bare = tcp._bared(channel, soon())
     bare.settimeout(20)
     return bare
@@ -257,7 +257,7 @@ def test_a_guest_that_does_not_take_what_it_asked_for_is_sent_away(
     count = 300
     asked = struct.pack("<I", count) + struct.pack("<IQQ", 2, 0, 3 * 2**20) * count
     stream.sendall(asked)
-    served = [thread for thread in threading.enumerate() if thread.name == "kv-tcp-door"][1:]
+    served = [thread for thread in threading.enumerate() if thread.name == "kv-tcp-export"][1:]
     assert len(served) == 1, "besides the one that accepts"
     served[0].join(20)
     assert not served[0].is_alive()
@@ -269,7 +269,7 @@ def test_a_door_that_falls_silent_is_given_up(
     tcp_house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
-    link = tcp_house.transport.connect(tcp_house.door.descriptor, soon())
+    link = tcp_house.transport.connect(tcp_house.exported.descriptor, soon())
     is_over = threading.Event()
     monkeypatch.setattr(tcp, "_send", lambda _stream, _pieces: is_over.wait(20))
     with pytest.raises(TransportError, match="timed out"):
@@ -296,19 +296,19 @@ def test_memory_that_was_handed_over_cannot_be_written_to_or_cut() -> None:
 
 
 def test_a_host_that_encrypts_takes_no_guest_that_does_not(tcp_house: House) -> None:
-    tcp_house.door.close()
-    tcp_house.door = make("tcp", tcp_house.theirs, encrypts=True).open_door()
+    tcp_house.exported.close()
+    tcp_house.exported = make("tcp", tcp_house.theirs, encrypts=True).export()
     stream = tcp_house.knock()
-    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
+    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
     channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
-    Prover(SECRET, door.door_id).enter(channel, tcp._binding(channel), 0, soon())
+    Prover(SECRET, remote.export_id).enter(channel, tcp._binding(channel), 0, soon())
     assert channel.recv(100) == b""
     channel.close()
     tcp_house.check()
 
 
 class Eavesdropper:
-    """Passes on whatever goes between a guest and the door, and keeps it."""
+    """Passes on whatever goes between a reader and the door, and keeps it."""
 
     def __init__(self, port: int) -> None:
         self.heard = bytearray()
@@ -319,17 +319,18 @@ class Eavesdropper:
         self._threads[0].start()
 
     def _serve(self) -> None:
-        guest, _ = self._listener.accept()
-        door = socket.create_connection(("127.0.0.1", self._to))
+        reader, _ = self._listener.accept()
+        exporter = socket.create_connection(("127.0.0.1", self._to))
         ways = [
-            threading.Thread(target=self._pass_on, args=w) for w in ((guest, door), (door, guest))
+            threading.Thread(target=self._pass_on, args=w)
+            for w in ((reader, exporter), (exporter, reader))
         ]
         for way in ways:
             way.start()
         for way in ways:
             way.join()
-        guest.close()
-        door.close()
+        reader.close()
+        exporter.close()
 
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(2**16):
@@ -345,9 +346,9 @@ class Eavesdropper:
 
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: House, encrypts: bool) -> None:
-    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
-    ear = Eavesdropper(door.port)
-    through = msgspec.msgpack.encode(msgspec.structs.replace(door, port=ear.port))
+    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
+    ear = Eavesdropper(remote.port)
+    through = msgspec.msgpack.encode(msgspec.structs.replace(remote, port=ear.port))
     link = make("tcp", tcp_house.ours, encrypts=encrypts).connect(through, soon())
     read(link, [Span(0, 0, 10_000, tcp_house.ours.address(0))])
     link.close()
@@ -359,15 +360,15 @@ def test_encrypted_bytes_cannot_be_read_on_the_way(tcp_house: House, encrypts: b
 
 def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: House) -> None:
     """Two channels, one to each side, have two names; a proof for one is none for the other."""
-    door = msgspec.msgpack.decode(tcp_house.door.descriptor, type=TcpDescriptor)
+    remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
     listener = socket.create_server(("127.0.0.1", 0))
     outcome: list[bytes] = []
 
     def stand_between() -> None:
-        guest, _ = listener.accept()
-        inside = tcp._tls(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(guest, server_side=True)
+        reader, _ = listener.accept()
+        inside = tcp._tls(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(reader, server_side=True)
         outside = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
-            socket.create_connection(("127.0.0.1", door.port))
+            socket.create_connection(("127.0.0.1", remote.port))
         )
         inside.sendall(outside.recv(32))
         outside.sendall(inside.recv(65))
@@ -378,9 +379,9 @@ def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: House) -> Non
     thread = threading.Thread(target=stand_between)
     thread.start()
     port = listener.getsockname()[1]
-    through = msgspec.msgpack.encode(msgspec.structs.replace(door, port=port))
+    through = msgspec.msgpack.encode(msgspec.structs.replace(remote, port=port))
     with pytest.raises(TransportError):
         tcp_house.transport.connect(through, soon())
     thread.join(20)
     listener.close()
-    assert outcome == [b""], "the door proved nothing"
+    assert outcome == [b""], "the exporter proved nothing"

@@ -28,19 +28,19 @@ class Pair:
         self.kind = "tcp" if encrypts else name
         self.theirs, self.ours = Memory(1), Memory(2)
         try:
-            self.holder: Transport = make(self.kind, self.theirs, encrypts=encrypts)
+            self.exporter: Transport = make(self.kind, self.theirs, encrypts=encrypts)
             self.fetcher: Transport = make(self.kind, self.ours)
-            self.door: ExportedMemory = self.holder.open_door()
+            self.exported: ExportedMemory = self.exporter.export()
             self.link: MemoryLink = self.connect()
         except TransportError as error:
             pytest.skip(str(error))
 
     def connect(self) -> MemoryLink:
-        return self.fetcher.connect(self.door.descriptor, soon())
+        return self.fetcher.connect(self.exported.descriptor, soon())
 
     def close(self) -> None:
         self.link.close()
-        self.door.close()
+        self.exported.close()
         self.theirs.close()
         self.ours.close()
 
@@ -128,17 +128,19 @@ def test_nothing_else_of_the_process_is_read(pair: Pair) -> None:
             read(pair.link, [Span(region, offset, count, pair.ours.address(2))])
     link = pair.connect()
     read(link, [Span(0, 0, 64, pair.ours.address(0))])
-    assert pair.ours.bytes_of(0, 0, 64) == pair.theirs.bytes_of(0, 0, 64), "the door is open still"
+    assert pair.ours.bytes_of(0, 0, 64) == pair.theirs.bytes_of(0, 0, 64), (
+        "the memory is exported still"
+    )
     link.close()
 
 
 def test_a_door_that_is_closed_is_noticed(pair: Pair) -> None:
-    pair.door.close()
+    pair.exported.close()
     with pytest.raises(TransportError):
         read(pair.link, [Span(0, 0, 64, pair.ours.address(0))])
     with pytest.raises(TransportError):
         pair.connect()
-    pair.door.close()
+    pair.exported.close()
 
 
 def test_a_link_that_is_closed_reads_nothing(pair: Pair) -> None:
@@ -148,7 +150,7 @@ def test_a_link_that_is_closed_reads_nothing(pair: Pair) -> None:
         read(pair.link, [Span(0, 0, 64, pair.ours.address(0))])
 
 
-@pytest.mark.parametrize("closes", ["door", "link"])
+@pytest.mark.parametrize("closes", ["export", "link"])
 def test_closing_ends_a_read_under_way(pair: Pair, closes: str) -> None:
     begun = threading.Event()
 
@@ -163,7 +165,7 @@ def test_closing_ends_a_read_under_way(pair: Pair, closes: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_on)
         assert begun.wait(20)
-        (pair.door if closes == "door" else pair.link).close()
+        (pair.exported if closes == "export" else pair.link).close()
         with pytest.raises(TransportError):
             reading.result(20)
 
@@ -209,12 +211,12 @@ def test_a_read_that_fails_leaves_nobody_writing(
 
 def test_a_door_of_another_memory_is_not_taken_for_it(pair: Pair) -> None:
     other = Memory(4)
-    door = make(pair.kind, other).open_door()
-    link = pair.fetcher.connect(door.descriptor, soon())
+    exported = make(pair.kind, other).export()
+    link = pair.fetcher.connect(exported.descriptor, soon())
     read(link, [Span(0, 0, 64, pair.ours.address(0))])
     assert pair.ours.bytes_of(0, 0, 64) == other.bytes_of(0, 0, 64)
     link.close()
-    door.close()
+    exported.close()
     other.close()
 
 

@@ -95,7 +95,8 @@ def poisoned(endpoint: SimEndpoint) -> SimEndpoint:
 
 
 def worker_breaking(endpoint: SimEndpoint) -> SimEndpoint:
-    """An endpoint whose worker dies a little after it has taken a prompt with a `POISON` token; the engine goes on."""
+    """An endpoint whose worker dies a little after it has taken a prompt with a `POISON` token; the engine goes
+    on."""
     return _after_poison(endpoint, lambda: endpoint.lose_worker(restart_s=0.5))
 
 

@@ -9,13 +9,13 @@ from contextlib import aclosing
 
 import msgspec
 import pytest
-from test_dispatching import Answer, ask, assert_nothing_left, engine, request
+from fleet import Answer, ask, assert_nothing_left, engine, request
+from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.outliers import SILENCE_S
-from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefill_offload import Place
 from pagoda.ipc.clock import LoopClock

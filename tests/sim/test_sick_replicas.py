@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from test_dispatching import ask, assert_nothing_left, engine, request, start
+from fleet import ask, assert_nothing_left, engine, request, start
 
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher

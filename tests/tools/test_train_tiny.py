@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.train_tiny import checks, heldout, skills, tokenizer
+
 ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from tools.train_tiny import checks, heldout, skills, tokenizer  # noqa: E402
-
 MODEL = ROOT / "pagoda" / "checkpoints" / "pagoda_tiny"
 RECIPE = json.loads((ROOT / "tools" / "train_tiny" / "recipe.json").read_text(encoding="utf-8"))
 WEIGHTS: dict[str, float] = RECIPE["stages"][-1]["weights"]

@@ -102,13 +102,13 @@ class Engine:
     def digests(self) -> set[str]:
         return {rank.handoff.digest for rank in self.ranks}
 
-    def meet(self, peer: KVPeer) -> None:
+    def add_peer(self, peer: KVPeer) -> None:
         for exchange in self.exchanges:
-            exchange.meet([peer])
+            exchange.add_peers([peer])
 
-    def part(self, peer_id: str) -> None:
+    def remove_peer(self, peer_id: str) -> None:
         for exchange in self.exchanges:
-            exchange.part([peer_id])
+            exchange.remove_peers([peer_id])
 
     def step_done(self, step: int) -> None:
         for exchange in self.exchanges:

@@ -52,11 +52,11 @@ class Replica:
         source: TransferPlace,
         target: TransferPlace,
         after_step: int = -1,
-        met: tuple[KVPeer, ...] = (),
+        added_peers: tuple[KVPeer, ...] = (),
     ) -> TransferEnd:
         transfer = Transfer(self.num_transfers, self.generation, source, target, after_step)
         self.num_transfers += 1
-        self.executor.submit_transfers([transfer], met)
+        self.executor.submit_transfers([transfer], added_peers)
         end = next_event(self.executor)
         assert isinstance(end, TransferEnd)
         assert (end.transfer_id, end.generation) == (transfer.transfer_id, self.generation)

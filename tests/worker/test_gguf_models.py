@@ -23,11 +23,13 @@ from hypothesis import strategies as st
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model, save_model
 
 from pagoda.backend.weights import DenseWeight, GroupedWeight, dequantize
+from pagoda.checkpoints.config_json import read_model_config
+from pagoda.checkpoints.gguf.config import gguf_model_config
 from pagoda.checkpoints.gguf.reader import read_gguf
-from pagoda.checkpoints.model_config import read_model_config
+from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
-from pagoda.model.gguf_weights import GgufWeights, gguf_model_config
+from pagoda.model.gguf_weights import GgufWeights
 from pagoda.model.sharding import whole
 
 IN_GGUF = [name for name in FAMILIES if name not in ("qwen2-windowed", *WITH_EXPERTS)]
@@ -116,7 +118,9 @@ def add_shape(writer: GGUFWriter, hidden: int, inner: int, heads: int, head_dim:
 def test_quantized_weights_are_those_of_the_package(kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "one.gguf"
     expected = _save_layers(path, kind)["blk.0.ffn_down"]
-    weight = _weights(path).linear("model.layers.0.mlp.down_proj", 256, 512, torch.bfloat16)
+    weight = _weights(path).linear(
+        LinearSpec("blk.0.ffn_down", 256, 512, Role.MLP_OUT), torch.bfloat16
+    )
     assert isinstance(weight, GroupedWeight)
     bits, has_offsets = TYPES[kind]
     assert (weight.bits, weight.offsets is not None, weight.group_size) == (bits, has_offsets, 32)
@@ -142,13 +146,15 @@ def test_dense_weights_come_in_the_dtype_of_activations(
     expected = torch.from_numpy(_save_layers(path, kind)["token_embd"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weight = _weights(path).linear("model.embed_tokens", 300, 256, dtype)
+        weight = _weights(path).linear(LinearSpec("token_embd", 300, 256, Role.EMBEDDING), dtype)
     assert isinstance(weight, DenseWeight)
     assert weight.values.dtype == dtype
     assert torch.equal(weight.values, expected.to(dtype))
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, *TYPES], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [Kind.F32, Kind.BF16, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K], ids=lambda kind: kind.name
+)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_rows_of_queries_and_keys_are_put_back(kind: Kind, name: str, tmp_path: Path) -> None:
     path = tmp_path / "one.gguf"
@@ -157,7 +163,7 @@ def test_rows_of_queries_and_keys_are_put_back(kind: Kind, name: str, tmp_path: 
         neighbours = expected.reshape(-1, 32, 2, 256)
         expected = neighbours.transpose(0, 2, 1, 3).reshape(expected.shape)
     out = torch.empty(expected.shape)
-    _weights(path).read_into(f"model.layers.0.self_attn.{name}_proj.weight", out)
+    _weights(path).read_into(f"blk.0.attn_{name}.weight", out)
     atol = 0 if kind in (Kind.F32, Kind.BF16, *EXACT, *ROUNDED) else 3e-4 * np.abs(expected).max()
     np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=atol)
 
@@ -173,7 +179,7 @@ def test_scales_that_float16_can_hardly_hold(tmp_path: Path) -> None:
         blocks[row, 208:] = np.frombuffer(np.float16(size).tobytes(), dtype=np.uint8)
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
     finish(writer)
-    weight = _weights(path).linear("model.embed_tokens", 3, 256, torch.float32)
+    weight = _weights(path).linear(LinearSpec("token_embd", 3, 256, Role.EMBEDDING), torch.float32)
     found, expected = dequantize(weight).numpy(), gguf.dequantize(blocks, kind)
     assert (found[0] == 0).all()
     np.testing.assert_allclose(

@@ -66,7 +66,7 @@ def both(
     other = make(model, decode or topology(), Role.DECODE, **options)
     assert one.digests == other.digests
     assert len(one.digests) == 1
-    other.meet(one.peer())
+    other.add_peer(one.peer())
     return one, other
 
 
@@ -166,8 +166,8 @@ def all_failed(engine: Engine, sources: list[int], targets: list[int]) -> str:
 
 def test_a_peer_that_nobody_knows(make: MakeEngine, model: Path) -> None:
     _, engine = both(make, model)
-    engine.part("prefill-1")
-    engine.part("prefill-1")
+    engine.remove_peer("prefill-1")
+    engine.remove_peer("prefill-1")
     assert "nobody knows" in all_failed(engine, SOURCES, TARGETS)
 
 
@@ -194,8 +194,8 @@ def test_a_peer_that_is_back_at_once_is_read_again(make: MakeEngine, model: Path
 def test_a_transport_that_does_not_work_is_passed_over(make: MakeEngine, model: Path) -> None:
     prefill, engine = both(make, model)
     (rank,) = prefill.described()
-    broken = msgspec.structs.replace(rank, doors=rank.doors | {"shm": b"nonsense"})
-    engine.meet(KVPeer(peer_id="other", ranks=(broken,)))
+    broken = msgspec.structs.replace(rank, descriptors=rank.descriptors | {"shm": b"nonsense"})
+    engine.add_peer(KVPeer(peer_id="other", ranks=(broken,)))
     transfer_id = engine.begin(SOURCES, TARGETS, "other")
     assert engine.wait()[transfer_id][0].failed == []
     engine.check(SOURCES, TARGETS)
@@ -204,14 +204,14 @@ def test_a_transport_that_does_not_work_is_passed_over(make: MakeEngine, model: 
 def test_what_is_not_named_is_not_used(make: MakeEngine, model: Path) -> None:
     prefill = make(model, topology(), Role.PREFILL, transports=("shm",))
     engine = make(model, topology(), Role.DECODE, transports=("tcp",))
-    engine.meet(prefill.peer())
+    engine.add_peer(prefill.peer())
     assert "over shm, this one reads over tcp" in all_failed(engine, SOURCES, TARGETS)
 
 
 def test_another_secret(make: MakeEngine, model: Path) -> None:
     prefill = make(model, topology(), Role.PREFILL, secret=b"another secret of theirs")
     engine = make(model, topology(), Role.DECODE)
-    engine.meet(prefill.peer())
+    engine.add_peer(prefill.peer())
     assert "cluster's key" in all_failed(engine, SOURCES, TARGETS)
     engine.check([], [])
 
@@ -220,10 +220,10 @@ def test_kv_that_does_not_fit_is_refused(make: MakeEngine, model: Path, two_head
     prefill = make(model, topology(), Role.PREFILL, kv_cache_dtype="bfloat16")
     engine = make(model, topology(), Role.DECODE, kv_cache_dtype="float32")
     assert prefill.digests != engine.digests
-    engine.meet(prefill.peer())
+    engine.add_peer(prefill.peer())
     assert "bytes per block, here they have" in all_failed(engine, SOURCES, TARGETS)
     half = make(two_heads, topology(), Role.PREFILL)
-    engine.meet(half.peer("half"))
+    engine.add_peer(half.peer("half"))
     engine.begin([0], [0], "half")
     ((end,),) = engine.wait().values()
     assert end.error
@@ -232,7 +232,7 @@ def test_kv_that_does_not_fit_is_refused(make: MakeEngine, model: Path, two_head
 def test_a_rank_that_is_missing(make: MakeEngine, model: Path) -> None:
     prefill = make(model, topology(tp=2), Role.PREFILL)
     engine = make(model, topology(), Role.DECODE)
-    engine.meet(KVPeer(peer_id="prefill-1", ranks=prefill.described()[:1]))
+    engine.add_peer(KVPeer(peer_id="prefill-1", ranks=prefill.described()[:1]))
     assert all_failed(engine, SOURCES, TARGETS) == "it has no keys of head 2 of layer 0"
 
 
@@ -279,7 +279,7 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     engine = make(model, topology(), Role.DECODE)
     (exchange,) = engine.exchanges
     exchange._connect = lambda _rank, _deadline: SlowLink()
-    engine.meet(prefill.peer())
+    engine.add_peer(prefill.peer())
     assert engine.read(SOURCES, TARGETS)[0].failed == []
 
 
@@ -323,7 +323,7 @@ def silence() -> Iterator[Silence]:
 
 def silent_peer(prefill: Engine, silence: Silence) -> KVPeer:
     ranks = [
-        msgspec.structs.replace(rank, doors={"tcp": silence.descriptor})
+        msgspec.structs.replace(rank, descriptors={"tcp": silence.descriptor})
         for rank in prefill.described()
     ]
     return KVPeer(peer_id="silent", ranks=tuple(ranks))
@@ -333,7 +333,7 @@ def test_a_peer_that_is_silent_does_not_keep_others_waiting(
     make: MakeEngine, model: Path, silence: Silence
 ) -> None:
     prefill, engine = both(make, model)
-    engine.meet(silent_peer(prefill, silence))
+    engine.add_peer(silent_peer(prefill, silence))
     engine.begin([0], [11], "silent")
     assert silence.has_guest.wait(20)
     assert engine.read(SOURCES, TARGETS)[0].failed == []
@@ -345,10 +345,10 @@ def test_a_silent_peer_that_parts_ends_its_transfers(
 ) -> None:
     monkeypatch.setattr("pagoda.pd.transport.tcp.HANDSHAKE_S", 0.5)
     prefill, engine = both(make, model)
-    engine.meet(silent_peer(prefill, silence))
+    engine.add_peer(silent_peer(prefill, silence))
     ids = [engine.begin([0, 1], [2, 3], "silent") for _ in range(3)]
     assert silence.has_guest.wait(20)
-    engine.part("silent")
+    engine.remove_peer("silent")
     ends = engine.wait(3)
     assert sorted(ends) == ids
     assert all(end.failed == [0, 1] for (end,) in ends.values())
@@ -366,7 +366,7 @@ def test_an_idle_link_is_closed_by_the_thread_that_reads(
     assert lane._link is not None
     closers: list[threading.Thread] = []
     monkeypatch.setattr(lane._link, "close", lambda: closers.append(threading.current_thread()))
-    engine.part("prefill-1")
+    engine.remove_peer("prefill-1")
     lane.join()
     assert closers == [lane._thread]
 
@@ -420,8 +420,8 @@ def test_no_transport_that_works(make: MakeEngine, model: Path) -> None:
 def test_a_rank_on_another_host_is_reached_there(make: MakeEngine, model: Path) -> None:
     prefill = make(model, topology(), Role.PREFILL, transports=("tcp",), bind_host="127.0.0.2")
     (rank,) = prefill.described()
-    assert msgspec.msgpack.decode(rank.doors["tcp"], type=TcpDescriptor).host == "127.0.0.2"
+    assert msgspec.msgpack.decode(rank.descriptors["tcp"], type=TcpDescriptor).host == "127.0.0.2"
     engine = make(model, topology(), Role.DECODE)
-    engine.meet(prefill.peer())
+    engine.add_peer(prefill.peer())
     engine.read(SOURCES, TARGETS)
     engine.check(SOURCES, TARGETS)

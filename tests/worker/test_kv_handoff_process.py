@@ -94,7 +94,7 @@ def test_decode_goes_on_from_what_prefill_computed(
     assert holder.ready.kv_digest == fetcher.ready.kv_digest != ""
     expected = holder.answer(PROMPT, [3, 1, 2])
     remote, here = RemoteBlocks("prefill-1", [3, 1]), DeviceBlocks([5, 4])
-    assert fetcher.copy(remote, here, met=(peer_of(holder),)).failed == []
+    assert fetcher.copy(remote, here, added_peers=(peer_of(holder),)).failed == []
     assert same(fetcher.answer(PROMPT, [5, 4, 6], num_cached=32), expected)
     assert not same(fetcher.answer(PROMPT, [5, 5, 6], num_cached=32), expected), (
         "what they hold counts"
@@ -106,7 +106,7 @@ def test_what_was_fetched_goes_to_tiers_like_what_was_computed(start: Start) -> 
     holder, fetcher = start(Role.PREFILL, ONE), start(Role.DECODE, ONE, **tiers)
     expected = holder.answer(PROMPT, [0, 1, 2])
     remote, here = RemoteBlocks("prefill-1", [0, 1]), DeviceBlocks([5, 4])
-    assert fetcher.copy(remote, here, met=(peer_of(holder),)).failed == []
+    assert fetcher.copy(remote, here, added_peers=(peer_of(holder),)).failed == []
     assert fetcher.copy(here, HostSlots([1, 0])).failed == []
     assert fetcher.copy(HostSlots([1, 0]), DeviceBlocks([8, 9])).failed == []
     assert fetcher.answer(PROMPT, [8, 9, 6], num_cached=32) == expected
@@ -117,10 +117,12 @@ def test_prefill_that_was_killed_fails_the_transfer_alone(start: Start, transpor
     holder, fetcher = start(Role.PREFILL, ONE), start(Role.DECODE, ONE)
     expected = holder.answer(PROMPT, [0, 1, 2])
     (rank,) = holder.ready.kv_ranks
-    only = type(rank)(parts=rank.parts, num_blocks=16, doors={transport: rank.doors[transport]})
-    met = (KVPeer(peer_id="prefill-1", ranks=(only,)),)
+    only = type(rank)(
+        parts=rank.parts, num_blocks=16, doors={transport: rank.descriptors[transport]}
+    )
+    added_peers = (KVPeer(peer_id="prefill-1", ranks=(only,)),)
     remote, here = RemoteBlocks("prefill-1", [0, 1]), DeviceBlocks([5, 4])
-    assert fetcher.copy(remote, here, met=met).failed == []
+    assert fetcher.copy(remote, here, added_peers=added_peers).failed == []
     workers = holder.executor.workers
     assert isinstance(workers, LocalWorkers)
     (pid,) = workers.pids.values()

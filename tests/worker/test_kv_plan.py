@@ -78,7 +78,7 @@ def test_every_rank_gets_what_it_needs(
         for layers, heads in cuts(num_layers, num_heads, stages_there, 2**log_there)
     ]
     ranks = tuple(
-        KVRank(parts=tuple(part for part, _ in rank), num_blocks=NUM_BLOCKS, doors={})
+        KVRank(parts=tuple(part for part, _ in rank), num_blocks=NUM_BLOCKS, descriptors={})
         for rank in theirs
     )
     peer = KVPeer(peer_id="p", ranks=ranks)
@@ -103,7 +103,9 @@ def test_every_rank_gets_what_it_needs(
 
 def test_blocks_that_follow_one_another_are_one_span() -> None:
     parts = [OwnPart(KVPart(0, "keys", 0, 2, 6), 1000, 8)]
-    peer = KVPeer(peer_id="p", ranks=(KVRank(parts=(parts[0].part,), num_blocks=8, doors={}),))
+    peer = KVPeer(
+        peer_id="p", ranks=(KVRank(parts=(parts[0].part,), num_blocks=8, descriptors={}),)
+    )
     slices = plan_slices(parts, 0, peer)[0]
     (first, second) = make_spans(slices, find_runs([2, 3, 4, 7], [0, 1, 2, 3]))
     assert (first.offset, first.num_bytes, first.target) == (24, 36, 1000)
@@ -112,7 +114,7 @@ def test_blocks_that_follow_one_another_are_one_span() -> None:
 
 def test_ranks_that_have_the_same_heads_share_the_work() -> None:
     """Four ranks here, two of which have each head; there two ranks have all of them."""
-    whole = KVRank(parts=(KVPart(0, "keys", 0, 2, 6),), num_blocks=8, doors={})
+    whole = KVRank(parts=(KVPart(0, "keys", 0, 2, 6),), num_blocks=8, descriptors={})
     peer = KVPeer(peer_id="p", ranks=(whole, whole))
     chosen = [
         next(iter(plan_slices([OwnPart(KVPart(0, "keys", rank // 2, 1, 6), 0, 8)], rank, peer)))
@@ -144,7 +146,7 @@ def test_runs_are_as_long_as_they_can_be() -> None:
     ],
 )
 def test_kv_that_does_not_fit(theirs: KVPart, clause: str) -> None:
-    rank = KVRank(parts=(theirs,), num_blocks=8, doors={})
+    rank = KVRank(parts=(theirs,), num_blocks=8, descriptors={})
     parts = [OwnPart(KVPart(0, "keys", 0, 2, 6), 0, 8)]
     with pytest.raises(PlanError, match=clause):
         plan_slices(parts, 0, KVPeer(peer_id="p", ranks=(rank,)))

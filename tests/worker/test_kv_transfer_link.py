@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from pagoda.ipc.codec import Codec
-from pagoda.ipc.curve import encrypt_server, keep_door, new_keys
+from pagoda.ipc.curve import encrypt_server, new_keys, start_authenticator
 from pagoda.messages.transfers import (
     DeviceBlocks,
     HostSlots,
@@ -48,11 +48,11 @@ class Half:
         self.told += [("begun", str(transfer.transfer_id)) for transfer in transfers]
         self.has_begun.release()
 
-    def meet(self, peers: Sequence[KVPeer]) -> None:
-        self.told += [("met", peer.peer_id) for peer in peers]
+    def add_peers(self, peers: Sequence[KVPeer]) -> None:
+        self.told += [("added_peers", peer.peer_id) for peer in peers]
 
-    def part(self, peer_ids: Sequence[str]) -> None:
-        self.told += [("parted", peer_id) for peer_id in peer_ids]
+    def remove_peers(self, peer_ids: Sequence[str]) -> None:
+        self.told += [("removed_peers", peer_id) for peer_id in peer_ids]
         if peer_ids:
             self.has_parted.set()
 
@@ -79,7 +79,7 @@ class Engine:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
         if keys is not None:
-            keep_door(self.context, keys)
+            start_authenticator(self.context, keys)
             encrypt_server(self.socket, keys)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -91,9 +91,14 @@ class Engine:
         return self._decode(payload)
 
     def send(
-        self, transfers: list[Transfer], met: Sequence[KVPeer] = (), parted: Sequence[str] = ()
+        self,
+        transfers: list[Transfer],
+        added_peers: Sequence[KVPeer] = (),
+        removed_peers: Sequence[str] = (),
     ) -> None:
-        payload = msgspec.msgpack.encode(Transfers(transfers, list(met), list(parted)))
+        payload = msgspec.msgpack.encode(
+            Transfers(transfers, list(added_peers), list(removed_peers))
+        )
         self.socket.send_multipart([b"kv-1", payload])
 
 
@@ -146,9 +151,9 @@ def test_peers_are_met_before_transfers_begin_and_parted_from_behind(
     engine: Engine, link: TransferThread
 ) -> None:
     engine.receive()
-    engine.send([FIRST], met=[KVPeer(peer_id="p", ranks=())], parted=["q"])
+    engine.send([FIRST], added_peers=[KVPeer(peer_id="p", ranks=())], removed_peers=["q"])
     assert half(link).has_parted.wait(20)
-    assert half(link).told == [("met", "p"), ("begun", "7"), ("parted", "q")]
+    assert half(link).told == [("added_peers", "p"), ("begun", "7"), ("removed_peers", "q")]
 
 
 def test_ends_that_come_together_are_all_sent(engine: Engine, link: TransferThread) -> None:

@@ -10,7 +10,7 @@ import torch
 from driver import Driver, load_config
 from tiny_models import FAMILIES, save_model
 
-from pagoda.checkpoints.model_config import read_model_config
+from pagoda.checkpoints.config_json import read_model_config
 from pagoda.errors import ConfigError
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.model.sharding import whole

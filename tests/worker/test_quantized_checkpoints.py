@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagoda.backend.weights import GroupedWeight, Int8Weight, LinearWeight, dequantize
-from pagoda.checkpoints.model_config import read_model_config
+from pagoda.checkpoints.config_json import read_model_config
+from pagoda.checkpoints.model_config import LinearSpec, Role
 from pagoda.errors import ConfigError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
@@ -270,7 +271,7 @@ def _linear(directory: Path, name: str, outputs: int, inputs: int) -> LinearWeig
     assert quantization is not None
     with open_checkpoint(directory) as tensors:
         source = QuantizedCheckpoint(tensors, quantization)
-        return source.linear(name, outputs, inputs, torch.float32)
+        return source.linear(LinearSpec(name, outputs, inputs, Role.MLP_IN), torch.float32)
 
 
 def _assert_answers_alike(directory: Path, model: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from pagoda.ipc.curve import keep_door, new_keys
+from pagoda.ipc.curve import new_keys, start_authenticator
 from pagoda.messages.worker import StepPlan
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.worker.stages import StageInput, StageOutput, StageState
@@ -32,7 +32,7 @@ def keys(
     if request.param == "ipc":
         return None
     keys = new_keys()
-    keep_door(context, keys)
+    start_authenticator(context, keys)
     return keys
 
 
@@ -98,7 +98,7 @@ def test_stages_that_disagree(
 
 def test_strangers_are_not_heard(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
     keys, other = new_keys(), new_keys()
-    keep_door(context, keys)
+    start_authenticator(context, keys)
     source = make_input(context, tmp_path, keys)
     stolen_address = CurveKeys(
         server_key=keys.server_key,

@@ -11,7 +11,7 @@ from distributions import differences, log_probabilities
 from in_process import InProcessEngine
 from tiny_models import FAMILIES, WITH_EXPERTS, continuation, make_model
 
-from pagoda.checkpoints.model_config import read_model_config
+from pagoda.checkpoints.config_json import read_model_config
 from pagoda.messages.frontend import GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.parallel.config import ParallelConfig

@@ -222,7 +222,7 @@ class CpuBackend:
             DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
         )
         panels = self._pack_codes(shape, codes, scales, offsets)
-        order = None if first.input_order is None else first.input_order.contiguous()
+        order = None if first.act_order is None else first.act_order.contiguous()
         return QuantizedSegment(panels, bias, outputs, shape, order)
 
     def _pack_codes(
@@ -260,7 +260,7 @@ class CpuBackend:
             dtype = DTYPES[x.dtype]
             self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
         else:
-            order = address(segment.input_order)
+            order = address(segment.act_order)
             self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
     def linear_rows(
@@ -294,7 +294,7 @@ class CpuBackend:
             dtype = DTYPES[weight.dtype]
             self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
         else:
-            order = address(segment.input_order)
+            order = address(segment.act_order)
             self._kernels.quantized_rows(segment.shape, panels, order, *rows)
         return out
 
@@ -315,7 +315,7 @@ class CpuBackend:
             dtype = DTYPES[x.dtype]
             self._kernels.linear_highest(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
         else:
-            order = address(segment.input_order)
+            order = address(segment.act_order)
             self._kernels.quantized_highest(segment.shape, panels, order, bias, *rows)
         return columns, values, finite
 
@@ -421,7 +421,7 @@ class CpuBackend:
         if isinstance(segment, DenseSegment):
             native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
         else:
-            native = kind.quantized(segment.shape, panels, address(segment.input_order))
+            native = kind.quantized(segment.shape, panels, address(segment.act_order))
         return native
 
     # ---- attention
@@ -555,7 +555,7 @@ def _same_format(one: LinearWeight, other: LinearWeight) -> bool:
     return (
         (one.bits, one.group_size) == (other.bits, other.group_size)
         and (one.offsets is None) == (other.offsets is None)
-        and _same_order(one.input_order, other.input_order)
+        and _same_order(one.act_order, other.act_order)
     )
 
 

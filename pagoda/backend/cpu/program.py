@@ -85,7 +85,7 @@ class _Recorder:
             dtype = DTYPES[x.dtype]
             self._program.linear(*where, dtype, segment.outputs, x.width, panels, bias)
         else:
-            order = address(segment.input_order)
+            order = address(segment.act_order)
             self._program.quantized_linear(*where, segment.shape, panels, order, bias)
 
     def linear_rows(
@@ -108,7 +108,7 @@ class _Recorder:
                 out.index, dtype, segment.outputs, weight.inputs, panels, *ids
             )
         else:
-            order = address(segment.input_order)
+            order = address(segment.act_order)
             self._program.quantized_rows(out.index, segment.shape, panels, order, *ids)
         self._note("embedding", weight)
         return out

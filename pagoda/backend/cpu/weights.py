@@ -41,7 +41,7 @@ class QuantizedSegment:
     """[out rounded up to whole panels] float32."""
     outputs: int
     shape: _native.QuantizedShape
-    input_order: Tensor | None
+    act_order: Tensor | None
     """See `GroupedWeight`."""
 
 

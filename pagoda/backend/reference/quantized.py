@@ -68,7 +68,7 @@ def quantized_product(x: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
             for some in _pieces(len(weight.values))
         ]
     else:
-        order, group_size = weight.weight.input_order, weight.weight.group_size
+        order, group_size = weight.weight.act_order, weight.weight.group_size
         wide = x.float() if order is None else x[:, order].float()
         rounded, scales = _rounded(wide.view(len(x), -1, group_size))
         pieces = [

@@ -1,53 +1,165 @@
-"""The metadata of a GGUF file in the words of a Hugging Face config.json."""
+"""The model in a GGUF file: its metadata in the words of config.json, and what only tensors say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from pagoda.checkpoints.gguf.reader import GgufFile, Metadata
+from pagoda.checkpoints.config_json import parse_model_config
+from pagoda.checkpoints.families import GGUF_FAMILIES
+from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor, Metadata
+from pagoda.checkpoints.model_config import GGUF_NAMES, Family, LinearSpec, ModelConfig
+from pagoda.checkpoints.rope import FrequencyFactors
+from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, WeightFormat
 from pagoda.errors import ConfigError
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 DTYPE = "bfloat16"
 """Of activations, unless the operator says otherwise: a GGUF file does not say what its model was trained in."""
 
 
-@dataclass(frozen=True)
-class GroupedCodes:
-    """Codes of so many bits, with a float16 scale for each group of inputs, and perhaps a float16 offset."""
-
-    bits: int
-    offsets: bool
-
-    @property
-    def bits_per_weight(self) -> float:
-        return self.bits + (32 if self.offsets else 16) / GROUP_SIZE
-
-
+DENSE = ("F32", "F16", "BF16")
+"""Types whose tensors hold plain numbers."""
 GROUP_SIZE = 32
-HELD_AS = {
-    "Q4_0": GroupedCodes(4, offsets=False),
-    "Q4_1": GroupedCodes(4, offsets=True),
-    "Q4_K": GroupedCodes(4, offsets=True),
-    "Q5_0": GroupedCodes(8, offsets=False),
-    "Q5_1": GroupedCodes(8, offsets=True),
-    "Q5_K": GroupedCodes(8, offsets=True),
-    "Q8_0": GroupedCodes(8, offsets=False),
-    "Q2_K": GroupedCodes(8, offsets=False),
-    "Q3_K": GroupedCodes(8, offsets=False),
-    "Q6_K": GroupedCodes(8, offsets=False),
+"""Inputs that share a scale in all types, once they are in memory."""
+
+
+def _grouped(bits: int, *, offsets: bool) -> GroupedFormat:
+    return GroupedFormat(bits, GROUP_SIZE, offsets, act_order=False)
+
+
+_HELD_AS = {
+    "Q4_0": _grouped(4, offsets=False),
+    "Q4_1": _grouped(4, offsets=True),
+    "Q4_K": _grouped(4, offsets=True),
+    "Q5_0": _grouped(8, offsets=False),
+    "Q5_1": _grouped(8, offsets=True),
+    "Q5_K": _grouped(8, offsets=True),
+    "Q8_0": _grouped(8, offsets=False),
+    "Q2_K": _grouped(8, offsets=False),
+    "Q3_K": _grouped(8, offsets=False),
+    "Q6_K": _grouped(8, offsets=False),
 }
 """What the types of quantized matrices become in memory; the others become the dtype of activations."""
 
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 FREQUENCY_FACTORS = "rope_freqs.weight"
+_PER_LAYER = (
+    GGUF_NAMES.attention_norm,
+    GGUF_NAMES.query,
+    GGUF_NAMES.key,
+    GGUF_NAMES.value,
+    GGUF_NAMES.query_norm,
+    GGUF_NAMES.key_norm,
+    GGUF_NAMES.attention_out,
+    GGUF_NAMES.mlp_norm,
+    GGUF_NAMES.gate,
+    GGUF_NAMES.up,
+    GGUF_NAMES.down,
+    "attn_rot_embd",  # a leftover in old files: frequencies that follow from the metadata
+)
+_WHOLE = (GGUF_NAMES.embedding, GGUF_NAMES.norm, GGUF_NAMES.head, "rope_freqs")
+_KNOWN = re.compile(rf"({'|'.join(_WHOLE)}|blk\.\d+\.({'|'.join(_PER_LAYER)}))\.(weight|bias)")
 
 _OTHER_MODELS = ("expert_count", "attention.clamp_kqv", "logit_scale", "attention.scale")
 """Keys that change the arithmetic, in files of the same architectures by name."""
+
+
+def gguf_model_config(file: GgufFile) -> ModelConfig:
+    """The model that metadata and tensors of a file describe; its tensors have the names of the file.
+
+    Raises:
+        ConfigError: the file is not of a model that Pagoda runs.
+    """
+    unknown = next((name for name in file.tensors if not _KNOWN.fullmatch(name)), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"{file.path} has a tensor {unknown!r}, which is in no model that Pagoda runs."
+        )
+    config = parse_model_config(config_values(file), source=str(file.path))
+    assert config.family.gguf is not None  # families of GGUF files are chosen by it
+    names, scaling = config.family.gguf.names, config.rope_scaling
+    if FREQUENCY_FACTORS in file.tensors:
+        if scaling is not None:
+            raise ConfigError(
+                f"{file.path} scales rotary frequencies twice: by {FREQUENCY_FACTORS} and by its metadata."
+            )
+        scaling = _frequency_factors(file, config.head_dim // 2)
+    return replace(
+        config,
+        names=names,
+        rope_scaling=scaling,
+        quantization=None if all(map(is_dense, matrices(file))) else GgufQuantization(file),
+        qkv_bias=_has_bias(file, names.query, names.key, names.value),
+        output_bias=_has_bias(file, names.attention_out),
+        mlp_bias=_has_bias(file, names.gate, names.up, names.down),
+    )
+
+
+def _has_bias(file: GgufFile, *names: str) -> bool:
+    """One bias calls for those of the same place and of all layers, so that none is left out unseen."""
+    return any(f"blk.0.{name}.bias" in file.tensors for name in names)
+
+
+def _frequency_factors(file: GgufFile, count: int) -> FrequencyFactors:
+    tensor = checked_tensor(file, FREQUENCY_FACTORS, (count,))
+    if tensor.type.name != "F32":
+        raise ConfigError(f"{file.path}: tensor {FREQUENCY_FACTORS} must be of type F32.")
+    with tensor.path.open("rb") as opened:
+        opened.seek(tensor.start)
+        factors = struct.unpack(f"<{count}f", opened.read(tensor.num_bytes))
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ConfigError(f"{file.path}: tensor {FREQUENCY_FACTORS} must hold positive numbers.")
+    return FrequencyFactors(factors)
+
+
+@dataclass(frozen=True)
+class GgufQuantization:
+    """How the matrices of a file will lie in memory."""
+
+    file: GgufFile
+
+    @property
+    def summary(self) -> str:
+        used = {tensor.type.name for tensor in matrices(self.file) if not is_dense(tensor)}
+        return f"GGUF {', '.join(sorted(used))} weights"
+
+    def format_of(self, linear: LinearSpec) -> WeightFormat:
+        """
+        Raises:
+            ConfigError: the file has no such linear layer.
+        """
+        return held_as(self.file.tensor(f"{linear.name}.weight").type)
+
+
+def matrices(file: GgufFile) -> Iterator[GgufTensor]:
+    return (tensor for tensor in file.tensors.values() if len(tensor.shape) > 1)
+
+
+def is_dense(tensor: GgufTensor) -> bool:
+    return tensor.type.name in DENSE
+
+
+def held_as(block: BlockType) -> WeightFormat:
+    """Format in memory of a matrix that a file holds in blocks of one type."""
+    return DenseFormat() if block.name in DENSE else _HELD_AS[block.name]
+
+
+def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:
+    """The tensor `name` of a file.
+
+    Raises:
+        ConfigError: the file has no such tensor, or one of another shape.
+    """
+    tensor = file.tensor(name)
+    if tensor.shape != shape:
+        raise ConfigError(
+            f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}, "
+            f"the metadata calls for {list(shape)}."
+        )
+    return tensor
 
 
 def config_values(file: GgufFile) -> dict[str, object]:
@@ -62,7 +174,7 @@ def config_values(file: GgufFile) -> dict[str, object]:
     hidden_size = metadata.positive(f"{architecture}.embedding_length")
     num_heads = metadata.positive(f"{architecture}.attention.head_count")
     values = {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [_family(metadata, architecture).architecture],
         "vocab_size": _vocab_size(file, hidden_size),
         "hidden_size": hidden_size,
         "intermediate_size": metadata.positive(f"{architecture}.feed_forward_length"),
@@ -79,14 +191,28 @@ def config_values(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": HEAD not in file.tensors,
         "torch_dtype": DTYPE,
     }
-    return values | _sliding_window(metadata, architecture)
+    window = metadata.count(_window_key(architecture), 0)
+    return values | ({"sliding_window": window} if window else {})
 
 
 def _architecture(metadata: Metadata) -> str:
     architecture = metadata.text("general.architecture")
-    if architecture not in ARCHITECTURES:
-        metadata.refuse("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}")
+    known = dict.fromkeys(name for name, _ in GGUF_FAMILIES)
+    if architecture not in known:
+        metadata.refuse("general.architecture", f"must be one of {', '.join(known)}")
     return architecture
+
+
+def _family(metadata: Metadata, architecture: str) -> Family:
+    key = _window_key(architecture)
+    family = GGUF_FAMILIES.get((architecture, metadata.count(key, 0) > 0))
+    if family is None:
+        metadata.refuse(key, f"is not supported in models of {architecture}")
+    return family
+
+
+def _window_key(architecture: str) -> str:
+    return f"{architecture}.attention.sliding_window"
 
 
 def _refuse_other_models(metadata: Metadata, architecture: str) -> None:
@@ -155,13 +281,3 @@ def _rope_scaling(metadata: Metadata, architecture: str) -> dict[str, object] | 
         "beta_fast": metadata.number(f"{prefix}.yarn_beta_fast", 32.0),
         "beta_slow": metadata.number(f"{prefix}.yarn_beta_slow", 1.0),
     }
-
-
-def _sliding_window(metadata: Metadata, architecture: str) -> dict[str, object]:
-    key = f"{architecture}.attention.sliding_window"
-    window = metadata.count(key, 0)
-    if window == 0:
-        return {}
-    if architecture != "llama":
-        metadata.refuse(key, f"is not supported in models of {architecture}")
-    return {"architectures": ["MistralForCausalLM"], "sliding_window": window}

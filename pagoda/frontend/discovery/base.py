@@ -48,7 +48,7 @@ class Registration(Protocol):
 
 
 Discover = Callable[[zmq.asyncio.Context], Discovery]
-"""Makes a discovery. Its sockets, if it has any, are of the given context, which has a doorkeeper.
+"""Makes a discovery. Its sockets, if it has any, are of the given context, which has an authenticator.
 
 Raises:
     ConfigError: it cannot work as it was asked to.

@@ -37,7 +37,7 @@ class JoinDiscovery:
         *,
         ttl_s: float = TTL_S,
     ) -> None:
-        """Binds `listen`, `host:port`, whose port may be `*`. `context` must have a doorkeeper.
+        """Binds `listen`, `host:port`, whose port may be `*`. `context` must have an authenticator.
 
         Raises:
             ConfigError: it cannot be bound.

@@ -110,7 +110,7 @@ class MemoryLink(Protocol):
 class Transport(Protocol):
     """One way of moving KV, as one worker uses it: for its own memory, and to read that of others into it."""
 
-    def open_door(self) -> ExportedMemory:
+    def export(self) -> ExportedMemory:
         """
         Raises:
             TransportError: this host does not offer what it takes.
@@ -121,6 +121,6 @@ class Transport(Protocol):
         """To the door that `descriptor` is of; gives up at `deadline` (`time.monotonic`).
 
         Raises:
-            TransportError: there is no such door, or not for us.
+            TransportError: there is no such remote, or not for us.
         """
         ...

@@ -53,7 +53,7 @@ class MooncakeTransport:
         """For all links."""
         self._abandoned = _Abandoned()
 
-    def open_door(self) -> MooncakeListener:
+    def export(self) -> MooncakeListener:
         return MooncakeListener(self._kind, self._host, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> MooncakeLink:
@@ -119,10 +119,10 @@ class _Abandoned:
 
 class MooncakeLink:
     def __init__(self, engine: Any, descriptor: bytes, abandoned: _Abandoned) -> None:
-        door = read_descriptor(descriptor, MooncakeDescriptor)
+        remote = read_descriptor(descriptor, MooncakeDescriptor)
         self._engine = engine
-        self._session = door.session
-        self._regions = door.regions
+        self._session = remote.session
+        self._regions = remote.regions
         self._abandoned = abandoned
         self._staging = _Staging(engine)
         self._may_be_written = False

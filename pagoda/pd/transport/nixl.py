@@ -52,7 +52,7 @@ class NixlTransport:
         self._abandoned: list[Any] = []
         """Agents with reads that have not ended: UCX ends the process when they are taken down."""
 
-    def open_door(self) -> NixlListener:
+    def export(self) -> NixlListener:
         return NixlListener(self._nixl, self._memory.regions)
 
     def connect(self, descriptor: bytes, deadline: float) -> NixlLink:
@@ -73,7 +73,7 @@ class NixlListener:
         )
         self._is_closed = False
         self._thread = threading.Thread(
-            target=self._answer, args=(agent,), name="kv-nixl-door", daemon=True
+            target=self._answer, args=(agent,), name="kv-nixl-export", daemon=True
         )
         self._thread.start()
 
@@ -105,8 +105,8 @@ class NixlLink:
         abandoned: list[Any],
     ) -> None:
         """`abandoned` keeps the agent when a read has failed."""
-        door = read_descriptor(descriptor, NixlDescriptor)
-        self._regions = door.regions
+        remote = read_descriptor(descriptor, NixlDescriptor)
+        self._regions = remote.regions
         self._abandoned = abandoned
         self._has_failed = False
         self._turn = threading.Lock()
@@ -114,7 +114,7 @@ class NixlLink:
         self._readers = Readers(self._let_go)
         self._agent: Any = _new_agent(nixl, regions)
         try:
-            self._peer = self._agent.add_remote_agent(door.metadata)
+            self._peer = self._agent.add_remote_agent(remote.metadata)
             self._agent.make_connection(self._peer)
         except Exception as error:
             self._agent = None

@@ -25,7 +25,7 @@ from pagoda.pd.transport.base import TransportError
 _ATTEMPTS = 5
 _PAUSE_S = 0.05
 """Before the second of them, and twice as much before each further one."""
-DOOR_ID_BYTES = 16
+EXPORT_ID_BYTES = 16
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _WISH_BYTES = 1
@@ -37,22 +37,22 @@ class HungUpError(TransportError):
     """The door did not say why."""
 
 
-def new_door_id() -> bytes:
-    return secrets.token_bytes(DOOR_ID_BYTES)
+def new_export_id() -> bytes:
+    return secrets.token_bytes(EXPORT_ID_BYTES)
 
 
 class Prover:
     """What one end knows: the secret, and of which door the stream is."""
 
-    def __init__(self, secret: bytes, door_id: bytes) -> None:
+    def __init__(self, secret: bytes, export_id: bytes) -> None:
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"pagoda-kv").digest()
-        self._door_id = door_id
+        self._export_id = export_id
 
     def admit(self, stream: socket.socket, channel: bytes, deadline: float) -> int:
         """The door's part; returns what the guest wishes, a number below 256. `channel` as the guest knows it.
 
         Raises:
-            TransportError: whoever is there does not know the secret, or wants another door.
+            TransportError: whoever is there does not know the secret, or wants another remote.
             OSError: nobody is there any more, or it takes longer than until `deadline`.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -60,33 +60,33 @@ class Prover:
         answer = receive(stream, _NONCE_BYTES + _WISH_BYTES + _PROOF_BYTES, deadline)
         said, given = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
         transcript = nonce + said
-        if not hmac.compare_digest(given, self._proof(b"guest", channel, transcript)):
+        if not hmac.compare_digest(given, self._proof(b"reader", channel, transcript)):
             raise TransportError("somebody came without the secret")
-        send_all(stream, self._proof(b"door", channel, transcript), deadline)
+        send_all(stream, self._proof(b"export", channel, transcript), deadline)
         return said[_NONCE_BYTES]
 
     def enter(self, stream: socket.socket, channel: bytes, wish: int, deadline: float) -> None:
         """The guest's part.
 
         Raises:
-            TransportError: that is not the door, or it does not let us in.
+            TransportError: that is not the remote, or it does not let us in.
             OSError: nobody is there any more, or it takes longer than until `deadline`.
         """
         nonce = receive(stream, _NONCE_BYTES, deadline)
         said = secrets.token_bytes(_NONCE_BYTES) + bytes([wish])
         transcript = nonce + said
-        send_all(stream, said + self._proof(b"guest", channel, transcript), deadline)
+        send_all(stream, said + self._proof(b"reader", channel, transcript), deadline)
         try:
             given = receive(stream, _PROOF_BYTES, deadline)
         except ConnectionError:
             raise HungUpError(
                 "it is another's by now, or the cluster's key is not the same there"
             ) from None
-        if not hmac.compare_digest(given, self._proof(b"door", channel, transcript)):
+        if not hmac.compare_digest(given, self._proof(b"export", channel, transcript)):
             raise TransportError("whoever is there does not know the cluster's key")
 
     def _proof(self, who: bytes, channel: bytes, transcript: bytes) -> bytes:
-        parts = (who.ljust(8), self._door_id, hashlib.sha256(channel).digest(), transcript)
+        parts = (who.ljust(8), self._export_id, hashlib.sha256(channel).digest(), transcript)
         return hmac.digest(self._key, b"".join(parts), "sha256")
 
 

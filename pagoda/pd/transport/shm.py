@@ -27,7 +27,7 @@ from pagoda.pd.transport.base import Access, MemoryFile, OwnMemory, Region, Span
 from pagoda.pd.transport.proof import (
     Prover,
     keep_trying,
-    new_door_id,
+    new_export_id,
     receive,
     send_all,
     wait_until,
@@ -65,7 +65,7 @@ class ShmDescriptor(msgspec.Struct, frozen=True):
     """Of the host: another one may have a socket of the same name."""
     name: str
     """Of the socket, in the abstract namespace."""
-    door_id: bytes
+    export_id: bytes
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class ShmTransport:
         self._memory = memory
         self._access = access
 
-    def open_door(self) -> ShmListener:
+    def export(self) -> ShmListener:
         if self._memory.file is None:
             raise TransportError("the KV cache is not in memory that processes can share")
         return ShmListener(self._memory.regions, self._memory.file, self._access.secret)
@@ -100,8 +100,8 @@ class ShmListener:
         self._descriptor_of_file = file.descriptor
         sizes = [region.num_bytes for region in regions]
         self._layout = msgspec.msgpack.encode(_Layout(list(file.offsets), sizes))
-        door_id = new_door_id()
-        self._prover = Prover(secret, door_id)
+        export_id = new_export_id()
+        self._prover = Prover(secret, export_id)
         name = f"pagoda-kv-{secrets.token_hex(16)}"
         try:
             fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -109,9 +109,9 @@ class ShmListener:
             listener.bind(f"\0{name}")
         except OSError as error:
             raise TransportError(f"memory cannot be shared here: {error}") from None
-        descriptor = ShmDescriptor(_boot_id(), name, door_id)
+        descriptor = ShmDescriptor(_boot_id(), name, export_id)
         self._descriptor = msgspec.msgpack.encode(descriptor)
-        self._server = StreamServer(listener, self._admit, self._serve, "kv-shm-door")
+        self._server = StreamServer(listener, self._admit, self._serve, "kv-shm-export")
 
     @property
     def descriptor(self) -> bytes:
@@ -124,8 +124,8 @@ class ShmListener:
         _check_user(stream)
         return Admitted(stream, self._prover.admit(stream, b"", deadline))
 
-    def _serve(self, guest: Admitted) -> None:
-        stream = guest.stream
+    def _serve(self, reader: Admitted) -> None:
+        stream = reader.stream
         wait_until(stream, time.monotonic() + HANDSHAKE_S)
         length = len(self._layout).to_bytes(4, "little")
         socket.send_fds(stream, [length], [self._descriptor_of_file])
@@ -142,24 +142,24 @@ class ShmLink:
         Raises:
             TransportError: the door is not on this host, has gone, or does not let us in.
         """
-        door = read_descriptor(descriptor, ShmDescriptor)
-        if door.boot_id != _boot_id():
+        remote = read_descriptor(descriptor, ShmDescriptor)
+        if remote.boot_id != _boot_id():
             raise TransportError("it is on another host")
         deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        enter = partial(self._enter, door, Prover(secret, door.door_id), deadline)
+        enter = partial(self._enter, remote, Prover(secret, remote.export_id), deadline)
         try:
             self._stream = keep_trying(enter, deadline)
         except OSError as error:
             raise TransportError(f"its process cannot be reached: {error}") from None
         self._readers = Readers(self._unmap)
 
-    def _enter(self, door: ShmDescriptor, prover: Prover, deadline: float) -> socket.socket:
+    def _enter(self, remote: ShmDescriptor, prover: Prover, deadline: float) -> socket.socket:
         with contextlib.ExitStack() as opened:
             stream = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             # Waits for its turn in the queue, which a socket with a time limit of Python's would not.
             limit = struct.pack("ll", math.ceil(HANDSHAKE_S), 0)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            stream.connect(f"\0{door.name}")
+            stream.connect(f"\0{remote.name}")
             _check_user(stream)
             prover.enter(stream, b"", 0, deadline)
             self._take_memory(stream, deadline)

@@ -32,7 +32,7 @@ from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportE
 from pagoda.pd.transport.proof import (
     Prover,
     keep_trying,
-    new_door_id,
+    new_export_id,
     receive,
     send_all,
     wait_until,
@@ -63,7 +63,7 @@ _GROUP = Path(__file__).parent / "ffdhe2048.pem"
 class TcpDescriptor(msgspec.Struct, frozen=True):
     host: str
     port: int
-    door_id: bytes
+    export_id: bytes
     encrypts: bool
 
 
@@ -72,7 +72,7 @@ class TcpTransport:
         self._memory = memory
         self._access = access
 
-    def open_door(self) -> TcpListener:
+    def export(self) -> TcpListener:
         return TcpListener(self._memory.regions, self._access)
 
     def connect(self, descriptor: bytes, deadline: float) -> TcpLink:
@@ -95,14 +95,14 @@ class TcpListener:
         ]
         self._encrypts = access.encrypts
         self._tls = {wish: _tls(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
-        door_id = new_door_id()
-        self._prover = Prover(access.secret, door_id)
+        export_id = new_export_id()
+        self._prover = Prover(access.secret, export_id)
         listener = _listen(access.host)
         port: int = listener.getsockname()[1]
         self._descriptor = msgspec.msgpack.encode(
-            TcpDescriptor(access.host, port, door_id, access.encrypts)
+            TcpDescriptor(access.host, port, export_id, access.encrypts)
         )
-        self._server = StreamServer(listener, self._admit, self._serve, "kv-tcp-door")
+        self._server = StreamServer(listener, self._admit, self._serve, "kv-tcp-export")
 
     @property
     def descriptor(self) -> bytes:
@@ -129,8 +129,8 @@ class TcpListener:
         channel = self._tls[kind].wrap_socket(stream, server_side=True)
         return channel, self._prover.admit(channel, _binding(channel), deadline)
 
-    def _serve(self, guest: Admitted) -> None:
-        stream = guest.stream
+    def _serve(self, reader: Admitted) -> None:
+        stream = reader.stream
         while True:
             stream.settimeout(
                 None
@@ -177,9 +177,9 @@ class TcpLink:
         Raises:
             TransportError: it is no descriptor of this transport.
         """
-        self._door = read_descriptor(descriptor, TcpDescriptor)
-        self._prover = Prover(access.secret, self._door.door_id)
-        self._wish = _ENCRYPTED if access.encrypts or self._door.encrypts else _PLAIN
+        self._remote = read_descriptor(descriptor, TcpDescriptor)
+        self._prover = Prover(access.secret, self._remote.export_id)
+        self._wish = _ENCRYPTED if access.encrypts or self._remote.encrypts else _PLAIN
         self._tls = {wish: _tls(ssl.PROTOCOL_TLS_CLIENT, wish) for wish in (_PLAIN, self._wish)}
         self._lock = threading.Lock()
         """Guards all that follows."""
@@ -245,7 +245,7 @@ class TcpLink:
             raise TransportError(self._clause(error)) from error
 
     def _enter(self, deadline: float) -> socket.socket:
-        where = self._door.host, self._door.port
+        where = self._remote.host, self._remote.port
         with contextlib.ExitStack() as opened:
             limit = max(0.001, deadline - time.monotonic())
             stream = opened.enter_context(socket.create_connection(where, limit))
@@ -258,7 +258,7 @@ class TcpLink:
         return stream
 
     def _prove(self, stream: socket.socket, kind: int, deadline: float) -> ssl.SSLSocket:
-        """A channel to the door, which has proved that it is the one."""
+        """A channel to the remote, which has proved that it is the one."""
         wait_until(stream, deadline)
         channel = self._tls[kind].wrap_socket(stream)
         try:
@@ -269,7 +269,7 @@ class TcpLink:
         return channel
 
     def _clause(self, error: Exception) -> str:
-        return f"{self._door.host}:{self._door.port}: {error}"
+        return f"{self._remote.host}:{self._remote.port}: {error}"
 
     def _put_back(self, stream: _Stream) -> None:
         with self._lock:

@@ -58,13 +58,13 @@ class KVConnectorWorker:
         self._peers: dict[str, _Peer] = {}
         """All but the ends belong to the thread that calls."""
 
-    def meet(self, peers: Sequence[KVPeer]) -> None:
+    def add_peers(self, peers: Sequence[KVPeer]) -> None:
         """Transfers may name these."""
         for peer in peers:
             if peer.peer_id not in self._peers:
                 self._peers[peer.peer_id] = self._plan(peer)
 
-    def part(self, peer_ids: Sequence[str]) -> None:
+    def remove_peers(self, peer_ids: Sequence[str]) -> None:
         """What still runs from these fails."""
         for peer_id in peer_ids:
             peer = self._peers.pop(peer_id, None)

@@ -1,4 +1,4 @@
-"""A worker's part in prefill/decode handoff: doors to its KV for others, and what fetches theirs."""
+"""A worker's part in prefill/decode handoff: exports its KV memory, and reads that of other engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KVHandoff:
     rank: int
     transports: dict[str, Transport]
     """The best first."""
-    doors: dict[str, ExportedMemory]
+    exported: dict[str, ExportedMemory]
     digest: str
     fetches: bool
 
@@ -53,15 +53,15 @@ class KVHandoff:
         """
         problems = []
         for name, transport in self.transports.items():
-            if name in rank.doors:
+            if name in rank.descriptors:
                 try:
-                    link = transport.connect(rank.doors[name], deadline)
+                    link = transport.connect(rank.descriptors[name], deadline)
                 except TransportError as error:
                     problems.append(f"{name}: {error}")
                     continue
                 _log.info("reading KV over %s", name)
                 return link
-        offered = ", ".join(sorted(rank.doors)) or "none"
+        offered = ", ".join(sorted(rank.descriptors)) or "none"
         own = ", ".join(self.transports)
         raise TransportError(
             "; ".join(problems)
@@ -73,13 +73,13 @@ class KVHandoff:
         rank = KVRank(
             parts=tuple(own.part for own in self.parts),
             num_blocks=self.parts[0].num_blocks,
-            doors={name: door.descriptor for name, door in self.doors.items()},
+            descriptors={name: memory.descriptor for name, memory in self.exported.items()},
         )
         return msgspec.structs.replace(ready, kv_ranks=(rank,), kv_digest=self.digest)
 
     def close(self) -> None:
-        for door in self.doors.values():
-            door.close()
+        for memory in self.exported.values():
+            memory.close()
 
 
 def open_handoff(plan: WorkerPlan, loaded: LoadedWorker) -> KVHandoff:
@@ -99,13 +99,13 @@ def open_handoff(plan: WorkerPlan, loaded: LoadedWorker) -> KVHandoff:
     )  # where ranks are on several hosts, each has its own
     access = Access(host, handoff.secret, handoff.encrypts)
     transports: dict[str, Transport] = {}
-    doors: dict[str, ExportedMemory] = {}
+    exported: dict[str, ExportedMemory] = {}
     problems = []
     for name in handoff.transports:
         try:
             transport = TRANSPORTS[name](memory, access)
             if handoff.role.holds_kv:
-                doors[name] = transport.open_door()
+                exported[name] = transport.export()
             transports[name] = transport
         except TransportError as error:
             problems.append(f"{name}: {error}")
@@ -120,7 +120,7 @@ def open_handoff(plan: WorkerPlan, loaded: LoadedWorker) -> KVHandoff:
         parts=parts,
         rank=config.parallel.rank_in_replica(config.place),
         transports=transports,
-        doors=doors,
+        exported=exported,
         digest=kv_digest(plan, loaded.caches),
         fetches=handoff.role.fetches_kv,
     )

@@ -19,13 +19,13 @@ class KVPlaces:
         self._handoff = handoff
         self._exchange = None if handoff is None else handoff.exchange(on_end)
 
-    def meet(self, peers: Sequence[KVPeer]) -> None:
+    def add_peers(self, peers: Sequence[KVPeer]) -> None:
         if self._exchange is not None:
-            self._exchange.meet(peers)
+            self._exchange.add_peers(peers)
 
-    def part(self, peer_ids: Sequence[str]) -> None:
+    def remove_peers(self, peer_ids: Sequence[str]) -> None:
         if self._exchange is not None:
-            self._exchange.part(peer_ids)
+            self._exchange.remove_peers(peer_ids)
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:

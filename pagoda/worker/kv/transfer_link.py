@@ -85,6 +85,6 @@ class TransferThread:
             if socket in ready:
                 message: Transfers = codec_in.decode(socket.recv())
                 self._spans.begin(message.transfers)
-                self.half.meet(message.met)
+                self.half.add_peers(message.added_peers)
                 self.half.start(message.transfers)
-                self.half.part(message.parted)
+                self.half.remove_peers(message.removed_peers)

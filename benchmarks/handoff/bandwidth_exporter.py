@@ -1,6 +1,6 @@
-"""The process that holds the memory: `python -m benchmarks.handoff.bandwidth_holder BYTES TRANSPORT...`.
+"""The process that holds the memory: `python -m benchmarks.handoff.bandwidth_exporter BYTES TRANSPORT...`.
 
-Prints its port and its doors, as JSON, and serves until its standard input ends.
+Prints its port and its descriptors, as JSON, and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def main() -> None:
         memory[start : start + len(pattern)] = pattern[: num_bytes - start]
     region = Region(ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes)
     own = OwnMemory((region,), MemoryFile(descriptor, num_bytes, (0,)))
-    doors: dict[str, ExportedMemory] = {}
+    exported: dict[str, ExportedMemory] = {}
     problems: dict[str, str] = {}
     for name in sys.argv[2:]:
         kind, _, encrypted = name.partition(", ")
         try:
             access = Access(HOST, SECRET, encrypts=bool(encrypted))
-            doors[name] = TRANSPORTS[kind](own, access).open_door()
+            exported[name] = TRANSPORTS[kind](own, access).export()
         except TransportError as error:
             problems[name] = str(error)
     listener = socket.create_server((HOST, 0))
@@ -51,7 +51,7 @@ def main() -> None:
     told = {
         "port": listener.getsockname()[1],
         "file": f"/proc/{os.getpid()}/fd/{descriptor}",
-        "doors": {name: door.descriptor.hex() for name, door in doors.items()},
+        "descriptors": {name: memory.descriptor.hex() for name, memory in exported.items()},
         "problems": problems,
     }
     sys.stdout.write(f"HOLDS {json.dumps(told)}\n")

@@ -10,7 +10,7 @@ import zmq
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import ConfigError
-from pagoda.ipc.curve import encrypt_client, encrypt_server, keep_door, keys_of
+from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.pd.links import SocketLinks
@@ -29,8 +29,8 @@ KEYS = keys_of(b"a secret of all hosts")
 OTHER_KEYS = keys_of(b"another secret, of others")
 WELCOME = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=()), lease_s=30.0)
 TIMEOUT_MS = 10_000
-NO_TEXT = b"\x82\xa4type\xa7kv_gone\xabtransfer_id\xa2\xff\xfe"
-DEEP = b"\x82\xa4type\xa7kv_gone\xa4more" + b"\x91" * 100_000
+NO_TEXT = b"\x82\xa4type\xaakv_dropped\xabtransfer_id\xa2\xff\xfe"
+DEEP = b"\x82\xa4type\xaakv_dropped\xa4more" + b"\x91" * 100_000
 
 
 def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> SocketLinks:
@@ -38,26 +38,26 @@ def links_of(role: Role, keys: CurveKeys = KEYS, port: int = 0) -> SocketLinks:
     return SocketLinks(config, replica=0)
 
 
-class Holder:
+class PrefillPeer:
     """The side that is asked."""
 
     def __init__(self, port: int = 0) -> None:
         self.links = links_of(Role.PREFILL, port=port)
-        assert self.links.links.door is not None
+        assert self.links.links.listener is not None
         assert self.links.links.peers is None
-        self.door = self.links.links.door
+        self.listener = self.links.links.listener
 
     @property
     def address(self) -> str:
-        return self.door.address
+        return self.listener.address
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
     def receive(self) -> list[tuple[bytes, DecodeMessage]]:
-        assert zmq.zmq_poll([(it, zmq.POLLIN) for it in self.door.pollables()], TIMEOUT_MS)
-        return self.door.receive()
+        assert zmq.zmq_poll([(it, zmq.POLLIN) for it in self.listener.pollables()], TIMEOUT_MS)
+        return self.listener.receive()
 
     def close(self) -> None:
         self.links.close()
@@ -69,7 +69,7 @@ class Asker:
     def __init__(self, keys: CurveKeys = KEYS) -> None:
         self.links = links_of(Role.DECODE, keys)
         assert self.links.links.peers is not None
-        assert self.links.links.door is None
+        assert self.links.links.listener is None
         self.peers = self.links.links.peers
 
     def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
@@ -86,10 +86,10 @@ class Asker:
 
 
 @pytest.fixture
-def holder() -> Iterator[Holder]:
-    holder = Holder()
-    yield holder
-    holder.close()
+def exporter() -> Iterator[PrefillPeer]:
+    exporter = PrefillPeer()
+    yield exporter
+    exporter.close()
 
 
 @pytest.fixture
@@ -99,88 +99,88 @@ def asker() -> Iterator[Asker]:
     asker.close()
 
 
-def test_both_sides_speak(holder: Holder, asker: Asker) -> None:
-    asker.peers.send(holder.address, KVHello(digest="d"))
-    ((who, message),) = holder.receive()
+def test_both_sides_speak(exporter: PrefillPeer, asker: Asker) -> None:
+    asker.peers.send(exporter.address, KVHello(digest="d"))
+    ((who, message),) = exporter.receive()
     assert message == KVHello(digest="d")
-    holder.door.send(who, WELCOME)
+    exporter.listener.send(who, WELCOME)
     blocks = KVBlocks("t", "e-1", 0, list(range(10_000)), b"k" * 32, 10_000)
-    holder.door.send(who, blocks)
+    exporter.listener.send(who, blocks)
     received = asker.receive()
     while len(received) < 2:
         received += asker.receive()
-    assert received == [(holder.address, WELCOME), (holder.address, blocks)]
+    assert received == [(exporter.address, WELCOME), (exporter.address, blocks)]
 
 
 def test_one_engine_asks_at_several(asker: Asker) -> None:
-    holders = [Holder(), Holder()]
+    exporters = [PrefillPeer(), PrefillPeer()]
     try:
-        for holder in holders:
-            asker.peers.send(holder.address, KVRenew([holder.address]))
-        for holder in holders:
-            ((_, message),) = holder.receive()
-            assert message == KVRenew([holder.address])
+        for exporter in exporters:
+            asker.peers.send(exporter.address, KVRenew([exporter.address]))
+        for exporter in exporters:
+            ((_, message),) = exporter.receive()
+            assert message == KVRenew([exporter.address])
         assert len(asker.peers.pollables()) == 4
-        for holder in holders:
-            asker.peers.hang_up(holder.address)
+        for exporter in exporters:
+            asker.peers.hang_up(exporter.address)
         assert asker.peers.pollables() == []
     finally:
-        for holder in holders:
-            holder.close()
+        for exporter in exporters:
+            exporter.close()
 
 
-def test_who_has_another_secret_is_not_heard(holder: Holder) -> None:
+def test_who_has_another_secret_is_not_heard(exporter: PrefillPeer) -> None:
     stranger = Asker(OTHER_KEYS)
     try:
-        stranger.peers.send(holder.address, KVRelease(["t"]))
+        stranger.peers.send(exporter.address, KVRelease(["t"]))
         ((address, loss),) = stranger.receive()
-        assert address == holder.address
+        assert address == exporter.address
         assert isinstance(loss, PeerLost)
-        assert holder.door.receive() == []
+        assert exporter.listener.receive() == []
         assert stranger.peers.pollables() == []
     finally:
         stranger.close()
 
 
-def test_who_has_the_doors_key_but_not_the_askers_is_told_why(holder: Holder) -> None:
+def test_who_has_the_doors_key_but_not_the_askers_is_told_why(exporter: PrefillPeer) -> None:
     keys = CurveKeys(
         KEYS.server_key, OTHER_KEYS.public_key, OTHER_KEYS.secret_key, OTHER_KEYS.server_secret_key
     )
     stranger = Asker(keys)
     try:
-        stranger.peers.send(holder.address, KVRelease(["t"]))
+        stranger.peers.send(exporter.address, KVRelease(["t"]))
         ((_, loss),) = stranger.receive()
         assert loss == PeerLost("it has another --cluster-key-file")
-        assert holder.door.receive() == []
+        assert exporter.listener.receive() == []
     finally:
         stranger.close()
 
 
 def test_garbage_at_the_door_is_passed_over(
-    holder: Holder, asker: Asker, caplog: pytest.LogCaptureFixture
+    exporter: PrefillPeer, asker: Asker, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context.socket(zmq.DEALER) as socket:
         encrypt_client(socket, KEYS)
-        socket.connect(holder.address)
-        garbage = (b"", b"\xff" * 100, b"\x81\xa4type\xa7kv_want", NO_TEXT, DEEP)
+        socket.connect(exporter.address)
+        garbage = (b"", b"\xff" * 100, b"\x81\xa4type\xackv_subscribe", NO_TEXT, DEEP)
         for payload in garbage:
             socket.send(payload)
         socket.send_multipart([b"in", b"parts"])
         seen = 0
         while seen <= len(garbage):
-            assert holder.receive() == []
+            assert exporter.receive() == []
             seen = sum("not a message" in record.message for record in caplog.records)
         socket.close(linger=0)
     context.term()
-    asker.peers.send(holder.address, KVRenew([]))
-    assert [message for _, message in holder.receive()] == [KVRenew([])]
+    asker.peers.send(exporter.address, KVRenew([]))
+    assert [message for _, message in exporter.receive()] == [KVRenew([])]
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", NO_TEXT, DEEP])
 def test_who_sends_garbage_is_let_go(asker: Asker, garbage: bytes) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    keep_door(context, KEYS)
+    start_authenticator(context, KEYS)
     with context.socket(zmq.ROUTER) as socket:
         encrypt_server(socket, KEYS)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -215,11 +215,11 @@ def test_an_address_that_is_none(asker: Asker, address: str) -> None:
 
 
 def test_one_that_ends_is_noticed_and_its_successor_is_another(asker: Asker) -> None:
-    first = Holder()
+    first = PrefillPeer()
     port = first.port
     asker.peers.send(first.address, KVHello(digest="d"))
     ((who, _),) = first.receive()
-    first.door.send(who, WELCOME)
+    first.listener.send(who, WELCOME)
     first.close()
     messages = asker.receive()
     while not isinstance(messages[-1][1], PeerLost):
@@ -227,7 +227,7 @@ def test_one_that_ends_is_noticed_and_its_successor_is_another(asker: Asker) -> 
     assert [message for _, message in messages] == [WELCOME, PeerLost("it hung up")], (
         "its last word is not overlooked"
     )
-    second = Holder(port)
+    second = PrefillPeer(port)
     try:
         asker.peers.send(second.address, KVHello(digest="again"))
         ((_, message),) = second.receive()
@@ -236,39 +236,39 @@ def test_one_that_ends_is_noticed_and_its_successor_is_another(asker: Asker) -> 
         second.close()
 
 
-def test_last_words_go_out(holder: Holder) -> None:
+def test_last_words_go_out(exporter: PrefillPeer) -> None:
     asker = Asker()
-    asker.peers.send(holder.address, KVRelease(["t"]))
+    asker.peers.send(exporter.address, KVRelease(["t"]))
     asker.close()
-    assert [message for _, message in holder.receive()] == [KVRelease(["t"])]
+    assert [message for _, message in exporter.receive()] == [KVRelease(["t"])]
 
 
-def test_a_word_to_who_is_gone_is_lost(holder: Holder, asker: Asker) -> None:
-    asker.peers.send(holder.address, KVHello(digest="d"))
-    ((who, _),) = holder.receive()
-    asker.peers.hang_up(holder.address)
+def test_a_word_to_who_is_gone_is_lost(exporter: PrefillPeer, asker: Asker) -> None:
+    asker.peers.send(exporter.address, KVHello(digest="d"))
+    ((who, _),) = exporter.receive()
+    asker.peers.hang_up(exporter.address)
     for _ in range(1000):
-        holder.door.send(who, WELCOME)
-    holder.door.send(b"who?", WELCOME)
+        exporter.listener.send(who, WELCOME)
+    exporter.listener.send(b"who?", WELCOME)
 
 
-def test_a_port_that_is_taken_is_refused_in_a_sentence(holder: Holder) -> None:
+def test_a_port_that_is_taken_is_refused_in_a_sentence(exporter: PrefillPeer) -> None:
     with pytest.raises(ConfigError, match=r"fetch KV on 127\.0\.0\.1"):
-        links_of(Role.BOTH, port=holder.port)
+        links_of(Role.BOTH, port=exporter.port)
 
 
 def test_a_name_is_looked_up_by_who_has_it() -> None:
     links = SocketLinks(HandoffConfig(role=Role.PREFILL, host="localhost", keys=KEYS), replica=0)
     try:
-        assert links.links.door is not None
-        assert links.links.door.address.startswith("tcp://127.0.0.1:")
+        assert links.links.listener is not None
+        assert links.links.listener.address.startswith("tcp://127.0.0.1:")
     finally:
         links.close()
     with pytest.raises(ConfigError, match=r"host\.invalid has no address"):
         SocketLinks(HandoffConfig(role=Role.PREFILL, host="host.invalid", keys=KEYS), replica=0)
 
 
-def test_replicas_have_ports_of_their_own(holder: Holder) -> None:
-    config = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", port=holder.port - 1, keys=KEYS)
-    with pytest.raises(ConfigError, match=f":{holder.port} "):
+def test_replicas_have_ports_of_their_own(exporter: PrefillPeer) -> None:
+    config = HandoffConfig(role=Role.PREFILL, host="127.0.0.1", port=exporter.port - 1, keys=KEYS)
+    with pytest.raises(ConfigError, match=f":{exporter.port} "):
         SocketLinks(config, replica=1)

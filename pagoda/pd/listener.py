@@ -23,7 +23,7 @@ _LINGER_MS = 1000
 _log = logging.getLogger(__name__)
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """What other engines say, and the way to answer them."""
 
     @property
@@ -50,7 +50,7 @@ class SocketListener:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, keys: CurveKeys
     ) -> None:
-        """Binds `port` of this host's address `host`; 0 takes a free one. `context` must have a doorkeeper.
+        """Binds `port` of this host's address `host`; 0 takes a free one. `context` must have an authenticator.
 
         A name is looked up once, here: whoever connects would do it in the one thread that serves all peers.
 

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tools import check_files
+from tools.check_files import MAX_LINES, Offence, check_elapsed, check_private, check_sleeps
+
+
+def _messages(check: Callable[[ast.Module], Iterator[Offence]], source: str) -> list[str]:
+    return [offence.message for offence in check(ast.parse(source))]
+
+
+def test_a_long_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "long.py").write_text("pass\n" * (MAX_LINES + 1))
+    (tmp_path / "short.js").write_text(";\n" * MAX_LINES)
+    assert check_files.main([str(tmp_path)]) == 1
+    assert f"long.py:{MAX_LINES + 1}: {MAX_LINES + 1} lines" in capsys.readouterr().out
+    assert check_files.main([str(tmp_path / "short.js")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "refused"),
+    [
+        ("ipc/test_codec.py", "", False),
+        ("ipc/test_codec_sizes.py", "", False),
+        ("ipc/test_ipc_codec.py", "", False),
+        ("ipc/test_noises.py", "", True),
+        ("ipc/test_noises.py", '"""Sockets that lose messages."""', False),
+        ("ipc/test_codec_2.py", "", True),
+    ],
+)
+def test_a_test_is_named_after_a_module_or_says_what_it_tests(
+    name: str, source: str, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "ipc").mkdir()
+    (tmp_path / "ipc" / "codec.py").touch()
+    offences = list(check_files.check_name(Path("tests") / name, ast.parse(source), tmp_path))
+    assert bool(offences) == refused
+
+
+def test_private_names_of_others_are_refused() -> None:
+    assert _messages(check_private, "from pagoda.ipc.codec import _encode\nqueue._items") == [
+        "`_encode` is a private name",
+        "`queue._items` is a private name",
+    ]
+    own = "class Rig:\n    def __init__(self): self._sent = []\n    def other(self, rig): rig._sent, rig.__dict__"
+    assert _messages(check_private, own) == []
+
+
+def test_fixed_sleeps_are_refused_and_polls_are_not() -> None:
+    assert _messages(check_sleeps, "time.sleep(0.5)") == [
+        "sleeps for 0.5 s: wait for what must happen"
+    ]
+    assert (
+        _messages(
+            check_sleeps, "while not done():\n    await asyncio.sleep(0.01)\nawait asyncio.sleep(0)"
+        )
+        == []
+    )
+
+
+def test_assertions_on_elapsed_time_are_refused() -> None:
+    took = "began = time.perf_counter()\nrun()\ntook = time.perf_counter() - began\nassert took < 5"
+    assert _messages(check_elapsed, took) == ["asserts how long something took"]
+    assert _messages(check_elapsed, "assert time.monotonic() - began < 1") == [
+        "asserts how long something took"
+    ]
+    assert _messages(check_elapsed, "began = clock()\nassert done") == []
+
+
+def test_counts_by_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "long.py").write_text("pass\n" * 601)
+    assert check_files.main(["--rooms", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f"{tmp_path}: size 1\n"

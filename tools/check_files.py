@@ -1,0 +1,176 @@
+"""Keeps files short, and tests named after what they test and free of private names and of waiting by the clock.
+
+    python tools/check_files.py [--rooms] [FILE OR DIRECTORY ...]
+
+Prints `file:line: what is wrong` and exits with 1 if anything is. `--rooms` prints the counts of each directory
+instead. In tests the check refuses private names of other modules, fixed sleeps (a loop may poll, and time in
+`tests/sim` is virtual), and assertions on how long something took.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CHECKED = ("pagoda", "benchmarks", "csrc", "tests", "tools")
+SUFFIXES = {".c", ".cpp", ".css", ".h", ".html", ".js", ".py", ".pyi"}
+
+MAX_LINES = 600
+LONGER = {
+    "tools/train_tiny/skills.py": "one generator of conversations for each skill, alike in form",
+}
+
+CLOCKS = {
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "time",
+    "time_ns",
+}
+VIRTUAL = "tests/sim/"
+
+
+class Offence(NamedTuple):
+    rule: str
+    line: int
+    message: str
+
+
+def check_size(path: Path, name: str) -> Iterator[Offence]:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    if lines > MAX_LINES and name not in LONGER:
+        yield Offence("size", MAX_LINES + 1, f"{lines} lines, {MAX_LINES} allowed: split the file")
+
+
+def check_name(path: Path, tree: ast.Module, package: Path = ROOT / "pagoda") -> Iterator[Offence]:
+    """Checks that a test file is named after a module of its room, or says in a docstring what it tests."""
+    subject = path.stem.removeprefix("test_")
+    if re.search(r"_\d+$", subject):
+        yield Offence("name", 1, "the name ends with a number: name the file after what it tests")
+    room = package / path.parent.name
+    subject = subject.removeprefix(f"{path.parent.name}_")
+    modules = {found.stem for found in room.rglob("*") if found.is_dir() or found.suffix == ".py"}
+    named = any(subject == module or subject.startswith(f"{module}_") for module in modules)
+    if not named and ast.get_docstring(tree) is None:
+        yield Offence(
+            "name", 1, "no module has this name, and no docstring says what the file tests"
+        )
+
+
+def check_private(tree: ast.Module) -> Iterator[Offence]:
+    """Checks that nothing reaches for a private name of another module."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _of_self(node)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=attr) if (
+                _private(attr) and not _of_self(node) and attr not in own
+            ):
+                yield Offence("private", node.lineno, f"`{ast.unparse(node)}` is a private name")
+            case ast.ImportFrom(names=names):
+                for alias in names:
+                    if _private(alias.name) and alias.name != "_native":
+                        yield Offence("private", node.lineno, f"`{alias.name}` is a private name")
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name != "_exit"
+
+
+def _of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def check_sleeps(tree: ast.Module) -> Iterator[Offence]:
+    polls = {
+        id(inner)
+        for loop in ast.walk(tree)
+        if isinstance(loop, ast.While)
+        for inner in ast.walk(loop)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="sleep"), args=[ast.Constant(value=seconds)]) if (
+                seconds
+            ):
+                if id(node) not in polls:
+                    yield Offence(
+                        "sleep", node.lineno, f"sleeps for {seconds} s: wait for what must happen"
+                    )
+
+
+def check_elapsed(tree: ast.Module) -> Iterator[Offence]:
+    timed: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _reads_clock(value, timed):
+                timed.add(name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and _reads_clock(node.test, timed):
+            yield Offence("elapsed", node.lineno, "asserts how long something took")
+
+
+def _reads_clock(expression: ast.expr, timed: set[str]) -> bool:
+    """Returns True if `expression` reads a clock or uses a name in `timed`, which hold readings of a clock."""
+    for node in ast.walk(expression):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=attr)) if (
+                attr in CLOCKS
+            ):
+                return True
+            case ast.Name(id=name) if name in timed:
+                return True
+    return False
+
+
+def check_file(path: Path) -> Iterator[Offence]:
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+    yield from check_size(path, name)
+    if path.suffix != ".py" or not name.startswith("tests/"):
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"), name)
+    yield from check_private(tree)
+    if path.stem.startswith("test_"):
+        yield from check_name(path, tree)
+        yield from check_elapsed(tree)
+        if not name.startswith(VIRTUAL):
+            yield from check_sleeps(tree)
+
+
+def files_below(paths: Sequence[Path]) -> list[Path]:
+    found = [
+        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ]
+    return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    by_room = "--rooms" in arguments
+    names = [argument for argument in arguments if argument != "--rooms"]
+    paths = [Path(name).resolve() for name in names] or [ROOT / name for name in CHECKED]
+    rooms: defaultdict[Path, Counter[str]] = defaultdict(Counter)
+    for file in files_below(paths):
+        for offence in sorted(check_file(file), key=lambda offence: offence.line):
+            rooms[file.parent][offence.rule] += 1
+            if not by_room:
+                print(f"{file}:{offence.line}: {offence.message}")
+    if by_room:
+        for room, counts in sorted(rooms.items()):
+            print(
+                f"{room}: {', '.join(f'{rule} {count}' for rule, count in sorted(counts.items()))}"
+            )
+    return 1 if rooms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
