@@ -100,7 +100,7 @@ class Dispatcher:
         self._waiting: dict[TrackedRequest, None] = {}
         """Requests that wait for a replica, longest first."""
         self._judging: asyncio.TimerHandle | None = None
-        self._is_subscribed = False
+        self.is_subscribed = False
         """True while replicas tell what they have cached."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._num_failed = 0
@@ -180,7 +180,7 @@ class Dispatcher:
 
     def _take_in(self, slot: ReplicaSlot) -> None:
         self.slots.start(slot)
-        if self._is_subscribed:
+        if self.is_subscribed:
             self._subscribe(slot)
 
     def release(self, replica: Replica) -> None:
@@ -231,6 +231,8 @@ class Dispatcher:
             slot.crash_suspects = slot.may_have_computed()
         if was_ready and not is_ready and not is_end:
             self._log_ejection(self._outliers.on_loss(slot.health))
+        if is_ready and not was_ready:
+            slot.health.heard_at = self._clock.now()  # it could not get on before
         if not is_ready:
             self._cache.clear(slot.prefixes)
         if slot.limits is not None:
@@ -259,8 +261,8 @@ class Dispatcher:
         """Has replicas tell what they have cached as long as that matters: to the choice of a replica, to the
         offload of prompts, or to listeners."""
         matters = self._uses_prefixes or self._cache.has_listeners
-        if matters is not self._is_subscribed:
-            self._is_subscribed = matters
+        if matters is not self.is_subscribed:
+            self.is_subscribed = matters
             for slot in self.slots:
                 (self._subscribe if matters else self._unsubscribe)(slot)
 

@@ -58,7 +58,7 @@ class SimEndpoint:
         event loop, and where it has `address`, `tcp://HOST:PORT`.
         """
         self._config = config
-        self._network = network
+        self.network = network
         self._address = address
         self._num_starts = 0
         self._check_kv = check_kv
@@ -227,13 +227,13 @@ class SimEndpoint:
         self._session.begin()
 
     def _link(self) -> tuple[HandoffLinks | None, SimNeighbours | None]:
-        if self._network is None or self._config.handoff is None:
+        if self.network is None or self._config.handoff is None:
             return None, None
         engine_id = f"{self._address}-{self._num_starts}"
-        links = self._network.links(
+        links = self.network.links(
             engine_id, self._config.handoff.role, self._address, self._wake_at
         )
-        return links, self._network.neighbours
+        return links, self.network.neighbours
 
     def _wake_at(self, instant: float) -> None:
         asyncio.get_running_loop().call_at(instant, self._news.set)
