@@ -92,7 +92,7 @@ class Dispatcher:
         self._load_tracker = LoadTracker()
         self._cache = CacheUnion()
         self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
-        self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock)
+        self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock, self._wake)
         """The replicas and what is known about them."""
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
@@ -194,7 +194,7 @@ class Dispatcher:
     def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
         slot = self.slots[replica]
         slot.is_leaving = is_leaving
-        self._refit(slot)
+        self.slots.refit(slot)
         self._notify()
 
     async def emptied(self, replica: Replica) -> None:
@@ -237,21 +237,10 @@ class Dispatcher:
             self._cache.clear(slot.prefixes)
         if slot.limits is not None:
             self.slots.take_limits(slot)
-        self._refit(slot)
+        self.slots.refit(slot)
         if slot.replica.state is ReplicaState.DEGRADED:
             self._move_requests_of(slot, lost_worker=True)
         self._notify()
-
-    def _refit(self, slot: ReplicaSlot) -> None:
-        """Follows a change of whether the replica takes requests."""
-        had_takers, was_taker = self.slots.num_takers > 0, slot.fitness is not None
-        self.slots.refit(slot)
-        if slot.fitness is None or slot.limits is None:
-            return
-        if not had_takers:
-            self._wake(len(self._waiting))
-        elif not was_taker:
-            self._wake(slot.limits.max_num_seqs + slot.limits.max_num_waiting)
 
     def _notify(self) -> None:
         for listener in list(self._listeners):
@@ -725,7 +714,7 @@ class Dispatcher:
         if ejection is None:
             return
         slot = self.slots.by_number(ejection.replica)
-        self._refit(slot)
+        self.slots.refit(slot)
         _log.warning(
             "%sgets no new requests for %g s: %s",
             self._prefix(slot),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -35,12 +36,20 @@ class ReplicaSet:
     request."""
 
     def __init__(
-        self, policy: Policy, cache: CacheUnion, outliers: OutlierDetector, clock: Clock
+        self,
+        policy: Policy,
+        cache: CacheUnion,
+        outliers: OutlierDetector,
+        clock: Clock,
+        on_room: Callable[[int], None],
     ) -> None:
+        """`on_room` is called when a replica takes requests that did not before, with how many of those that wait
+        may find room there."""
         self.policy = policy
         self._cache = cache
         self._outliers = outliers
         self._clock = clock
+        self._on_room = on_room
         self._slots: dict[int, ReplicaSlot] = {}
         self._by_replica: dict[Replica, ReplicaSlot] = {}
         self._names: set[str] = set()
@@ -190,6 +199,7 @@ class ReplicaSet:
 
     def refit(self, slot: ReplicaSlot) -> None:
         """Puts the replica on the list where it belongs after a change."""
+        was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
         if slot.number not in self._slots or slot.limits is None or not slot.takes_requests:
             self._list(slot, None)
         elif slot.replica.state is not ReplicaState.READY:
@@ -199,6 +209,9 @@ class ReplicaSet:
             heapq.heappush(self._returns, (slot.health.recovered_at, slot.number))
         else:
             self._list(slot, Fitness.FIT)
+        if slot.fitness is not None and slot.limits is not None and not was_taker:
+            room = slot.limits.max_num_seqs + slot.limits.max_num_waiting
+            self._on_room(room if had_takers else sys.maxsize)
 
     def _list(self, slot: ReplicaSlot, fitness: Fitness | None) -> None:
         if slot.fitness is fitness:

@@ -74,7 +74,7 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
     )
     async with routed(config) as router:
         seen = [
-            (chunk.num_computed_tokens, [*router.slots][0].work.pending_tokens)
+            (chunk.num_computed_tokens, next(iter(router.slots)).work.pending_tokens)
             async for chunk in router.generate(request)
             if chunk.is_news
         ]
