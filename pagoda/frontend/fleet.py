@@ -11,12 +11,11 @@ from typing import Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
-from pagoda.frontend.discovery.base import Discover, Register, Registration
+from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
 from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
@@ -69,12 +68,16 @@ class Fleet(Protocol):
     async def close(self) -> None: ...
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host trace, and those after them; other hosts do not (`trace_control.Traced`)."""
+        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
         ...
 
-    async def stop_trace(self) -> list[str]: ...
+    async def stop_trace(self) -> list[str]:
+        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
+        ...
 
-    async def trace_ended(self) -> None: ...
+    async def trace_ended(self) -> None:
+        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
+        ...
 
 
 class EngineFleet:
@@ -144,7 +147,7 @@ class JoinedFleet:
         self._inner = inner
         self._tracer = tracer or Tracer("frontend")
         self._join = join
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         self.host_id = inner.router_id or new_id()
         self._door: HostServer | None = None
         self._registrations: list[Registration] = []
@@ -188,7 +191,7 @@ class JoinedFleet:
 
     async def leave(self) -> None:
         if self._door is not None:
-            await self._door.leave()
+            self._door.leave()
         await self._unregister()
 
     async def close(self) -> None:
@@ -236,7 +239,7 @@ class RoutedFleet:
         """`tracer` is that of this process."""
         self._config = config
         self._tracer = tracer or Tracer("router")
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self.registry: Registry | None = None

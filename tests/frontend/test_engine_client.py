@@ -27,7 +27,7 @@ from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role, WorkerConfig
 from pagoda.pd.messages import KVRelease, KVSubscribe
 from pagoda.pd.peers import SocketPeers
-from pagoda.telemetry.tracer import TraceLevel, TraceSession
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 VOCAB_SIZE = 100
 
@@ -43,8 +43,13 @@ def sim_config(**fields: object) -> EngineConfig:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[EngineClient]:
-    client = EngineClient(sim_config())
+def tracer() -> Tracer:
+    return Tracer("frontend")
+
+
+@pytest.fixture
+async def client(tracer: Tracer) -> AsyncIterator[EngineClient]:
+    client = EngineClient(sim_config(), tracer)
     await client.start()
     yield client
     await client.close()
@@ -259,7 +264,7 @@ def start_order(directory: Path, num_steps: int | None = None) -> StartTrace:
 
 
 async def test_an_engine_traces_until_it_is_told_to_stop(
-    client: EngineClient, tmp_path: Path
+    client: EngineClient, tracer: Tracer, tmp_path: Path
 ) -> None:
     await collect(client, make_request(0))
     client.start_trace(start_order(tmp_path))
@@ -273,7 +278,7 @@ async def test_an_engine_traces_until_it_is_told_to_stop(
     assert len(fragment.named("request")) == 1
     assert fragment.named("send")
     (clock,) = fragment.clocks
-    assert clock["peer"] == client._tracer.process.uid
+    assert clock["peer"] == tracer.process.uid
     assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
     assert await client.stop_trace() == []
 

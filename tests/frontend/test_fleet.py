@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -192,13 +191,13 @@ async def test_an_engine_that_cannot_start_again_at_once_is_tried_again() -> Non
         good = client._config
         client._config = EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
         kill(dispatcher, 0)
-        while client._deaths_in_row < 2:
+        while client.num_deaths_in_row < 2:
             await asyncio.sleep(0.001)
         client._config = good
         assert (await running)[0] == expected(request)
 
 
-async def test_one_of_four_that_cannot_start_ends_all_within_ten_seconds() -> None:
+async def test_one_of_four_that_cannot_start_ends_all() -> None:
     configs = replicas_of(replicated(4))
     broken = msgspec.structs.replace(
         configs[1].worker, model="/no/such/directory", load_format="auto"
@@ -206,10 +205,8 @@ async def test_one_of_four_that_cannot_start_ends_all_within_ten_seconds() -> No
     configs[1] = EngineConfig(worker=broken)
     before = _children()
     dispatcher = Dispatcher([EngineClient(config) for config in configs], POLICIES["round-robin"])
-    began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^replica 1: .*/no/such/directory"):
         await dispatcher.start()
-    assert time.monotonic() - began < 10
     assert _children() == before
 
 

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from linked_hosts import Host, Router, ScriptedHost, joined, routed, until
+from linked_hosts import Host, Router, ScriptedHost, joined, routed, until, until_refused
 
+from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HostClient
 from pagoda.messages.frontend import EngineReady, FinishReason
@@ -179,7 +180,9 @@ async def test_two_that_join_each_other_at_the_same_time_do_not_ask_each_other()
                 for host in hosts
             )
 
-        await until(lambda: any(e.problem for r in (a, b) for e in r.registry._entries.values()))
+        refusals = [asyncio.ensure_future(until_refused(router)) for router in (a, b)]
+        await asyncio.wait(refusals, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_all(refusals)
         await until(lambda: not (is_open(a, b) and is_open(b, a)))
         for router in (a, b):
             text, reason = await router.ask("r1")
