@@ -15,16 +15,13 @@ steps as there are stages: while one stage computes some of them, the others com
 
 A turn of the engine applies events in this order: step results (`update`); then in `apply_kv_events` releases by
 other engines, first tokens and failures of other engines, ends of loads, and look-ups that may be answered now.
-Every ending of a request goes through `_finish`, and every change of its state through `_enter`.
+Every ending of a request goes through `_finish`, and every change of its state through `Places.enter`.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -32,11 +29,12 @@ import msgspec
 from pagoda.engine.kv_exports import KVExports, Unwanted
 from pagoda.engine.kv_loading import KVLoader, LoadStart
 from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.places import Places
 from pagoda.engine.plan import InFlightStep, PlanBuilder
 from pagoda.engine.quarantine import Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
-from pagoda.engine.waiting_queue import Reserved, WaitingQueue
+from pagoda.engine.waiting_queue import Reserved
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
@@ -47,14 +45,13 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.messages.worker import SlotStart, StepPlan, StepResult
+from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.exporter import FirstToken, KVExporter
 
 _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
 
-_key = attrgetter("order_key")
 _NO_KEY: OrderKey = (-(2**63), -1)
 """In front of every order key."""
 
@@ -98,11 +95,9 @@ class Scheduler:
         self.num_pending_tokens = 0
         """Prompt and output tokens of all requests that are not computed yet."""
         self._requests: dict[str, Request] = {}
-        self._running: list[Request] = []
-        """In order."""
-        self._waiting = WaitingQueue()
-        self._num_reserved_blocks = 0
-        """`reserved_blocks` of the requests that run or are being loaded, added up."""
+        self._places = Places(kv, limits.max_num_seqs)
+        self._running = self._places.running
+        self._waiting = self._places.waiting
         self.tiers = tiers
         self.exporter = exporter
         self._loader = KVLoader(kv, tiers, limits.max_num_seqs)
@@ -113,9 +108,6 @@ class Scheduler:
         self._last_was_decodes = False
         """With `mixed_steps` off: the kind of the last step."""
         self._in_flight: deque[InFlightStep] = deque()
-        self._free_slots = list(range(limits.max_num_seqs))
-        self._freed_slots: list[int] = []
-        """Slots that the worker has not been told about yet."""
         self._num_arrivals = 0
         self._step = 0
 
@@ -124,6 +116,11 @@ class Scheduler:
     @property
     def requests(self) -> Mapping[str, Request]:
         return self._requests
+
+    @property
+    def reserved(self) -> Reserved:
+        """What the requests that run or load keep."""
+        return self._places.reserved
 
     @property
     def quarantined(self) -> Collection[Request]:
@@ -173,51 +170,6 @@ class Scheduler:
             else:
                 rows.queued(request)
 
-    def check(self) -> None:
-        """Verifies the scheduler's own bookkeeping; for tests and debugging.
-
-        Raises:
-            ValueError: a request is in two places or in none, or a sum is wrong.
-        """
-        loader = self._loader
-        places = {
-            RequestState.RUNNING: self._running,
-            RequestState.WAITING: list(self._waiting),
-            RequestState.AWAITING_KV: list(loader.awaiting),
-            RequestState.LOADING: list(loader.loading),
-        }
-        found = {(r.request_id, state) for state, requests in places.items() for r in requests}
-        if found != {(r.request_id, r.state) for r in self._requests.values()}:
-            raise ValueError("A request is not in the place of its state.")
-        if sum(map(len, places.values())) != len(self._requests):
-            raise ValueError("A request is in a place twice.")
-        for state in (RequestState.RUNNING, RequestState.WAITING):
-            if sorted(places[state], key=_key) != places[state]:
-                raise ValueError(f"Requests that are {state.name} are out of order.")
-        if any(r.state is not RequestState.WAITING for r in loader.prefetching):
-            raise ValueError("KV is prefetched for a request that is not in line.")
-        for request in self._requests.values():
-            if request.state is not RequestState.AWAITING_KV and (
-                request.reserved_blocks != self._blocks_to_reserve(request)
-            ):
-                raise ValueError(f"Request {request.request_id} reserves a wrong number of blocks.")
-        holders = [*self._running, *places[RequestState.LOADING]]
-        sums = {
-            "reserved blocks": (self._num_reserved_blocks, sum(r.reserved_blocks for r in holders)),
-            "reserved blocks of requests in line": (
-                self._waiting.ahead_of((2**63, 0)).num_blocks,
-                sum(r.reserved_blocks for r in self._waiting),
-            ),
-            "pending tokens": (
-                self.num_pending_tokens,
-                sum(r.num_tokens - r.num_computed_tokens for r in self._requests.values()),
-            ),
-            "slots": (len(self._free_slots) + len(self._running), self.limits.max_num_seqs),
-        }
-        for what, (counted, true) in sums.items():
-            if counted != true:
-                raise ValueError(f"{counted} {what} are counted, there are {true}.")
-
     # ---- requests come and go
 
     def add(self, message: GenerateRequest) -> list[TokenChunk]:
@@ -238,7 +190,7 @@ class Scheduler:
         if problem is not None:
             return [TokenChunk(message.request_id, [], FinishReason.ERROR, error=problem)]
         if request.num_output_tokens:
-            reason, stop_reason = self._finish_reason(request)
+            reason, stop_reason = request.finish_reason()
             if reason is not None:
                 return [TokenChunk(message.request_id, [], reason, stop_reason)]
         self._requests[request.request_id] = request
@@ -271,13 +223,13 @@ class Scheduler:
             hits = self.kv.find_prefix(request.table, request.token_ids)
             if (
                 not self._quarantine.requests
-                and self._has_room(request, hits, self._waiting.ahead_of(request.order_key))
+                and self._places.has_room(request, hits, in_turn=True)
                 and self._start_load(request, hits) in (LoadStart.AWAITING, LoadStart.LOADING)
             ):
                 return
             self._loader.abandon(request)
             self._loader.prefetch(request, len(hits))
-        self._enter(request, RequestState.WAITING)
+        self._places.enter(request, RequestState.WAITING)
         if self._rows is not None:
             self._rows.queued(request)
 
@@ -285,7 +237,9 @@ class Scheduler:
         start = self._loader.start(request, hits)
         if start in (LoadStart.AWAITING, LoadStart.LOADING):
             is_loading = start is LoadStart.LOADING
-            self._enter(request, RequestState.LOADING if is_loading else RequestState.AWAITING_KV)
+            self._places.enter(
+                request, RequestState.LOADING if is_loading else RequestState.AWAITING_KV
+            )
             if self._rows is not None:
                 self._rows.awaits_kv(request)
         return start
@@ -312,7 +266,7 @@ class Scheduler:
         self._loader.abandon(request)
         self._loader.on_dequeued(request)
         self._free_blocks(request)
-        self._enter(request, RequestState.FINISHED)
+        self._places.enter(request, RequestState.FINISHED)
         self._blocked = None
         if self._rows is not None:
             self._rows.ended(request, reason)
@@ -321,71 +275,6 @@ class Scheduler:
         """Steps in flight may still use the blocks: what a preempted request samples in them counts."""
         is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
         self.kv.free(request.table, last_step=-1 if is_confirmed else self._step - 1)
-
-    def _enter(self, request: Request, state: RequestState) -> None:
-        """Moves the request to the place of `state`, and what it reserves with it."""
-        before, request.state = request.state, state
-        if before is RequestState.RUNNING:
-            self._leave_slot(request)
-        elif before is RequestState.LOADING:
-            self._num_reserved_blocks -= request.reserved_blocks
-        elif before is RequestState.WAITING:
-            self._waiting.remove(request)
-        request.reserved_blocks = 0
-        if state is RequestState.WAITING:
-            request.reserved_blocks = self._blocks_to_reserve(request)
-            self._waiting.add(request)
-        elif state is RequestState.RUNNING:
-            insort(self._running, request, key=_key)
-            request.slot = heapq.heappop(self._free_slots)
-            self._update_reserved(request)
-        elif state is RequestState.LOADING:
-            self._update_reserved(request)
-
-    def _leave_slot(self, request: Request) -> None:
-        slot = request.slot
-        if slot is None:
-            raise RuntimeError(f"Request {request.request_id} has no slot.")
-        del self._running[bisect_left(self._running, request.order_key, key=_key)]
-        heapq.heappush(self._free_slots, slot)
-        self._freed_slots.append(slot)
-        request.slot = None
-        self._num_reserved_blocks -= request.reserved_blocks
-
-    # ---- room
-
-    def _blocks_to_reserve(self, request: Request) -> int:
-        """Blocks that the known tokens of the request still need, and one more: a newcomer must not be preempted
-        right away."""
-        missing = self.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
-        return max(0, missing) + 1
-
-    def _update_reserved(self, request: Request) -> None:
-        """Tokens or blocks of the request have changed."""
-        blocks = self._blocks_to_reserve(request)
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-            request.reserved_blocks = blocks
-            self._waiting.add(request)
-        elif request.state in (RequestState.RUNNING, RequestState.LOADING):
-            self._num_reserved_blocks += blocks - request.reserved_blocks
-            request.reserved_blocks = blocks
-
-    @property
-    def _reserved(self) -> Reserved:
-        """What requests that run or are being loaded keep."""
-        return Reserved(len(self._running) + self._loader.num_loading, self._num_reserved_blocks)
-
-    def _has_room(self, request: Request, hits: list[Block], ahead: Reserved | None = None) -> bool:
-        """True if all known tokens of the request fit, besides what others keep and what those `ahead` need."""
-        num_seqs, num_blocks = self._reserved
-        if ahead is not None:
-            num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
-        if num_seqs >= self.limits.max_num_seqs:
-            return False
-        shared_hits = sum(block.ref_count > 0 for block in hits)
-        wanted = self.kv.num_blocks_for(request.num_tokens) - shared_hits
-        return wanted + num_blocks <= self.kv.pool.num_available
 
     # ---- planning
 
@@ -403,8 +292,7 @@ class Scheduler:
                 self._last_was_decodes = bool(decodes)
                 self._step += 1
                 self._in_flight.append(InFlightStep(plan.step, plan.scheduled, plan.has_decodes))
-                freed_slots, self._freed_slots = self._freed_slots, []
-                return plan.plan(freed_slots)
+                return plan.plan(self._places.drain_freed_slots())
         return None
 
     def _kinds(self) -> tuple[bool | None, ...]:
@@ -523,7 +411,7 @@ class Scheduler:
                         return
                 new_blocks = self.kv.grow(request.table, num_tokens)
             plan.new_blocks.append((slot, new_blocks))
-            self._update_reserved(request)
+            self._places.update(request)
         if not request.runs_ahead:
             new_tokens = request.token_ids[request.num_sent_tokens :]
             plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
@@ -536,7 +424,7 @@ class Scheduler:
         self._exports.on_preempted(request)
         self._free_blocks(request)
         self._forget_kv(request)
-        self._enter(request, RequestState.WAITING)
+        self._places.enter(request, RequestState.WAITING)
         self._loader.on_queued(request, num_published)
         self.num_preemptions += 1
         if self._rows is not None:
@@ -552,12 +440,15 @@ class Scheduler:
 
         A request whose last sample is still pending waits for it.
         """
-        if not self._free_slots or request.num_pending_samples or self._is_still_blocked(request):
+        if (
+            not self._places.has_slot
+            or request.num_pending_samples
+            or self._is_still_blocked(request)
+        ):
             return None
         hits = self.kv.find_prefix(request.table, request.token_ids)
-        while not self._has_room(request, hits):
-            is_full = self._reserved.num_seqs >= self.limits.max_num_seqs
-            if is_full or not self._exports.make_room():
+        while not self._places.has_room(request, hits, in_turn=False):
+            if self._places.is_full or not self._exports.make_room():
                 num_available, num_running = self.kv.pool.num_available, len(self._running)
                 self._blocked = _Blocked(request, self._step, num_available, num_running)
                 return None
@@ -586,7 +477,7 @@ class Scheduler:
             raise RuntimeError("A request was admitted that does not fit.")
         request.num_scheduled_tokens = request.num_computed_tokens = num_hit_tokens
         self.num_pending_tokens -= num_hit_tokens
-        self._enter(request, RequestState.RUNNING)
+        self._places.enter(request, RequestState.RUNNING)
         slot = request.slot
         if slot is None:
             raise RuntimeError("A running request has no slot.")
@@ -594,18 +485,7 @@ class Scheduler:
         request.num_sent_tokens = request.num_tokens
         if request.num_cached_tokens is None:
             self._note_first_admission(request, len(hits))
-        plan.starts.append(
-            SlotStart(
-                slot=slot,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=num_hit_tokens,
-                block_ids=request.table.block_ids(),
-                sampling=request.sampling,
-                eos_token_ids=tuple(request.eos_token_ids),
-                request_id=request.request_id,
-            )
-        )
+        plan.starts.append(request.slot_start(slot))
         self._loader.on_dequeued(request)
         self._on_published(request)
         plan.add(request, slot, count, available)
@@ -687,12 +567,12 @@ class Scheduler:
         token_ids.append(token_id)
         self.num_pending_tokens += 1
         if len(token_ids) % self.kv.block_size == 1 or self.kv.block_size == 1:
-            self._update_reserved(request)
+            self._places.update(request)
         if self._rows is not None:
             self._rows.sampled(request)
         reason, stop_reason = None, None
         if token_id in request.end_token_ids or len(token_ids) >= request.max_total_tokens:
-            reason, stop_reason = self._finish_reason(request)
+            reason, stop_reason = request.finish_reason()
             if reason is not None:
                 self._finish(request, reason)
         chunk = TokenChunk(
@@ -705,18 +585,6 @@ class Scheduler:
             kv_source=source,
         )
         return chunk if request.queue_time_s is None else _with_queue_time(chunk, request)
-
-    def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
-        token_id = request.token_ids[-1]
-        if request.num_output_tokens >= request.sampling.min_tokens:
-            if token_id in request.eos_token_ids:
-                return FinishReason.STOP, None
-            if token_id in request.stop_token_ids:
-                return FinishReason.STOP, token_id
-        if len(request.token_ids) >= request.max_total_tokens:
-            return FinishReason.LENGTH, None
-        return None, None
 
     # ---- events of KV
 
@@ -743,7 +611,7 @@ class Scheduler:
                     chunks.append(self._fail(request, error))
                 case LoadEnd(failure=failure):
                     self._loader.end_load(request, event)
-                    self._enter(request, RequestState.WAITING)
+                    self._places.enter(request, RequestState.WAITING)
                     self._blocked = None
                     if self._rows is not None:
                         self._rows.queued(request)
@@ -798,7 +666,7 @@ class Scheduler:
         for request in self._waiting:
             request.num_pending_samples = request.num_saved = 0
         self.kv.pool.clear_cache()
-        self._freed_slots.clear()
+        self._places.drain_freed_slots()
         self._blocked = None
         return [
             self._fail(request, "The worker died whenever this request was computed.")
@@ -808,7 +676,7 @@ class Scheduler:
     def _wait_again(self, request: Request) -> None:
         """What the request had computed, or waited for, is lost."""
         self._forget_kv(request)
-        self._enter(request, RequestState.WAITING)
+        self._places.enter(request, RequestState.WAITING)
         if self._rows is not None:
             self._rows.lost(request)
 
