@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from pagoda.engine.request import Request, RequestState
+from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.waiting_queue import Reserved, WaitingQueue
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
@@ -16,7 +17,7 @@ _key = attrgetter("order_key")
 
 
 class Places:
-    """Moves requests from state to state, and keeps sums of what they reserve.
+    """Moves requests from state to state, and keeps sums over them.
 
     A request reserves the blocks that its known tokens still need and one more, since a newcomer must not be
     preempted right away.
@@ -31,6 +32,10 @@ class Places:
         self._num_loading = 0
         self._num_reserved_blocks = 0
         """`reserved_blocks` of the requests that run or load, added up."""
+        self.num_pending_tokens = 0
+        """Prompt and output tokens of all requests that are not computed yet."""
+        self.rows: RequestRows | None = None
+        """Rows of the trace; None while nothing is traced."""
         self._free_slots = list(range(max_num_seqs))
         self._freed_slots: list[int] = []
 
@@ -53,10 +58,12 @@ class Places:
         freed, self._freed_slots = self._freed_slots, []
         return freed
 
-    def enter(self, request: Request, state: RequestState) -> None:
-        """Moves the request to the place of `state`, and what it reserves with it."""
+    def enter(self, request: Request, state: RequestState, *, is_lost: bool = False) -> None:
+        """Moves the request to the place of `state`; `is_lost` says that its KV is lost with the workers."""
         before, request.state = request.state, state
-        if before is RequestState.RUNNING:
+        if before is RequestState.NEW:
+            self.num_pending_tokens += request.num_tokens
+        elif before is RequestState.RUNNING:
             self._leave_slot(request)
         elif before is RequestState.WAITING:
             self.waiting.remove(request)
@@ -74,6 +81,29 @@ class Places:
         elif state is RequestState.LOADING:
             self._num_loading += 1
             self.update(request)
+        elif state is RequestState.FINISHED:
+            self.num_pending_tokens -= request.num_tokens - request.num_computed_tokens
+        if self.rows is not None:
+            self.rows.moved(request, before, is_lost=is_lost)
+
+    def count_computed(self, request: Request, num_tokens: int) -> None:
+        """`num_tokens` further tokens of the request are computed."""
+        request.num_computed_tokens += num_tokens
+        self.num_pending_tokens -= num_tokens
+
+    def forget_computed(self, request: Request) -> None:
+        """Makes the request a value again: it keeps all tokens, none of them computed."""
+        self.num_pending_tokens += request.num_computed_tokens
+        request.num_scheduled_tokens = request.num_computed_tokens = 0
+
+    def append(self, request: Request, token_id: int) -> None:
+        """The request has one more token."""
+        request.token_ids.append(token_id)
+        self.num_pending_tokens += 1
+        if (len(request.token_ids) - 1) % self._kv.block_size == 0:
+            self.update(request)
+        if self.rows is not None:
+            self.rows.sampled(request)
 
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot

@@ -163,15 +163,15 @@ class Request:
 
     def finish_reason(self) -> tuple[FinishReason | None, int | None]:
         """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
-        token_id = self.token_ids[-1]
+        token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
+        if not is_full and token_id not in self.end_token_ids:
+            return None, None
         if self.num_output_tokens >= self.sampling.min_tokens:
             if token_id in self.eos_token_ids:
                 return FinishReason.STOP, None
             if token_id in self.stop_token_ids:
                 return FinishReason.STOP, token_id
-        if len(self.token_ids) >= self.max_total_tokens:
-            return FinishReason.LENGTH, None
-        return None, None
+        return (FinishReason.LENGTH, None) if is_full else (None, None)
 
     def slot_start(self, slot: int) -> SlotStart:
         """The request in full, for a worker that does not know it."""
