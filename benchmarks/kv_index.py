@@ -35,7 +35,7 @@ from pagoda.messages.transfers import KVDirectory
 
 _OBJECTS = 1_000_000
 _PREFIX_BLOCKS = 250
-"""Of a request: 4,000 tokens."""
+"""Blocks of a request: 4,000 tokens."""
 _LOOKUP_INTERVAL_S = 0.1
 _MANIFEST = Manifest(
     model="benchmark",
@@ -53,16 +53,16 @@ _app = App()
 
 
 class Measured(msgspec.Struct):
-    """What the process that looks tells the one that prints."""
+    """Record that the looking process sends to the printing one."""
 
     first_lookup_s: float
-    """From its start to the answer for a request whose blocks are all there."""
+    """Seconds from the start to the answer for a request whose blocks are all there."""
     lookups_s: list[float]
-    """From the announcement of a request to the answer, ten times a second while the index was being made."""
+    """Seconds from the announcement of a request to the answer, ten times a second while the index was made."""
     indexed_s: float
     index_bytes: int
     polls_s: list[float]
-    """How long each look at news held up the engine."""
+    """Seconds for which each poll of updates held up the engine."""
     cpu_s: float
 
 

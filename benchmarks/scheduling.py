@@ -1,4 +1,4 @@
-"""What a step costs the engine besides the model: planning it and taking its results.
+"""Cost of a step to the engine besides the model: planning it and taking its results.
 
 The scheduler runs in this process, with 256 requests that each have a context of their own, two steps
 under way as in the engine, and the simulated worker's time left out. In the last case more requests wait
@@ -13,7 +13,8 @@ from collections import deque
 
 from benchmarks.figure import Figure
 from pagoda.engine.config import SimConfig
-from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.manager import KVManager

@@ -50,14 +50,15 @@ def check_size(path: Path, name: str) -> Iterator[Offence]:
         yield Offence("size", MAX_LINES + 1, f"{lines} lines, {MAX_LINES} allowed: split the file")
 
 
-def check_name(path: Path, tree: ast.Module, package: Path = ROOT / "pagoda") -> Iterator[Offence]:
+def check_name(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[Offence]:
     """Checks that a test file is named after a module of its room, or says in a docstring what it tests."""
     subject = path.stem.removeprefix("test_")
     if re.search(r"_\d+$", subject):
         yield Offence("name", 1, "the name ends with a number: name the file after what it tests")
-    room = package / path.parent.name
-    subject = subject.removeprefix(f"{path.parent.name}_")
-    modules = {found.stem for found in room.rglob("*") if found.is_dir() or found.suffix == ".py"}
+    room = path.parent.name
+    subject = subject.removeprefix(f"{room}_")
+    found = [file for place in (root / "pagoda" / room, root / room) for file in place.rglob("*")]
+    modules = {file.stem for file in found if file.is_dir() or file.suffix == ".py"}
     named = any(subject == module or subject.startswith(f"{module}_") for module in modules)
     if not named and ast.get_docstring(tree) is None:
         yield Offence(

@@ -29,7 +29,7 @@ class _Row:
 
 
 class RequestRows:
-    """A `SchedulerObserver` that writes the rows of requests."""
+    """Writes a row of the trace for each request that the scheduler tells of."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -5,17 +5,17 @@ chosen request some of those not yet computed, within a token budget. Chunked pr
 and recovery only change the two numbers. A request samples when its computed tokens reach its tokens.
 
 The scheduler is pure: it knows no sockets and no devices, and its clock only measures: no choice depends on the
-time. `schedule` makes a plan, `update` takes the
-results in the order of the plans. Several plans may be under way at once; the worker executes them in order,
-which is why a block that is freed while a step still uses it can be handed to a later plan at once. The same
-holds for a worker of several stages, each of which has KV of its own and executes the plans in order. Transfers go
-on beside the steps; what they must wait for is noted in the block.
+time. `schedule` makes a plan, `update` applies the results in the order of the plans. Several steps may be in
+flight; the worker executes them in order, so a block that is freed while a step still uses it can be handed to
+a later plan at once. The same holds for a worker of several stages, each of which has KV of its own and executes
+the plans in order. Transfers go on beside the steps; what they must wait for is noted in the block.
 
-Where KV is kept elsewhere too (`tiers`), a request may wait for some of it before it is admitted
-(`pagoda.engine.kv_waiting`).
+With several stages, a request whose sample is pending waits for it, and decoding requests are spread over as many
+steps as there are stages: while one stage computes some of them, the others compute the rest.
 
-With several stages, a request whose sample is under way waits for it, and decoding requests are spread over as
-many steps as there are stages: while one stage computes some of them, the others compute the rest.
+A turn of the engine applies events in this order: step results (`update`); then in `apply_kv_events` releases by
+other engines, first tokens and failures of other engines, ends of loads, and look-ups that may be answered now.
+Every ending of a request goes through `_finish`, and every change of its state through `_enter`.
 """
 
 from __future__ import annotations
@@ -23,79 +23,40 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
-from pagoda.engine.kv_waiting import Begin, KVWaiting
-from pagoda.engine.observer import SchedulerObserver
-from pagoda.engine.request import Request
+from pagoda.engine.kv_exports import KVExports, Unwanted
+from pagoda.engine.kv_loading import KVLoader, LoadStart
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.plan import InFlightStep, PlanBuilder, Scheduled
+from pagoda.engine.quarantine import Quarantine
+from pagoda.engine.request import OrderKey, Request, RequestState, order_key
+from pagoda.engine.request_tracing import RequestRows
+from pagoda.engine.waiting_queue import Reserved, WaitingQueue
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
-from pagoda.kv.tiered_connector import TieredKVConnector
+from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector
 from pagoda.messages.frontend import (
     FinishReason,
     GenerateRequest,
-    KVSource,
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.messages.worker import Capabilities, SlotStart, StepPlan, StepResult
+from pagoda.messages.worker import SlotStart, StepPlan, StepResult
+from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.exporter import FirstToken, KVExporter
 
-SOLO_STRIKES = 2
-"""From this many strikes on, a request is tried alone, so that it can neither give strikes to others nor get
-strikes for them."""
-MAX_STRIKES = SOLO_STRIKES + 3
-"""A request that broke three steps alone is not tried again."""
 _BLOCKED_STEPS = 16
-"""How many steps may pass before a request that did not fit is looked at again, when nothing became free."""
+"""Steps after which a request that did not fit is looked at again, when nothing became free."""
 
-_by_rank = attrgetter("rank")
-
-
-class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    batch_multiple: int = 1
-    mixed_steps: bool = True
-    num_stages: int = 1
-
-    @classmethod
-    def within(
-        cls,
-        capabilities: Capabilities,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        num_stages: int = 1,
-    ) -> SchedulerLimits:
-        """What was asked for, cut to what the backend can do."""
-        multiple = capabilities.batch_multiple
-        budget = min(max_num_batched_tokens, capabilities.max_batch_tokens)
-        return cls(
-            max_num_seqs=min(max_num_seqs, capabilities.max_batch_seqs),
-            max_num_batched_tokens=max(multiple, budget - budget % multiple),
-            max_model_len=min(max_model_len, capabilities.max_model_len),
-            batch_multiple=capabilities.batch_multiple,
-            mixed_steps=capabilities.mixed_steps,
-            num_stages=num_stages,
-        )
-
-
-class _Share(NamedTuple):
-    """One request's part of a step."""
-
-    request: Request
-    admission: int
-    slot: int
-    num_tokens: int
-    samples: bool
+_key = attrgetter("order_key")
+_NO_KEY: OrderKey = (-(2**63), -1)
+"""In front of every order key."""
 
 
 class _Blocked(NamedTuple):
@@ -105,26 +66,6 @@ class _Blocked(NamedTuple):
     step: int
     num_available: int
     num_running: int
-
-
-class _Kept(NamedTuple):
-    """What sequences keep: those that run or are being loaded, and some that wait."""
-
-    num_seqs: int
-    num_blocks: int
-    """That they still need for their tokens, and one more each: a newcomer must not be preempted right away."""
-
-
-_NOTHING = _Kept(0, 0)
-
-
-class _Flight(NamedTuple):
-    """A step under way."""
-
-    step: int
-    shares: list[_Share]
-    decodes: bool
-    """Whether requests that decode are among them."""
 
 
 class Scheduler:
@@ -137,8 +78,9 @@ class Scheduler:
         clock: Clock,
         tiers: TieredKVConnector | None = None,
         exporter: KVExporter | None = None,
+        order: Callable[[GenerateRequest, int], OrderKey] = order_key,
     ) -> None:
-        """`clock` says how long requests wait."""
+        """`clock` measures how long requests wait; `order` is the policy (see `order_key`)."""
         if kv.pool.num_blocks * kv.block_size < limits.max_model_len:
             raise ValueError(
                 f"A KV cache of {kv.pool.num_blocks} blocks of {kv.block_size} tokens cannot hold one "
@@ -147,31 +89,53 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self._clock = clock
+        self._order = order
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_prefix_hit_tokens = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.num_pending_tokens = 0
+        """Prompt and output tokens of all requests that are not computed yet."""
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
-        """In order of rank, as is `_waiting`."""
-        self._waiting: list[Request] = []
-        self._kv_waiting = None if tiers is None else KVWaiting(kv, tiers, limits.max_num_seqs)
-        self._exporter = exporter
-        self._observer: SchedulerObserver | None = None
-        self._suspects: set[Request] = set()
-        """Requests that are tried alone because workers died during their steps."""
+        """In order."""
+        self._waiting = WaitingQueue()
+        self._num_reserved_blocks = 0
+        """`reserved_blocks` of the requests that run or are being loaded, added up."""
+        self.tiers = tiers
+        self.exporter = exporter
+        self._loader = KVLoader(kv, tiers, limits.max_num_seqs)
+        self._exports = KVExports(kv, exporter)
+        self._rows: RequestRows | None = None
+        self._quarantine = Quarantine()
         self._blocked: _Blocked | None = None
         self._last_was_decodes = False
         """With `mixed_steps` off: the kind of the last step."""
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._free_slots = list(range(limits.max_num_seqs))
-        self._orphans: list[Request] = []
-        """Whose KV was lost here, after an engine that computes it now had asked for it."""
         self._freed_slots: list[int] = []
-        """Slots that the worker has not yet been told about."""
+        """Slots that the worker has not been told about yet."""
         self._num_arrivals = 0
         self._step = 0
+
+    # ---- what others may look at
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        return self._requests
+
+    @property
+    def quarantined(self) -> Collection[Request]:
+        return self._quarantine.requests
+
+    @property
+    def in_flight(self) -> Sequence[InFlightStep]:
+        return self._in_flight
+
+    @property
+    def next_step(self) -> int:
+        return self._step
 
     @property
     def num_running(self) -> int:
@@ -183,7 +147,7 @@ class Scheduler:
 
     @property
     def num_awaiting_kv(self) -> int:
-        return 0 if self._kv_waiting is None else self._kv_waiting.num_requests
+        return self._loader.num_requests
 
     @property
     def num_requests(self) -> int:
@@ -193,26 +157,66 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def num_pending_tokens(self) -> int:
-        return sum(r.num_tokens - r.num_computed_tokens for r in self._requests.values())
-
     def has_requests(self) -> bool:
         return bool(self._requests)
 
-    def observe(self, observer: SchedulerObserver | None) -> None:
-        """Tells `observer` what becomes of requests, first where those are that are there; None for nobody."""
-        self._observer = observer
-        if observer is None:
+    def trace(self, rows: RequestRows | None) -> None:
+        """Tells `rows` what becomes of requests from now on, first where they are; None for nobody."""
+        self._rows = rows
+        if rows is None:
             return
-        waiting = {request.request_id for request in self._waiting}
         for request in self._requests.values():
-            if request.slot is not None:
-                observer.admitted(request)
-            elif request.request_id in waiting:
-                observer.queued(request)
+            if request.state is RequestState.RUNNING:
+                rows.admitted(request)
+            elif request.is_awaiting_kv:
+                rows.awaits_kv(request)
             else:
-                observer.awaits_kv(request)
+                rows.queued(request)
+
+    def check(self) -> None:
+        """Verifies the scheduler's own bookkeeping; for tests and debugging.
+
+        Raises:
+            ValueError: a request is in two places or in none, or a sum is wrong.
+        """
+        loader = self._loader
+        places = {
+            RequestState.RUNNING: self._running,
+            RequestState.WAITING: list(self._waiting),
+            RequestState.AWAITING_KV: list(loader.awaiting),
+            RequestState.LOADING: list(loader.loading),
+        }
+        found = {(r.request_id, state) for state, requests in places.items() for r in requests}
+        if found != {(r.request_id, r.state) for r in self._requests.values()}:
+            raise ValueError("A request is not in the place of its state.")
+        if sum(map(len, places.values())) != len(self._requests):
+            raise ValueError("A request is in a place twice.")
+        for state in (RequestState.RUNNING, RequestState.WAITING):
+            if sorted(places[state], key=_key) != places[state]:
+                raise ValueError(f"Requests that are {state.name} are out of order.")
+        if any(r.state is not RequestState.WAITING for r in loader.prefetching):
+            raise ValueError("KV is prefetched for a request that is not in line.")
+        for request in self._requests.values():
+            if request.state is not RequestState.AWAITING_KV and (
+                request.reserved_blocks != self._blocks_to_reserve(request)
+            ):
+                raise ValueError(f"Request {request.request_id} reserves a wrong number of blocks.")
+        holders = [*self._running, *places[RequestState.LOADING]]
+        sums = {
+            "reserved blocks": (self._num_reserved_blocks, sum(r.reserved_blocks for r in holders)),
+            "reserved blocks of requests in line": (
+                self._waiting.ahead_of((2**63, 0)).num_blocks,
+                sum(r.reserved_blocks for r in self._waiting),
+            ),
+            "pending tokens": (
+                self.num_pending_tokens,
+                sum(r.num_tokens - r.num_computed_tokens for r in self._requests.values()),
+            ),
+            "slots": (len(self._free_slots) + len(self._running), self.limits.max_num_seqs),
+        }
+        for what, (counted, true) in sums.items():
+            if counted != true:
+                raise ValueError(f"{counted} {what} are counted, there are {true}.")
 
     # ---- requests come and go
 
@@ -223,71 +227,28 @@ class Scheduler:
         """
         request = Request(
             message,
-            arrival=self._num_arrivals,
+            order_key=self._order(message, self._num_arrivals),
             table=self.kv.new_table(message.cache_salt),
             max_model_len=self.limits.max_model_len,
             runs_ahead=self.limits.num_stages == 1,
             added_at=self._clock.now(),
         )
         self._num_arrivals += 1
-        problem = self._refusal(request)
-        if problem is None and message.holds_kv and self._exporter is None:
-            problem = (
-                "This engine holds no KV for others; it was started without --role prefill or both."
-            )
+        problem = self._refusal(request) or self._exports.refusal(message)
         if problem is not None:
             return [TokenChunk(message.request_id, [], FinishReason.ERROR, error=problem)]
         if request.num_output_tokens:
-            finish, stop_reason = self._finish_of(request)
-            if finish is not None:
-                return [TokenChunk(message.request_id, [], finish, stop_reason)]
+            reason, stop_reason = self._finish_reason(request)
+            if reason is not None:
+                return [TokenChunk(message.request_id, [], reason, stop_reason)]
         self._requests[request.request_id] = request
-        news = []
-        if message.holds_kv and self._exporter is not None:
-            source = self._exporter.open(
-                request.request_id, request.num_tokens // self.kv.block_size
-            )
-            request.transfer_id = source.transfer_id
-            news = [TokenChunk(request.request_id, [], kv_source=source)]
-        if self._kv_waiting is None:
-            self._wait(request)
-        else:
+        self.num_pending_tokens += request.num_tokens
+        chunks = self._exports.open(message, request)
+        if self._loader.has_tiers:
             hits = self.kv.find_prefix(request.table, request.token_ids)
-            self._kv_waiting.on_queued(request, len(hits))
-            self._queue([request], self._kv_waiting)
-        return news
-
-    def _queue(self, requests: Iterable[Request], kv_waiting: KVWaiting) -> None:
-        """Lets each wait for KV at once if there is room besides those in line before it, else in line.
-
-        `requests` are in order of rank.
-        """
-        kept, num_counted = self._kept_by(self._holders()), 0
-        for request in requests:
-            hits = self.kv.find_prefix(request.table, request.token_ids)
-            num_ahead = bisect_left(self._waiting, request.rank, key=_by_rank)
-            kept = self._kept_by(self._waiting[num_counted:num_ahead], kept)
-            num_counted = num_ahead
-            has_room = not self._suspects and self._has_room(request, hits, kept)
-            if not has_room or kv_waiting.begin(request, hits) is not Begin.WAITS:
-                kv_waiting.leave(request)
-                self._wait(request)
-                kv_waiting.prefetch(request, len(hits))
-                continue
-            self._await_kv(request)
-            if request.table.blocks:
-                kept = self._kept_by([request], kept)
-
-    def _wait(self, request: Request) -> None:
-        """The request waits for a step."""
-        insort(self._waiting, request, key=_by_rank)
-        if self._observer is not None:
-            self._observer.queued(request)
-
-    def _await_kv(self, request: Request) -> None:
-        """The request is with those that wait for KV."""
-        if self._observer is not None:
-            self._observer.awaits_kv(request)
+            self._loader.on_queued(request, len(hits))
+        self._place(request)
+        return chunks
 
     def _refusal(self, request: Request) -> str | None:
         if request.request_id in self._requests:
@@ -301,89 +262,149 @@ class Scheduler:
             )
         return None
 
+    def _place(self, request: Request) -> None:
+        """Lets a new request, or one that awaits KV, load if there is room besides those in line before it.
+
+        Else the request goes in line.
+        """
+        if self._loader.may_load(request):
+            hits = self.kv.find_prefix(request.table, request.token_ids)
+            if (
+                not self._quarantine.requests
+                and self._has_room(request, hits, self._waiting.ahead_of(request.order_key))
+                and self._start_load(request, hits) in (LoadStart.AWAITING, LoadStart.LOADING)
+            ):
+                return
+            self._loader.abandon(request)
+            self._loader.prefetch(request, len(hits))
+        self._enter(request, RequestState.WAITING)
+        if self._rows is not None:
+            self._rows.queued(request)
+
+    def _start_load(self, request: Request, hits: list[Block]) -> LoadStart:
+        start = self._loader.start(request, hits)
+        if start in (LoadStart.AWAITING, LoadStart.LOADING):
+            is_loading = start is LoadStart.LOADING
+            self._enter(request, RequestState.LOADING if is_loading else RequestState.AWAITING_KV)
+            if self._rows is not None:
+                self._rows.awaits_kv(request)
+        return start
+
     def abort(self, request_id: str) -> bool:
-        """Ends a request without a word; returns whether there was one."""
+        """Ends a request without a chunk; returns False if there is none."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._end(request, FinishReason.ABORT)
+        self._finish(request, FinishReason.ABORT)
         return True
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        request.finished = True
+    def _fail(self, request: Request, error: str) -> TokenChunk:
+        """`error` is a sentence."""
+        self._finish(request, FinishReason.ERROR)
+        return TokenChunk(request.request_id, [], FinishReason.ERROR, error=error)
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Every ending of a request goes through here."""
         del self._requests[request.request_id]
-        self._let_go(request, "its request failed or was aborted")
-        self._suspects.discard(request)
-        if request.slot is not None:
-            self._leave_slot(request)
-        elif self._kv_waiting is None or not self._kv_waiting.leave(request):
-            _remove(self._waiting, request)
-        if self._kv_waiting is not None:
-            self._kv_waiting.on_dequeued(request)
-            self._blocked = None
+        self.num_pending_tokens -= request.num_tokens - request.num_computed_tokens
+        self._quarantine.on_finished(request)
+        self._exports.on_finished(request)
+        self._loader.abandon(request)
+        self._loader.on_dequeued(request)
         self._free_blocks(request)
-        if self._observer is not None:
-            self._observer.ended(request, reason)
-
-    def _let_go(self, request: Request, reason: str) -> None:
-        """What is held of the request for another engine is worth nothing to it any more."""
-        if request.transfer_id is not None and self._exporter is not None:
-            self._exporter.drop(request.transfer_id, reason)
-            request.transfer_id = None
-
-    def _note_orphan(self, request: Request) -> None:
-        """What is held of it will be lost; an engine that has asked for it is told, and computes it."""
-        if (
-            request.transfer_id is not None
-            and self._exporter is not None
-            and self._exporter.is_asked_for(request.transfer_id)
-        ):
-            self._orphans.append(request)
-
-    def end_unwanted(self) -> list[TokenChunk]:
-        """Ends requests that were to be computed for other engines which do not need that any more."""
-        if self._exporter is None:
-            return []
-        orphans, self._orphans = self._orphans, []
-        unwanted = [request for request in orphans if not request.finished]
-        for request_id, transfer_id in self._exporter.drain_unwanted():
-            request = self._requests.get(request_id)
-            if request is not None and request.transfer_id == transfer_id:
-                unwanted.append(request)
-        for request in unwanted:
-            self._end(request, FinishReason.ABORT)
-        return [TokenChunk(request.request_id, [], FinishReason.ABORT) for request in unwanted]
+        self._enter(request, RequestState.FINISHED)
+        self._blocked = None
+        if self._rows is not None:
+            self._rows.ended(request, reason)
 
     def _free_blocks(self, request: Request) -> None:
-        """Steps under way may still use the blocks: what a preempted request samples in them counts."""
+        """Steps in flight may still use the blocks: what a preempted request samples in them counts."""
         is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
         self.kv.free(request.table, last_step=-1 if is_confirmed else self._step - 1)
+
+    def _enter(self, request: Request, state: RequestState) -> None:
+        """Moves the request to the place of `state`, and what it reserves with it."""
+        before, request.state = request.state, state
+        if before is RequestState.RUNNING:
+            self._leave_slot(request)
+        elif before is RequestState.LOADING:
+            self._num_reserved_blocks -= request.reserved_blocks
+        elif before is RequestState.WAITING:
+            self._waiting.remove(request)
+        request.reserved_blocks = 0
+        if state is RequestState.WAITING:
+            request.reserved_blocks = self._blocks_to_reserve(request)
+            self._waiting.add(request)
+        elif state is RequestState.RUNNING:
+            insort(self._running, request, key=_key)
+            request.slot = heapq.heappop(self._free_slots)
+            self._update_reserved(request)
+        elif state is RequestState.LOADING:
+            self._update_reserved(request)
 
     def _leave_slot(self, request: Request) -> None:
         slot = request.slot
         if slot is None:
             raise RuntimeError(f"Request {request.request_id} has no slot.")
-        _remove(self._running, request)
+        del self._running[bisect_left(self._running, request.order_key, key=_key)]
         heapq.heappush(self._free_slots, slot)
         self._freed_slots.append(slot)
         request.slot = None
+        self._num_reserved_blocks -= request.reserved_blocks
+
+    # ---- room
+
+    def _blocks_to_reserve(self, request: Request) -> int:
+        """Blocks that the known tokens of the request still need, and one more: a newcomer must not be preempted
+        right away."""
+        missing = self.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
+        return max(0, missing) + 1
+
+    def _update_reserved(self, request: Request) -> None:
+        """Tokens or blocks of the request have changed."""
+        blocks = self._blocks_to_reserve(request)
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+            request.reserved_blocks = blocks
+            self._waiting.add(request)
+        elif request.state in (RequestState.RUNNING, RequestState.LOADING):
+            self._num_reserved_blocks += blocks - request.reserved_blocks
+            request.reserved_blocks = blocks
+
+    @property
+    def _reserved(self) -> Reserved:
+        """What requests that run or are being loaded keep."""
+        return Reserved(len(self._running) + self._loader.num_loading, self._num_reserved_blocks)
+
+    def _has_room(self, request: Request, hits: list[Block], ahead: Reserved | None = None) -> bool:
+        """True if all known tokens of the request fit, besides what others keep and what those `ahead` need."""
+        num_seqs, num_blocks = self._reserved
+        if ahead is not None:
+            num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
+        if num_seqs >= self.limits.max_num_seqs:
+            return False
+        shared_hits = sum(block.ref_count > 0 for block in hits)
+        wanted = self.kv.num_blocks_for(request.num_tokens) - shared_hits
+        return wanted + num_blocks <= self.kv.pool.num_available
 
     # ---- planning
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
         for decodes in self._kinds():
-            draft = _Draft(self._step, self.limits, decodes, self._max_decodes())
-            if self._suspects:
-                self._schedule_alone(min(self._suspects, key=_by_rank), draft)
+            plan = PlanBuilder(self._step, self.limits, decodes, self._max_decodes())
+            alone = self._quarantine.first()
+            if alone is not None:
+                self._schedule_alone(alone, plan)
             else:
                 self._yield_to_higher_priority()
-                self._fill(draft)
-            if draft.shares:
+                self._fill(plan)
+            if plan.scheduled:
                 self._last_was_decodes = bool(decodes)
                 self._step += 1
-                self._in_flight.append(_Flight(draft.step, draft.shares, draft.decodes))
-                return draft.plan(self._take_freed_slots())
+                self._in_flight.append(InFlightStep(plan.step, plan.scheduled, plan.has_decodes))
+                freed_slots, self._freed_slots = self._freed_slots, []
+                return plan.plan(freed_slots)
         return None
 
     def _kinds(self) -> tuple[bool | None, ...]:
@@ -393,15 +414,15 @@ class Scheduler:
         return (not self._last_was_decodes, self._last_was_decodes)
 
     def _max_decodes(self) -> int:
-        """How many of the decoding requests the step may take, so that every stage gets an equal part of them.
+        """How many decoding requests the step may take, so that every stage gets an equal part of them.
 
-        None while as many parts are under way as there are stages: those left over join one that comes back, since
-        a step costs much that does not depend on its size.
+        0 while as many parts are in flight as there are stages: requests left over join a part that comes back,
+        since a step costs much that does not depend on its size.
         """
         num_stages = self.limits.num_stages
         if num_stages == 1:
             return self.limits.max_num_seqs
-        if sum(flight.decodes for flight in self._in_flight) >= num_stages:
+        if sum(step.has_decodes for step in self._in_flight) >= num_stages:
             return 0
         decoding = sum(
             request.num_pending_samples > 0 or request.num_schedulable_tokens == 1
@@ -409,182 +430,137 @@ class Scheduler:
         )
         return max(1, -(-decoding // num_stages))
 
-    def _take_freed_slots(self) -> list[int]:
-        freed, self._freed_slots = self._freed_slots, []
-        return freed
-
-    def _schedule_alone(self, request: Request, draft: _Draft) -> None:
-        if request.slot is not None:
-            self._extend(request, draft)
+    def _schedule_alone(self, request: Request, plan: PlanBuilder) -> None:
+        if request.state is RequestState.RUNNING:
+            self._extend(request, plan)
             return
         hits = self._fitting_prefix(request)
         while hits is None and self._running:
-            self._preempt(self._running[-1])
+            self.preempt(self._running[-1])
             hits = self._fitting_prefix(request)
         if hits is not None:
-            self._admit(request, hits, draft)
+            self._admit(request, hits, plan)
 
     def _yield_to_higher_priority(self) -> None:
-        """Makes room for the first waiting request, as far as those that run have a lower priority."""
-        while self._running and (index := self._next_in_line(0)) is not None:
-            first, last = self._waiting[index], self._running[-1]
-            outranked = first.rank[0] < last.rank[0] and not first.num_pending_samples
-            if not outranked or self._fitting_prefix(first) is not None:
+        """Makes room for the first waiting request, as far as running requests have a lower priority."""
+        while self._running and (first := self._next_in_line(_NO_KEY)) is not None:
+            last = self._running[-1]
+            has_priority = first.order_key[0] < last.order_key[0] and not first.num_pending_samples
+            if not has_priority or self._fitting_prefix(first) is not None:
                 return
-            self._preempt(last)
+            self.preempt(last)
 
-    def _fill(self, draft: _Draft) -> None:
-        """Gives tokens in order of priority; among equals to those that run before those that wait.
+    def _fill(self, plan: PlanBuilder) -> None:
+        """Gives tokens in order of priority; among equals to running requests before waiting ones.
 
-        Nobody is admitted once somebody was preempted, or behind a request that does not fit. Those that may not
+        No request is admitted once another was preempted, or behind one that does not fit. Requests that may not
         ask yet whether there is KV for them are passed over.
         """
         preemptions = self.num_preemptions
-        admitting = True
         index = 0
-        in_line: int | None = 0
-        while draft.budget > 0:
+        first = self._next_in_line(_NO_KEY)
+        while plan.budget > 0:
             request = self._running[index] if index < len(self._running) else None
-            if in_line is not None and admitting:
-                in_line = self._next_in_line(in_line)
-            first = self._waiting[in_line] if in_line is not None and admitting else None
-            if first is not None and (request is None or first.rank[0] < request.rank[0]):
+            if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
                 hits = self._fitting_prefix(first)
-                begin = Begin.STAYS if hits is None else self._begin(first, hits)
-                if begin is Begin.WAITS:
-                    _remove(self._waiting, first)
-                    self._await_kv(first)
-                    continue
-                admitting = (
-                    hits is not None and begin is Begin.COMPUTES and self._admit(first, hits, draft)
-                )
-                index += admitting  # it now stands before the next one
+                start = LoadStart.READY if hits is None else self._start_load(first, hits)
+                if start is LoadStart.READY:
+                    if hits is None or not self._admit(first, hits, plan):
+                        first = None
+                        continue
+                    index += 1  # it now stands before the next one
+                if start is LoadStart.BLOCKED:
+                    first = None
+                else:
+                    first = self._next_in_line(first.order_key)
             elif request is not None:
-                num_behind = self._num_decodes_behind(index) if draft.mixed else 0
-                self._extend(request, draft, min(num_behind, draft.decodes_left))
-                admitting = admitting and self.num_preemptions == preemptions
+                num_behind = self._num_decodes_behind(index) if plan.is_mixed else 0
+                self._extend(request, plan, min(num_behind, plan.decodes_left))
+                if self.num_preemptions != preemptions:
+                    first = None
                 index += 1
             else:
                 return
 
-    def _next_in_line(self, start: int) -> int | None:
-        """Index of the first waiting request from `start` on that may go on, if there is room for it."""
-        kv_waiting, num_waiting = self._kv_waiting, len(self._waiting)
-        if kv_waiting is None:
-            return start if start < num_waiting else None
-        if kv_waiting.num_staying == num_waiting:
-            start = num_waiting
-        line = range(start, num_waiting)
-        return next((it for it in line if not kv_waiting.must_stay(self._waiting[it])), None)
-
-    def _begin(self, request: Request, hits: list[Block]) -> Begin:
-        if self._kv_waiting is None:
-            return Begin.COMPUTES
-        return self._kv_waiting.begin(request, hits)
+    def _next_in_line(self, key: OrderKey) -> Request | None:
+        """The first waiting request behind `key` that may go on, if there is room for it."""
+        if self._loader.num_blocked >= len(self._waiting):
+            return None
+        in_line = self._waiting.after(key)
+        return next((it for it in in_line if not self._loader.is_blocked(it)), None)
 
     def _num_decodes_behind(self, index: int) -> int:
-        """If running request `index` computes a chunk: how many of its priority wait behind it for one token."""
+        """If running request `index` computes a chunk: requests of its priority behind it that need one token."""
         request = self._running[index]
         if request.num_schedulable_tokens <= 1:
             return 0
         return sum(
-            other.rank[0] == request.rank[0] and other.num_schedulable_tokens == 1
+            other.order_key[0] == request.order_key[0] and other.num_schedulable_tokens == 1
             for other in self._running[index + 1 :]
         )
 
-    def _extend(self, request: Request, draft: _Draft, num_behind: int = 0) -> None:
-        """Gives a running request tokens, preempting requests of higher rank for blocks if need be.
-
-        A chunk leaves one token of the budget to each of the `num_behind` requests that come after, but takes
-        at least half of it.
-        """
-        slot = request.slot
-        decodes = request.num_schedulable_tokens == 1
-        count = draft.share_of(request, num_behind)
-        if count == 0 or slot is None or (decodes and draft.decodes_left == 0):
+    def _extend(self, request: Request, plan: PlanBuilder, num_behind: int = 0) -> None:
+        """Gives a running request tokens, preempting requests behind it for blocks if need be."""
+        slot, available = request.slot, request.num_schedulable_tokens
+        decodes = available == 1
+        count = plan.count_for(available, num_behind)
+        if count == 0 or slot is None or (decodes and plan.decodes_left == 0):
             return
-        draft.decodes_left -= decodes
-        draft.decodes |= decodes
-        new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
-        while new_blocks is None:
-            if not self._make_room():
-                victim = self._running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    return
-            new_blocks = self.kv.grow(request.table, request.num_scheduled_tokens + count)
-        if new_blocks:
-            draft.new_blocks.append((slot, new_blocks))
+        plan.decodes_left -= decodes
+        plan.has_decodes |= decodes
+        num_tokens = request.num_scheduled_tokens + count
+        if num_tokens > len(request.table.blocks) * self.kv.block_size:
+            new_blocks = self.kv.grow(request.table, num_tokens)
+            while new_blocks is None:
+                if not self._exports.make_room():
+                    victim = self._running[-1]
+                    self.preempt(victim)
+                    if victim is request:
+                        return
+                new_blocks = self.kv.grow(request.table, num_tokens)
+            plan.new_blocks.append((slot, new_blocks))
+            self._update_reserved(request)
         if not request.runs_ahead:
-            draft.appended += [
-                (slot, token) for token in request.token_ids[request.num_told_tokens :]
-            ]
-            request.num_told_tokens = request.num_tokens
-        draft.add(request, slot, count)
+            new_tokens = request.token_ids[request.num_sent_tokens :]
+            plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
+            request.num_sent_tokens = request.num_tokens
+        plan.add(request, slot, count, available)
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
         num_published = request.table.num_published
-        # Two requests that hold each other's room for others would wait for ever.
-        self._note_orphan(request)
-        self._let_go(request, "its request was preempted")
-        self._leave_slot(request)
+        self._exports.on_preempted(request)
         self._free_blocks(request)
-        request.forget_kv()
-        insort(self._waiting, request, key=_by_rank)
-        if self._kv_waiting is not None:
-            self._kv_waiting.on_queued(request, num_published)
+        self._forget_kv(request)
+        self._enter(request, RequestState.WAITING)
+        self._loader.on_queued(request, num_published)
         self.num_preemptions += 1
-        if self._observer is not None:
-            self._observer.preempted(request)
+        if self._rows is not None:
+            self._rows.preempted(request)
+
+    def _forget_kv(self, request: Request) -> None:
+        """Makes the request a value again: it keeps all tokens, none of them computed."""
+        self.num_pending_tokens += request.num_computed_tokens
+        request.num_scheduled_tokens = request.num_computed_tokens = 0
 
     def _fitting_prefix(self, request: Request) -> list[Block] | None:
         """The request's cached prefix if it can be admitted now, else None.
 
-        A request whose last sample is still under way waits for it.
+        A request whose last sample is still pending waits for it.
         """
         if not self._free_slots or request.num_pending_samples or self._is_still_blocked(request):
             return None
         hits = self.kv.find_prefix(request.table, request.token_ids)
-        kept = self._kept_by(self._holders())
-        while not self._has_room(request, hits, kept):
-            if kept.num_seqs >= self.limits.max_num_seqs or not self._make_room():
-                break
-        else:
-            return hits
-        self._blocked = _Blocked(
-            request, self._step, self.kv.pool.num_available, len(self._running)
-        )
-        return None
-
-    def _has_room(self, request: Request, hits: list[Block], kept: _Kept) -> bool:
-        """Whether there is room for all known tokens of the request, besides what others keep."""
-        if kept.num_seqs >= self.limits.max_num_seqs:
-            return False
-        taken_hits = sum(block.ref_count > 0 for block in hits)
-        wanted = self.kv.num_blocks_for(request.num_tokens) - taken_hits
-        return wanted + kept.num_blocks <= self.kv.pool.num_available
-
-    def _holders(self) -> list[Request]:
-        """Those that have blocks."""
-        loading = () if self._kv_waiting is None else self._kv_waiting.loading
-        return [*self._running, *loading]
-
-    def _kept_by(self, requests: Sequence[Request], kept: _Kept = _NOTHING) -> _Kept:
-        """By these, and `kept` by others."""
-        missing = (
-            self.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
-            for request in requests
-        )
-        num_blocks = sum(max(0, count) + 1 for count in missing)
-        return _Kept(kept.num_seqs + len(requests), kept.num_blocks + num_blocks)
-
-    def _make_room(self) -> bool:
-        """Takes blocks from what is held for others that have not asked for it; False if there is nothing."""
-        return self._exporter is not None and self._exporter.make_room()
+        while not self._has_room(request, hits):
+            is_full = self._reserved.num_seqs >= self.limits.max_num_seqs
+            if is_full or not self._exports.make_room():
+                num_available, num_running = self.kv.pool.num_available, len(self._running)
+                self._blocked = _Blocked(request, self._step, num_available, num_running)
+                return None
+        return hits
 
     def _is_still_blocked(self, request: Request) -> bool:
-        """Whether nothing became free since the request last did not fit: looking at a long prompt costs time."""
+        """True if nothing became free since the request last did not fit: looking at a long prompt costs time."""
         blocked = self._blocked
         return (
             blocked is not None
@@ -594,31 +570,27 @@ class Scheduler:
             and len(self._running) == blocked.num_running > 0
         )
 
-    def _admit(self, request: Request, hits: list[Block], draft: _Draft) -> bool:
+    def _admit(self, request: Request, hits: list[Block], plan: PlanBuilder) -> bool:
         """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
         num_hit_tokens = len(hits) * self.kv.block_size
-        request.num_scheduled_tokens = num_hit_tokens
-        count = draft.share_of(request)
+        available = request.num_tokens - num_hit_tokens
+        count = plan.count_for(available)
         if count == 0:
-            request.num_scheduled_tokens = 0
             return False
         self.kv.adopt(request.table, hits)
         if self.kv.grow(request.table, num_hit_tokens + count) is None:
             raise RuntimeError("A request was admitted that does not fit.")
-        _remove(self._waiting, request)
-        insort(self._running, request, key=_by_rank)
-        slot = request.slot = heapq.heappop(self._free_slots)
+        request.num_scheduled_tokens = request.num_computed_tokens = num_hit_tokens
+        self.num_pending_tokens -= num_hit_tokens
+        self._enter(request, RequestState.RUNNING)
+        slot = request.slot
+        if slot is None:
+            raise RuntimeError("A running request has no slot.")
         request.admission += 1
-        request.num_computed_tokens = num_hit_tokens
-        request.num_told_tokens = request.num_tokens
+        request.num_sent_tokens = request.num_tokens
         if request.num_cached_tokens is None:
-            request.queue_time_s = self._clock.now() - request.added_at
-            num_fetched = max(0, min(len(hits), request.fetched.stop) - request.fetched.start)
-            num_cached_tokens = num_hit_tokens - num_fetched * self.kv.block_size
-            request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
-            self.num_prefix_hit_tokens += request.num_cached_tokens
-            self.num_prompt_tokens += request.num_prompt_tokens
-        draft.starts.append(
+            self._note_first_admission(request, len(hits))
+        plan.starts.append(
             SlotStart(
                 slot=slot,
                 token_ids=list(request.token_ids),
@@ -630,30 +602,30 @@ class Scheduler:
                 request_id=request.request_id,
             )
         )
-        if self._kv_waiting is not None:
-            self._kv_waiting.on_dequeued(request)
-        self._passed(request)
-        draft.add(request, slot, count)
-        if self._observer is not None:
-            self._observer.admitted(request)
+        self._loader.on_dequeued(request)
+        self._on_published(request)
+        plan.add(request, slot, count, available)
+        if self._rows is not None:
+            self._rows.admitted(request)
         return True
 
-    def _passed(self, request: Request) -> None:
-        """The request has got past further blocks: others may keep them, or fetch them."""
-        if self._kv_waiting is not None:
-            self._kv_waiting.passed(request)
-        if request.transfer_id is not None and self._exporter is not None:
-            table, transfer_id = request.table, request.transfer_id
-            first, end = self._exporter.num_held(transfer_id), table.num_published
-            if end > first:
-                self._exporter.hold(
-                    transfer_id, table.blocks[first:end], table.keys[first + 1 : end + 1]
-                )
+    def _note_first_admission(self, request: Request, num_hits: int) -> None:
+        request.queue_time_s = self._clock.now() - request.added_at
+        num_fetched = max(0, min(num_hits, request.fetched.stop) - request.fetched.start)
+        num_cached_tokens = (num_hits - num_fetched) * self.kv.block_size
+        request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
+        self.num_prefix_hit_tokens += request.num_cached_tokens
+        self.num_prompt_tokens += request.num_prompt_tokens
 
-    # ---- results
+    def _on_published(self, request: Request) -> None:
+        """Further blocks of the request are published: tiers may save them, other engines fetch them."""
+        self._loader.on_published(request)
+        self._exports.on_published(request)
+
+    # ---- step results
 
     def update(self, result: StepResult) -> list[TokenChunk]:
-        """Takes the result of the oldest step under way; returns what its requests gained.
+        """Applies the result of the oldest step in flight; returns what its requests gained.
 
         Raises:
             RuntimeError: the result does not belong to that step; the worker cannot be trusted any more.
@@ -662,27 +634,27 @@ class Scheduler:
             raise RuntimeError(
                 f"The worker answered step {result.step}, which is not the next one."
             )
-        flight = self._in_flight.popleft()
+        step = self._in_flight.popleft()
         self.num_steps += 1
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         chunks: list[TokenChunk] = []
-        for share in flight.shares:
-            request = share.request
-            request.num_pending_samples -= share.samples
-            if request.finished:
+        for part in step.scheduled:
+            request = part.request
+            request.num_pending_samples -= part.samples
+            if request.state is RequestState.FINISHED:
                 continue
-            error = result.errors.get(share.slot)
-            if error is not None:
-                chunks.append(self._fail(request, error))
+            if result.errors and part.slot in result.errors:
+                chunks.append(self._fail(request, result.errors[part.slot]))
                 continue
-            is_current = self._confirm(share)
-            if share.samples:
-                token_id = sampled.get(share.slot)
+            is_current = self._confirm(part)
+            if part.samples:
+                token_id = sampled.get(part.slot)
                 if token_id is None:
                     raise RuntimeError(
-                        f"The worker's result of step {result.step} lacks slot {share.slot}."
+                        f"The worker's result of step {result.step} lacks slot {part.slot}."
                     )
-                chunks.append(self._append(request, token_id, result.logprobs.get(share.slot)))
+                logprobs = result.logprobs.get(part.slot) if result.logprobs else None
+                chunks.append(self._append(request, token_id, logprobs))
                 self.num_generated_tokens += 1
             elif is_current:
                 chunks.append(
@@ -690,22 +662,23 @@ class Scheduler:
                         request.request_id,
                         [],
                         num_computed_tokens=request.num_computed_tokens,
-                        queue_time_s=_untold_queue_time(request),
+                        queue_time_s=_drain_queue_time(request),
                     )
                 )
         return chunks
 
-    def _confirm(self, share: _Share) -> bool:
-        """Whether what was computed still counts: the request was not preempted meanwhile."""
-        request = share.request
-        if share.admission != request.admission or request.slot is None:
+    def _confirm(self, part: Scheduled) -> bool:
+        """True if what was computed still counts: the request was not preempted meanwhile."""
+        request = part.request
+        if part.admission != request.admission or request.slot is None:
             return False
-        request.num_computed_tokens += share.num_tokens
-        self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
-        self._passed(request)
-        if request.strikes and request.num_computed_tokens >= request.strike_point:
-            request.strikes = 0
-            self._suspects.discard(request)
+        request.num_computed_tokens += part.num_tokens
+        self.num_pending_tokens -= part.num_tokens
+        if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
+            self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
+            self._on_published(request)
+        if request.crash_count:
+            self._quarantine.on_progress(request)
         return True
 
     def _append(
@@ -713,38 +686,31 @@ class Scheduler:
     ) -> TokenChunk:
         source = None
         if request.transfer_id is not None:
-            source = self._finish_prefill(request, token_id, logprobs)
-        request.token_ids.append(token_id)
-        if self._observer is not None:
-            self._observer.sampled(request)
-        finish, stop_reason = self._finish_of(request)
-        if finish is not None:
-            self._end(request, finish)
+            source = self._exports.on_prefilled(request, token_id, logprobs)
+        if request.num_tokens % self.kv.block_size == 0:
+            request.token_ids.append(token_id)
+            self._update_reserved(request)
+        else:
+            request.token_ids.append(token_id)
+        self.num_pending_tokens += 1
+        if self._rows is not None:
+            self._rows.sampled(request)
+        reason, stop_reason = self._finish_reason(request)
+        if reason is not None:
+            self._finish(request, reason)
         return TokenChunk(
             request.request_id,
             [token_id],
-            finish,
+            reason,
             stop_reason,
             None if logprobs is None else [logprobs],
             request.num_cached_tokens or 0,
             kv_source=source,
-            queue_time_s=_untold_queue_time(request),
+            queue_time_s=_drain_queue_time(request),
         )
 
-    def _finish_prefill(
-        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
-    ) -> KVSource | None:
-        """The request ends with this token, and its KV stays."""
-        transfer_id, request.transfer_id = request.transfer_id, None
-        if transfer_id is None or self._exporter is None:
-            return None
-        key = self.kv.sequence_key(request.table, request.token_ids)
-        num_cached_tokens = request.num_cached_tokens or 0
-        token = FirstToken(key, token_id, logprobs, num_cached_tokens)
-        return self._exporter.finish(transfer_id, token)
-
-    def _finish_of(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        """Whether the last output token ends the answer, and the stop token if one was asked for."""
+    def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
+        """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
         token_id = request.token_ids[-1]
         if request.num_output_tokens >= request.sampling.min_tokens:
             if token_id in request.eos_token_ids:
@@ -755,39 +721,53 @@ class Scheduler:
             return FinishReason.LENGTH, None
         return None, None
 
-    def _fail(self, request: Request, error: str) -> TokenChunk:
-        self._end(request, FinishReason.ERROR)
-        return TokenChunk(request.request_id, [], FinishReason.ERROR, error=error)
+    # ---- events of KV
 
-    def take_kv_news(self) -> list[TokenChunk]:
-        """Lets requests go on that need not wait for KV any more; returns the ends of those that fail."""
-        kv_waiting = self._kv_waiting
-        if kv_waiting is None:
-            return []
-        chunks = []
-        for request, failure in kv_waiting.take_arrivals():
-            self._wait(request)
-            self._blocked = None
-            if failure is not None:
-                chunks.append(self._fail(request, failure))
-        news = kv_waiting.take_news()
+    def apply_kv_events(self, remote: Iterable[Arrived | Failed] = ()) -> list[TokenChunk]:
+        """Applies what has happened to KV since the last call, in the order that the module's docstring gives.
+
+        `remote` is news of other engines from which KV is fetched. An event of a request that has finished, even
+        by an event right before it, is dropped here and nowhere else.
+        """
+        chunks: list[TokenChunk] = []
+        unwanted, load_ends = self._exports.drain_unwanted(), self._loader.drain_load_ends()
+        for event in (*unwanted, *remote, *load_ends):
+            request = self._requests.get(event.request_id)
+            if request is None:
+                continue
+            match event:
+                case Unwanted():
+                    self._finish(request, FinishReason.ABORT)
+                    chunks.append(TokenChunk(request.request_id, [], FinishReason.ABORT))
+                case Arrived(_, token):
+                    chunks += self._apply_first_token(request, token)
+                case Failed(_, reason):
+                    error = f"KV of this request could not be fetched: {reason}."
+                    chunks.append(self._fail(request, error))
+                case LoadEnd(failure=failure):
+                    self._loader.end_load(request, event)
+                    self._enter(request, RequestState.WAITING)
+                    self._blocked = None
+                    if self._rows is not None:
+                        self._rows.queued(request)
+                    if failure is not None:
+                        chunks.append(self._fail(request, failure))
+        news = self._loader.poll()
         if news is not None:
-            self._queue(news, kv_waiting)
-            kv_waiting.prefetch_more()
+            for request in news:
+                self._place(request)
+            self._loader.prefetch_more()
         return chunks
 
-    # ---- what another engine computed
+    def _apply_first_token(self, request: Request, token: FirstToken) -> list[TokenChunk]:
+        """Appends the token behind a request's prompt as if it had been sampled here.
 
-    def take_first_token(self, request_id: str, token: FirstToken) -> list[TokenChunk]:
-        """The token behind a request's prompt, which counts as if it had been sampled here.
-
-        Unless the request has got further, or is being computed and will sample it, or asks for what the other
-        engine did not say, or there is none.
+        The token is ignored if the request has got further, is being computed and will sample it, or asks for
+        log-probabilities that the other engine did not send.
         """
-        request = self._requests.get(request_id)
-        if request is None or request.slot is not None or request.num_pending_samples:
+        if request.slot is not None or request.num_pending_samples:
             return []
-        if request.transfer_id is not None:  # whoever fetches from here wants its KV, too
+        if request.transfer_id is not None:  # the engine that fetches from here wants the KV, too
             return []
         if self.kv.sequence_key(request.table, request.token_ids) != token.key:
             return []
@@ -802,121 +782,41 @@ class Scheduler:
         chunk = self._append(request, token.token_id, logprobs)
         return [msgspec.structs.replace(chunk, num_cached_tokens=token.num_cached_tokens)]
 
-    def fail(self, request_id: str, error: str) -> list[TokenChunk]:
-        """Ends a request; `error` is a sentence."""
-        request = self._requests.get(request_id)
-        return [] if request is None else [self._fail(request, error)]
-
     # ---- when the worker is lost
 
     def recover(self) -> list[TokenChunk]:
         """The worker and all KV are gone: every request waits again, with the tokens it has.
 
-        Requests of the steps that were under way get a strike, and lose it when they get further than they
-        were. With `SOLO_STRIKES` a request is tried alone; only then can it get more, and with `MAX_STRIKES` it is
-        failed and its chunk returned.
+        Returns the ends of requests that crashed the worker too often (`Quarantine`).
         """
-        struck = {share.request for flight in self._in_flight for share in flight.shares}
+        crashed = {part.request for step in self._in_flight for part in step.scheduled}
         self._in_flight.clear()
-        if self._exporter is not None:
-            for request in self._requests.values():
-                self._note_orphan(request)
-            self._exporter.workers_lost()
-        for request in struck:
-            request.strike_point = max(request.strike_point, request.num_scheduled_tokens)
+        failing = self._quarantine.on_crash(crashed)
+        self._exports.on_workers_lost(self._requests.values())
         for request in list(self._running):
-            self._leave_slot(request)
             self.kv.free(request.table)
             self._wait_again(request)
-        if self._kv_waiting is not None:
-            self._kv_waiting.start_over(self._waiting)
-            for request in self._kv_waiting.lose_workers():
-                self._wait_again(request)
+        for request in self._loader.on_workers_lost(list(self._waiting)):
+            self._wait_again(request)
         for request in self._waiting:
-            request.lose_workers()
-            request.transfer_id = None
+            request.num_pending_samples = request.num_saved = 0
         self.kv.pool.clear_cache()
         self._freed_slots.clear()
         self._blocked = None
         return [
             self._fail(request, "The worker died whenever this request was computed.")
-            for request in sorted(struck, key=_by_rank)
-            if not request.finished and self._strike(request, alone=len(struck) == 1)
+            for request in failing
         ]
 
     def _wait_again(self, request: Request) -> None:
-        """What the request had, or waited for, is lost."""
-        insort(self._waiting, request, key=_by_rank)
-        if self._observer is not None:
-            self._observer.lost(request)
-
-    def _strike(self, request: Request, *, alone: bool) -> bool:
-        """Whether this was one strike too many."""
-        request.strikes = request.strikes + 1 if alone else min(request.strikes + 1, SOLO_STRIKES)
-        if request.strikes >= SOLO_STRIKES:
-            self._suspects.add(request)
-        return request.strikes >= MAX_STRIKES
+        """What the request had computed, or waited for, is lost."""
+        self._forget_kv(request)
+        self._enter(request, RequestState.WAITING)
+        if self._rows is not None:
+            self._rows.lost(request)
 
 
-class _Draft:
-    """A plan in the making."""
-
-    def __init__(
-        self, step: int, limits: SchedulerLimits, decodes: bool | None, max_decodes: int
-    ) -> None:
-        self.step = step
-        self.budget = limits.max_num_batched_tokens
-        self.shares: list[_Share] = []
-        self.starts: list[SlotStart] = []
-        self.new_blocks: list[tuple[int, list[int]]] = []
-        self.appended: list[tuple[int, int]] = []
-        self.decodes_left = max_decodes
-        self.decodes = False
-        self._multiple = limits.batch_multiple
-        self._kind = decodes
-        """Whether the step holds single tokens only, or chunks only; None for both together."""
-
-    @property
-    def mixed(self) -> bool:
-        return self._kind is None
-
-    def share_of(self, request: Request, num_behind: int = 0) -> int:
-        """How many tokens this step gives to the request; 0 if none."""
-        available = request.num_schedulable_tokens
-        if available <= 0 or self._kind not in (None, available == 1):
-            return 0
-        count = min(available, self.budget)
-        if count > 1:
-            count = min(count, max(self._multiple, self.budget - num_behind, self.budget // 2))
-        if count < available:
-            count -= count % self._multiple
-        return count
-
-    def add(self, request: Request, slot: int, count: int) -> None:
-        available = request.num_schedulable_tokens
-        samples = count == available
-        request.num_scheduled_tokens += count
-        request.num_pending_samples += samples
-        self.shares.append(_Share(request, request.admission, slot, count, samples))
-        self.budget -= count
-
-    def plan(self, freed_slots: list[int]) -> StepPlan:
-        return StepPlan(
-            self.step,
-            [share.slot for share in self.shares],
-            [share.num_tokens for share in self.shares],
-            self.starts,
-            self.new_blocks,
-            freed_slots,
-            self.appended,
-        )
-
-
-def _untold_queue_time(request: Request) -> float | None:
-    """It is told once."""
+def _drain_queue_time(request: Request) -> float | None:
+    """How long the request waited, once."""
     queue_time_s, request.queue_time_s = request.queue_time_s, None
     return queue_time_s
-
-
-def _remove(ordered: list[Request], request: Request) -> None:
-    del ordered[bisect_left(ordered, request.rank, key=_by_rank)]

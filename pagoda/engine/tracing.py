@@ -49,7 +49,7 @@ class EngineTracing:
     def watch(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._num_hit_tokens = scheduler.num_prefix_hit_tokens
-        scheduler.observe(self._requests)
+        scheduler.trace(self._requests)
 
     def stop(self) -> None:
         """Does not wait until all is written: `take_end` tells. May be called twice."""
@@ -59,7 +59,7 @@ class EngineTracing:
     def _end_rows(self) -> None:
         self._steps_left = None
         if self._scheduler is not None:
-            self._scheduler.observe(None)
+            self._scheduler.trace(None)
             self._scheduler = None
         self._requests.close()
         self._end_steps(cut=True)

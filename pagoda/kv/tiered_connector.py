@@ -120,7 +120,8 @@ class TieredKVConnector:
         self._deadlines: dict[str, float] = {}
         """When a request that waits stops doing so, the earliest first; not of those who wait for a connector that
         gives up by itself."""
-        self._ended: list[LoadEnd] = []
+        self._ended: dict[str, LoadEnd] = {}
+        """Ends that `drain_load_ends` has yet to return, by request."""
         self._backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
         """What each connector was offered when there was no room for stores."""
         self._behind: set[str] = set()
@@ -235,8 +236,9 @@ class TieredKVConnector:
             self._begin_patience(prefix.request_id)
 
     def abandon(self, request_id: str) -> None:
-        """The request waits no longer. Blocks under transfer stay referenced until it has ended."""
+        """The request waits no longer; no `LoadEnd` follows. Blocks stay referenced until their transfer ends."""
         self.stop_waiting(request_id)
+        self._ended.pop(request_id, None)
         load = self._loads.pop(request_id, None)
         if load is not None:
             load.request_id = None
@@ -254,8 +256,8 @@ class TieredKVConnector:
         for end in self._ledger.drain_settled():
             self._apply_end(end)
         self._run_out_of_patience()
-        ended, self._ended = self._ended, []
-        return ended
+        ended, self._ended = self._ended, {}
+        return list(ended.values())
 
     def _run_out_of_patience(self) -> None:
         now = self._clock.now()
@@ -266,7 +268,7 @@ class TieredKVConnector:
             load = self._loads.get(request_id)
             if load is None:
                 self.abandon(request_id)
-                self._ended.append(LoadEnd(request_id, 0))
+                self._ended[request_id] = LoadEnd(request_id, 0)
                 continue
             missing = {i: part for i, part in self._parts.items() if part.load is load}
             overdue = [i for i, part in missing.items() if not part.connector.has_own_timeout]
@@ -283,7 +285,7 @@ class TieredKVConnector:
         failure = None
         if error is not None and self._fail_on_load_failure:
             failure = f"KV that was found for this request could not be loaded: {error}."
-        self._ended.append(LoadEnd(request_id, num_loaded, failure))
+        self._ended[request_id] = LoadEnd(request_id, num_loaded, failure)
 
     # ---- blocks to keep
 

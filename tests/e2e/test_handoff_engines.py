@@ -1,6 +1,6 @@
-"""Prefill here, decode there: tokens and log-probabilities are those of one engine, whatever the two look like.
+"""An engine for prefill and one for decode give the tokens and log-probabilities of a single engine.
 
-The embedded model in real engine and worker processes, in pods of the test's own process.
+The embedded model runs in real engine and worker processes, the pod in the process of the test.
 """
 
 from __future__ import annotations
@@ -163,30 +163,39 @@ def worker_pid(engine: EngineClient) -> int:
     return worker.pid
 
 
-DEATHS = ("before", "during", "after")
-
-
-@pytest.mark.parametrize("when", DEATHS)
-@pytest.mark.parametrize("who", ["engine", "worker"])
-@pytest.mark.parametrize("name", ["P", "D"])
+@pytest.mark.parametrize(
+    ("name", "process", "share"),
+    [
+        ("P", "engine", 0.0),
+        ("P", "engine", 0.5),
+        ("P", "worker", 0.5),
+        ("P", "worker", 0.9),
+        ("D", "engine", 0.5),
+        ("D", "engine", 0.9),
+        ("D", "worker", 0.0),
+        ("D", "worker", 0.5),
+    ],
+)
 async def test_a_death_on_either_side_changes_no_token(
     engines: Engines,
     asked: list[GenerateRequest],
     expected: list[Answer],
     name: str,
-    who: str,
-    when: str,
+    process: str,
+    share: float,
 ) -> None:
-    """Before, while and after KV goes from one to the other."""
+    """A process is killed when this share of the KV has gone from one side to the other."""
     members = [engines["P"], engines["D"]]
     before = (await fetched(engines["D"])).num_loaded
-    wanted = {"before": 0, "during": 1, "after": 0.9 * num_full_blocks(asked)}[when]
+    wanted = share * num_full_blocks(asked)
     async with pod_of(members) as pod:
-        asking = asyncio.create_task(ask_all(pod.dispatcher, asked, f"{who} of {name} {when}"))
+        asking = asyncio.create_task(
+            ask_all(pod.dispatcher, asked, f"{process} of {name} at {share}")
+        )
         while (await fetched(engines["D"])).num_loaded < before + wanted:
             await asyncio.sleep(0.001)
         assert not asking.done()
-        victim = engines[name].engine_pid if who == "engine" else worker_pid(engines[name])
+        victim = engines[name].engine_pid if process == "engine" else worker_pid(engines[name])
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
         assert await asking == expected

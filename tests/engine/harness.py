@@ -17,6 +17,7 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.engine.core import EngineCore
+from pagoda.engine.request import RequestState
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
@@ -167,13 +168,13 @@ class Harness:
 
     @property
     def tiers(self) -> TieredKVConnector:
-        assert self.core._tiers is not None
-        return self.core._tiers
+        assert self.scheduler.tiers is not None
+        return self.scheduler.tiers
 
     @property
-    def scheduler(self):  # type: ignore[no-untyped-def]
-        assert self.core._scheduler is not None
-        return self.core._scheduler
+    def scheduler(self) -> Scheduler:
+        assert self.core.scheduler is not None
+        return self.core.scheduler
 
     def add(self, request: GenerateRequest) -> None:
         self.tokens[request.request_id] = list(request.output_token_ids)
@@ -233,26 +234,26 @@ class Harness:
         assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
         assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
         assert scheduler.num_awaiting_kv == 0
-        if self.core._tiers is not None:
+        if scheduler.tiers is not None:
             check_books(scheduler)
-            assert_nothing_under_way(self.core._tiers)
-        assert not scheduler._requests
-        assert not scheduler._suspects
-        assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+            assert_nothing_under_way(scheduler.tiers)
+        assert not scheduler.requests
+        assert not scheduler.quarantined
+        scheduler.check()
 
 
 def check_books(scheduler: Scheduler) -> None:
     """A block's references are those of requests and of open transfers; nobody is in two places or in none."""
-    kv_waiting = scheduler._kv_waiting
-    assert kv_waiting is not None
-    tiers = kv_waiting._tiers
+    scheduler.check()
+    tiers = scheduler.tiers
+    assert tiers is not None
     held = Counter(
-        block.block_id for request in scheduler._requests.values() for block in request.table.blocks
+        block.block_id for request in scheduler.requests.values() for block in request.table.blocks
     )
     held.update(block.block_id for entry in tiers._ledger._open.values() for block in entry.blocks)
     held.update(block.block_id for blocks in tiers._ledger._held.values() for block in blocks)
-    if scheduler._exporter is not None:
-        leases = scheduler._exporter.leases._blocks.values()
+    if scheduler.exporter is not None:
+        leases = scheduler.exporter.leases._blocks.values()
         held.update(block.block_id for blocks in leases for block in blocks)
     pool = scheduler.kv.pool
     pool.check()
@@ -263,19 +264,22 @@ def check_books(scheduler: Scheduler) -> None:
             slots.update(landing.slot.block_id for landing in tier._landing.values())
             tier._slots.check()
             assert {s.block_id: s.ref_count for s in tier._slots._blocks if s.ref_count} == slots
-    loading, unanswered = kv_waiting._loading, kv_waiting._unanswered
-    assert len(scheduler._running) + len(loading) <= scheduler.limits.max_num_seqs
-    assert len(unanswered) <= scheduler.limits.max_num_seqs
-    waiting = {*loading, *unanswered}
+    loading = in_state(scheduler, RequestState.LOADING)
+    awaiting = in_state(scheduler, RequestState.AWAITING_KV)
+    assert scheduler.num_running + len(loading) <= scheduler.limits.max_num_seqs
+    assert len(awaiting) <= scheduler.limits.max_num_seqs
+    waiting = loading | awaiting
     if any(tier.has_own_timeout for tier in tiers._connectors):
         assert tiers._deadlines.keys() <= waiting
     else:
         assert sorted(waiting) == sorted(tiers._deadlines)
-    assert loading.keys() == tiers._loads.keys()
-    places = [*scheduler._running, *scheduler._waiting, *loading.values(), *unanswered.values()]
-    assert sorted(r.request_id for r in places) == sorted(scheduler._requests)
+    assert loading == tiers._loads.keys()
     assert tiers._ledger.store_room >= 0
-    assert all(it in scheduler._waiting for it in kv_waiting._in_line.values())
+
+
+def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:
+    """Ids of the requests in this state."""
+    return {it.request_id for it in scheduler.requests.values() if it.state is state}
 
 
 def assert_nothing_under_way(tiers: TieredKVConnector) -> None:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request
 
-from pagoda.engine.scheduler import MAX_STRIKES, Scheduler, SchedulerLimits
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.quarantine import MAX_CRASHES
+from pagoda.engine.request import OrderKey, order_key
+from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
-from pagoda.messages.frontend import FinishReason
+from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult
 
@@ -18,13 +23,17 @@ def harness() -> Harness:
 
 
 def make_scheduler(
-    num_blocks: int = 64, prefix_caching: bool = True, **limits: object
+    num_blocks: int = 64,
+    prefix_caching: bool = True,
+    order: Callable[[GenerateRequest, int], OrderKey] = order_key,
+    **limits: object,
 ) -> Scheduler:
     merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
     return Scheduler(
         SchedulerLimits(**merged),  # type: ignore[arg-type]
         KVManager(num_blocks, 4, prefix_caching=prefix_caching),
         VirtualClock(),
+        order=order,
     )
 
 
@@ -75,15 +84,18 @@ def test_without_mixed_steps_kinds_take_turns() -> None:
 
 
 def chunk_before_decodes(num_decodes: int, priority: int, **limits: object) -> Scheduler:
-    """A prompt of 40 tokens, half admitted, of better rank than requests that decode."""
-    scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, **limits)
+    """A prompt of 40 tokens, half admitted, in front of requests that decode."""
+
+    def order(message: GenerateRequest, arrival: int) -> OrderKey:
+        return (priority, -1) if message.request_id == "long" else (message.priority, arrival)
+
+    scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, order=order, **limits)
     for index in range(num_decodes):
         scheduler.add(make_request(f"d{index}", [index], priority=1))
     while scheduler.num_waiting:
         plan = plan_of(scheduler)
         scheduler.update(answer(plan, plan.slots))
     scheduler.add(make_request("long", list(range(40)), priority=1))
-    scheduler._waiting[0].rank = (priority, -1)
     plan = plan_of(scheduler)
     scheduler.update(
         answer(plan, [s for s, n in zip(plan.slots, plan.num_tokens, strict=True) if n == 1])
@@ -126,10 +138,10 @@ def test_nobody_yields_to_a_request_that_still_waits_for_its_last_sample() -> No
     scheduler.add(make_request("low", [1, 2, 3], priority=1))
     plan_of(scheduler)
     scheduler.add(make_request("high", [1, 2, 3], priority=0))
-    scheduler._waiting[0].num_pending_samples = 1
+    scheduler.requests["high"].num_pending_samples = 1
     assert plan_of(scheduler).starts == []
     assert scheduler.num_preemptions == 0
-    scheduler._waiting[0].num_pending_samples = 0
+    scheduler.requests["high"].num_pending_samples = 0
     assert len(plan_of(scheduler).starts) == 1
     assert scheduler.num_preemptions == 1
 
@@ -343,7 +355,7 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
         plan = scheduler.schedule()
         if plan is None:
             break
-        shares = scheduler._in_flight[-1].shares
+        shares = scheduler.in_flight[-1].scheduled
         if any(
             share.request.request_id == "poison"
             and share.request.num_scheduled_tokens > 10 * deadly_chunk
@@ -359,15 +371,15 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
         "good": FinishReason.LENGTH,
         "better": FinishReason.LENGTH,
     }
-    assert num_deaths <= MAX_STRIKES
+    assert num_deaths <= MAX_CRASHES
     assert not scheduler.has_requests()
-    assert not scheduler._suspects
+    assert not scheduler.quarantined
 
 
 def test_strikes_are_forgotten_once_a_request_gets_further() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     scheduler.add(make_request("a", list(range(8)), max_tokens=50))
-    for _ in range(3 * MAX_STRIKES):
+    for _ in range(3 * MAX_CRASHES):
         plan_of(scheduler)
         assert scheduler.recover() == []
         for _ in range(2):
@@ -425,7 +437,7 @@ def test_single_tokens_of_prompts_are_not_held_back_by_stages() -> None:
 
 def test_a_preempted_request_comes_back_with_all_its_tokens() -> None:
     scheduler = decoding(1, num_stages=2)
-    scheduler._preempt(scheduler._running[0])
+    scheduler.preempt(next(iter(scheduler.requests.values())))
     plan = plan_of(scheduler)
     assert [start.token_ids for start in plan.starts] == [[0, 1, 2, 7]]
     assert plan.appended == []

@@ -50,7 +50,7 @@ def live(seed: int, num_stages: int = 1) -> Harness:
                 harness.core.abort(victim)
                 aborted.add(victim)
         harness.scheduler.kv.pool.check()
-        for running in harness.scheduler._running:
+        for running in harness.scheduler.requests.values():
             assert 0 <= running.num_computed_tokens <= running.num_tokens <= max_model_len
     harness.run()
     for request_id, request in requests.items():

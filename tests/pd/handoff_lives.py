@@ -14,6 +14,7 @@ from mortal_executor import POISON, MortalExecutor, random_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.request import RequestState
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
@@ -209,15 +210,14 @@ class Life:
     def _states(self) -> dict[str, str]:
         """Where each request of the decode engine stands."""
         engine = self._pair.decode
-        waiting = engine.harness.scheduler._kv_waiting
         states = {}
-        for request_id, request in engine.harness.scheduler._requests.items():
+        for request_id, request in engine.harness.scheduler.requests.items():
             fetch = engine.remote._fetches.get(request_id)
             if request.slot is not None:
                 state = "running"
-            elif request_id in waiting._unanswered:
+            elif request.state is RequestState.AWAITING_KV:
                 state = "unanswered"
-            elif request_id in waiting._loading:
+            elif request.state is RequestState.LOADING:
                 load = None if fetch is None else fetch.load
                 state = "checking" if load is not None and load.is_checking else "loading"
             else:
@@ -227,7 +227,7 @@ class Life:
 
     def _abort_at_prefill(self) -> None:
         engine = self._pair.prefill
-        requests = engine.harness.scheduler._requests
+        requests = engine.harness.scheduler.requests
         if requests:
             victim = self._rng.choice(sorted(requests))
             started = requests[victim].num_computed_tokens > 0
@@ -277,7 +277,7 @@ class Life:
         pair.decode = Engine(
             pair, self._roles[1], old.address, fails=self._fails, **self._options[Role.DECODE]
         )
-        for request_id in old.harness.scheduler._requests:
+        for request_id in old.harness.scheduler.requests:
             so_far = old.harness.tokens[request_id]
             request = pair.requests[request_id]
             source = self._rng.choice([None, *self._sources_of_others(request)])
@@ -318,7 +318,7 @@ class Life:
         self.met["preempted at prefill"] += pair.prefill.harness.scheduler.num_preemptions
 
     def _is_answered(self) -> bool:
-        return not any(engine.harness.scheduler._requests for engine in self._pair.engines)
+        return not any(engine.harness.scheduler.requests for engine in self._pair.engines)
 
     def _note(self, decode: Engine) -> None:
         load = decode.harness.core.load()

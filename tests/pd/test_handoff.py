@@ -60,7 +60,7 @@ def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
     pair = Pair(decode=tiers)
     pair.decode.add(make_request("before", PROMPT[:22]))
     pair.run()
-    pair.decode.harness.core._lose_worker(WorkerLost("it was killed"))
+    pair.decode.harness.core.lose_worker(WorkerLost("it was killed"))
     pair.run()
     pair.decode.add(make_request("again", PROMPT[:22]))
     pair.run()

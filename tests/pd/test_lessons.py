@@ -12,15 +12,17 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from harness import assert_complete, expected_tokens, make_request
+from harness import assert_complete, expected_tokens, in_state, make_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
+from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
 from pagoda.messages.frontend import FinishReason, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
 from pagoda.messages.worker_config import Role
+from pagoda.pd.connector import Failed
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -50,11 +52,11 @@ def documents(count: int) -> list[list[int]]:
 
 
 def is_loading(pair: Pair) -> bool:
-    return bool(pair.decode.harness.scheduler._kv_waiting._loading)
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.LOADING))
 
 
-def is_unanswered(pair: Pair) -> bool:
-    return bool(pair.decode.harness.scheduler._kv_waiting._unanswered)
+def is_awaiting(pair: Pair) -> bool:
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.AWAITING_KV))
 
 
 def has_leases(pair: Pair) -> bool:
@@ -64,7 +66,7 @@ def has_leases(pair: Pair) -> bool:
 # ---- D aborts, P holds blocks for ever (vllm#46283, #41269)
 
 
-@pytest.mark.parametrize("state", [is_unanswered, is_loading])
+@pytest.mark.parametrize("state", [is_awaiting, is_loading])
 def test_decode_aborts_and_prefill_lets_go_at_once(state) -> None:  # type: ignore[no-untyped-def]
     pair = Pair(prefill=CHUNKS)
     pair.submit(make_request("r", PROMPT))
@@ -277,7 +279,7 @@ def test_workers_started_anew_are_other_peers() -> None:
     pair.run()
     exporter = pair.prefill.exporter
     before = exporter._peer
-    pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
+    pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
     pair.run()
     assert exporter._peer not in (None, before)
     pair.submit(second)
@@ -308,7 +310,7 @@ def test_a_request_that_prefill_fails_is_computed_by_decode() -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.run_until(lambda: is_loading(pair))
-    pair.prefill.harness.scheduler.fail("r", "It breaks here.")
+    pair.prefill.harness.scheduler.apply_kv_events([Failed("r", "it breaks here")])
     pair.run()
     assert_complete(pair.decode.harness, [request])
     assert [gone.reason for gone in pair.told(KVDropped)] == ["its request failed or was aborted"]
@@ -446,7 +448,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
     pair = Pair()
     exporter = pair.prefill.exporter
     for _ in range(2):  # after the second, the next one waits
-        pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
+        pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
     peers = pair.network.peers()
     peers.send(pair.prefill.address, KVHello(digest="of another model"))
     pair.run_until(lambda: bool(exporter._early))
@@ -560,7 +562,7 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
     scheduler = pair.decode.harness.scheduler
     most_loading = 0
     while pair.tick():
-        loading = len(scheduler._kv_waiting._loading)
+        loading = len(in_state(scheduler, RequestState.LOADING))
         most_loading = max(most_loading, loading)
         assert loading + scheduler.num_running <= 2
         pair.decode.check_books()
@@ -614,9 +616,9 @@ def test_a_prompt_whose_kv_is_lost_is_computed_once_more_only(loses_workers: boo
     core, scheduler = pair.prefill.harness.core, pair.prefill.harness.scheduler
     pair.run_until(lambda: bool(pair.told(KVBlocks)))
     if loses_workers:
-        core._lose_worker(WorkerLost("it was killed"))
+        core.lose_worker(WorkerLost("it was killed"))
     else:
-        scheduler._preempt(scheduler._requests["r"])
+        scheduler.preempt(scheduler.requests["r"])
     pair.run()
     assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
     assert pair.prefill.harness.finished["held"].finish_reason is FinishReason.LENGTH

@@ -151,7 +151,7 @@ def assert_nothing_left(dispatcher: Dispatcher) -> None:
         assert isinstance(endpoint, SimEndpoint)
         assert endpoint.connection.num_streams == 0
         if endpoint._core is not None:
-            scheduler = endpoint._core._scheduler
+            scheduler = endpoint._core.scheduler
             assert scheduler is not None
             assert not scheduler.has_requests()
             scheduler.kv.pool.check()
@@ -163,7 +163,7 @@ def assert_caches_are_known(dispatcher: Dispatcher) -> None:
         endpoint = member.replica
         assert isinstance(endpoint, SimEndpoint)
         core = endpoint._core
-        cached = [] if core is None or core._scheduler is None else core._scheduler.kv.pool._by_key
+        cached = [] if core is None or core.scheduler is None else core.scheduler.kv.pool._by_key
         assert member.prefixes.told == set(short_keys(cached))
 
 
@@ -539,7 +539,7 @@ def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_hav
 
 def cached_by(endpoints: Sequence[SimEndpoint]) -> set[int]:
     cores = [endpoint._core for endpoint in endpoints]
-    schedulers = [core._scheduler for core in cores if core is not None]
+    schedulers = [core.scheduler for core in cores if core is not None]
     return set(short_keys(key for s in schedulers if s is not None for key in s.kv.pool._by_key))
 
 

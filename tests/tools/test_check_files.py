@@ -36,8 +36,8 @@ def test_a_long_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_test_is_named_after_a_module_or_says_what_it_tests(
     name: str, source: str, refused: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "ipc").mkdir()
-    (tmp_path / "ipc" / "codec.py").touch()
+    (tmp_path / "pagoda" / "ipc").mkdir(parents=True)
+    (tmp_path / "pagoda" / "ipc" / "codec.py").touch()
     offences = list(check_files.check_name(Path("tests") / name, ast.parse(source), tmp_path))
     assert bool(offences) == refused
 
