@@ -76,6 +76,8 @@ _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load
 """Asked for again and again by programs: that they are answered is no news."""
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
+_MAX_TRACESTATE_CHARS = 2048
+"""W3C Trace Context asks for at least 512."""
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _log = logging.getLogger("pagoda.api")
 
@@ -184,10 +186,16 @@ def _request_context(http: web.BaseRequest, service: Service) -> RequestContext:
         arrived_ns=http[_ARRIVED],
         key_name=key_name or "",
         traceparent=headers.get("traceparent"),
-        tracestate=",".join(headers.getall("tracestate", ())) or None,
+        tracestate=_tracestate(headers.getall("tracestate", ())),
         route=_find(http.path)[0],
     )
     return RequestContext(http, service, key_name, client_request)
+
+
+def _tracestate(values: Sequence[str]) -> str | None:
+    """The header, which may come in parts; None if it is so long that carrying it along would cost memory."""
+    text = ",".join(values)
+    return text if 0 < len(text) <= _MAX_TRACESTATE_CHARS else None
 
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:

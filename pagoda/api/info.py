@@ -62,7 +62,7 @@ def _model(context: RequestContext) -> dict[str, Any]:
 
 
 async def load(context: RequestContext) -> web.StreamResponse:
-    """What a router needs to know: running, waiting, pending tokens, KV blocks; in all, and of each replica."""
+    """The load of the whole server and of each replica: requests, pending tokens, KV blocks."""
     report = await context.service.ready_generator().endpoint.load()
     return context.json(
         {
@@ -74,7 +74,7 @@ async def load(context: RequestContext) -> web.StreamResponse:
 
 
 def figures(report: LoadReport) -> dict[str, Any]:
-    """Of an engine, or of all that a dispatcher has together."""
+    """The figures of an engine, or of all replicas of a dispatcher together."""
     inner = {"query_id", "replicas"}
     values = {name: getattr(report, name) for name in report.__struct_fields__ if name not in inner}
     processes = [msgspec.structs.asdict(process) for process in report.processes]

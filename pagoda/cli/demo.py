@@ -20,7 +20,7 @@ from pagoda.cli.server_process import server_process
 _GENERAL = GeneralOptions()
 
 _SKILLS = ("addition", "reversing", "sorting", "json", "thinking", "tool_call", "recall_short")
-"""What the demo asks about, as far as the model has these skills."""
+"""Skills that the demo asks about, if the model has them."""
 _MAX_SHOWN_LINES = 4
 
 

@@ -87,7 +87,7 @@ def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[s
 
 
 def _backend() -> str:
-    """What a worker would compute with, in its own words."""
+    """The backend that a worker would use, as the worker describes it."""
     command = [sys.executable, "-m", "pagoda.worker.backends"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

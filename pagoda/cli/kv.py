@@ -25,7 +25,7 @@ from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, r
 
 _GENERAL = GeneralOptions()
 _SHOWN_DIGITS = 8
-"""Of the name of a model's directory."""
+"""Digits of a model's directory name in the table."""
 _NUM_PARTS = len(FAN_OUTS) + 1
 _EXIT_FAILED = 1
 
@@ -45,7 +45,7 @@ class _Directory:
     num_left_over: int = 0
     """Files that a killed writer left."""
     used_at: float | None = None
-    """When a block was last used; None if there is none."""
+    """Time of the last use of a block; None without blocks."""
 
     @property
     def model(self) -> str:

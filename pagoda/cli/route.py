@@ -32,14 +32,14 @@ from pagoda.telemetry.tracer import Tracer
 @Parameter(name="*", group=Group("Router", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """Where hosts are found, and which takes a request."""
+    """The hosts of a router, and the choice among them."""
 
     join_listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
-    """Where hosts join with --join; port 0 takes a free one; by default 127.0.0.1:5600."""
+    """The address at which hosts join with --join; port 0 takes a free one; by default 127.0.0.1:5600."""
     discovery: Annotated[str | None, Parameter(metavar="FILE|etcd://HOST:PORT/PREFIX")] = None
     """Look for hosts elsewhere: in a file with a HOST:PORT a line, or where they join an etcd."""
     policy: PolicyName = DEFAULT_POLICY
-    """Which host takes a request, as --data-parallel-policy says it of replicas."""
+    """The rule that chooses a host for each request; see --data-parallel-policy of pagoda serve."""
     remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
     """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
 

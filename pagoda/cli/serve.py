@@ -56,14 +56,14 @@ from pagoda.version import __version__
 @Parameter(name="*", group=Group("Server", sort_key=5))
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where the API listens, and how it behaves."""
+    """The address and the behaviour of the API."""
 
     host: str = "127.0.0.1"
     """The address to listen on; 0.0.0.0 is every one of this machine."""
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000
     """The port to listen on; 0 takes a free one."""
     served_model_name: str | None = None
-    """What the API calls the model; by default as it was named here."""
+    """The model's name in the API; by default the name given here."""
     api_key: Annotated[
         tuple[str, ...], Parameter(metavar="[NAME:=]KEY", negative=(), show_default=False)
     ] = ()
@@ -102,7 +102,7 @@ class ServerOptions:
 @Parameter(name="*", group=Group("Routers above", sort_key=25))
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """Which routers this one serves, besides its own API."""
+    """Routers that this server works for, besides its own API."""
 
     join: Annotated[str | None, Parameter(metavar="HOST:PORT,...|etcd://HOST:PORT/PREFIX")] = None
     """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
@@ -149,7 +149,7 @@ class JoinOptions:
 @Parameter(name="*", group=Group("Traces", sort_key=80))
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What every process of the server writes down of its time."""
+    """Traces of all processes of the server."""
 
     profile: Literal["e2e", "kernel", "verbose"] | None = None
     """Trace from the start: requests and steps, the operations of each step as well, or each token too."""
@@ -275,7 +275,7 @@ def _facts(
 
 
 def _keys(server: ServerConfig) -> Iterator[tuple[str, str]]:
-    """So that a name which is none, or none which is one, is seen at once."""
+    """The names of the API keys, so that a mistake in them is seen at once."""
     if server.api_keys:
         yield "API keys", ", ".join(server.api_keys.names)
 

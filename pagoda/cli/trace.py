@@ -99,7 +99,7 @@ def report(
 
 
 def _limits(measure: bool, bandwidth: float | None, flops: float | None) -> Limits:
-    """What was given wins over what is measured."""
+    """The given rates; bandwidth is measured only if it is not given."""
     bytes_per_s = None if bandwidth is None else bandwidth * 1e9
     if measure and bytes_per_s is None:
         cores = machine_facts.cores()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.request import Request
 from pagoda.messages.worker import SlotStart, StepPlan
 
 
-class Scheduled(NamedTuple):
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step."""
 
     request: Request

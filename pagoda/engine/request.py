@@ -44,6 +44,7 @@ class Request:
         "admission",
         "crash_count",
         "crash_point",
+        "end_token_ids",
         "eos_token_ids",
         "fetched",
         "kv_source",
@@ -91,6 +92,7 @@ class Request:
         self.sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(message.sampling.stop_token_ids)
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
         max_tokens = message.sampling.max_tokens

@@ -32,7 +32,7 @@ import msgspec
 from pagoda.engine.kv_exports import KVExports, Unwanted
 from pagoda.engine.kv_loading import KVLoader, LoadStart
 from pagoda.engine.limits import SchedulerLimits
-from pagoda.engine.plan import InFlightStep, PlanBuilder, Scheduled
+from pagoda.engine.plan import InFlightStep, PlanBuilder
 from pagoda.engine.quarantine import Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
@@ -432,7 +432,7 @@ class Scheduler:
 
     def _schedule_alone(self, request: Request, plan: PlanBuilder) -> None:
         if request.state is RequestState.RUNNING:
-            self._extend(request, plan)
+            self._extend(request, plan, request.num_schedulable_tokens)
             return
         hits = self._fitting_prefix(request)
         while hits is None and self._running:
@@ -474,8 +474,11 @@ class Scheduler:
                 else:
                     first = self._next_in_line(first.order_key)
             elif request is not None:
-                num_behind = self._num_decodes_behind(index) if plan.is_mixed else 0
-                self._extend(request, plan, min(num_behind, plan.decodes_left))
+                available = request.num_schedulable_tokens
+                num_behind = 0
+                if available > 1 and plan.is_mixed:
+                    num_behind = min(self._num_decodes_behind(index), plan.decodes_left)
+                self._extend(request, plan, available, num_behind)
                 if self.num_preemptions != preemptions:
                     first = None
                 index += 1
@@ -490,24 +493,25 @@ class Scheduler:
         return next((it for it in in_line if not self._loader.is_blocked(it)), None)
 
     def _num_decodes_behind(self, index: int) -> int:
-        """If running request `index` computes a chunk: requests of its priority behind it that need one token."""
-        request = self._running[index]
-        if request.num_schedulable_tokens <= 1:
-            return 0
+        """Requests behind running request `index`, and of its priority, that need a single token."""
+        priority = self._running[index].order_key[0]
         return sum(
-            other.order_key[0] == request.order_key[0] and other.num_schedulable_tokens == 1
+            other.order_key[0] == priority and other.num_schedulable_tokens == 1
             for other in self._running[index + 1 :]
         )
 
-    def _extend(self, request: Request, plan: PlanBuilder, num_behind: int = 0) -> None:
+    def _extend(
+        self, request: Request, plan: PlanBuilder, available: int, num_behind: int = 0
+    ) -> None:
         """Gives a running request tokens, preempting requests behind it for blocks if need be."""
-        slot, available = request.slot, request.num_schedulable_tokens
-        decodes = available == 1
-        count = plan.count_for(available, num_behind)
-        if count == 0 or slot is None or (decodes and plan.decodes_left == 0):
+        slot, count = request.slot, plan.count_for(available, num_behind)
+        if count == 0 or slot is None:
             return
-        plan.decodes_left -= decodes
-        plan.has_decodes |= decodes
+        if available == 1:
+            if plan.decodes_left == 0:
+                return
+            plan.decodes_left -= 1
+            plan.has_decodes = True
         num_tokens = request.num_scheduled_tokens + count
         if num_tokens > len(request.table.blocks) * self.kv.block_size:
             new_blocks = self.kv.grow(request.table, num_tokens)
@@ -637,49 +641,41 @@ class Scheduler:
         step = self._in_flight.popleft()
         self.num_steps += 1
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
+        logprobs, errors = result.logprobs, result.errors
         chunks: list[TokenChunk] = []
         for part in step.scheduled:
-            request = part.request
-            request.num_pending_samples -= part.samples
+            request, slot, samples = part.request, part.slot, part.samples
+            if samples:
+                request.num_pending_samples -= 1
             if request.state is RequestState.FINISHED:
                 continue
-            if result.errors and part.slot in result.errors:
-                chunks.append(self._fail(request, result.errors[part.slot]))
+            if slot in errors:
+                chunks.append(self._fail(request, errors[slot]))
                 continue
-            is_current = self._confirm(part)
-            if part.samples:
-                token_id = sampled.get(part.slot)
-                if token_id is None:
-                    raise RuntimeError(
-                        f"The worker's result of step {result.step} lacks slot {part.slot}."
-                    )
-                logprobs = result.logprobs.get(part.slot) if result.logprobs else None
-                chunks.append(self._append(request, token_id, logprobs))
+            is_current = part.admission == request.admission and request.slot is not None
+            if is_current:  # else the request was preempted meanwhile, and only its sample counts
+                self._confirm(request, part.num_tokens)
+            if samples:
+                if slot not in sampled:
+                    raise RuntimeError(f"The result of step {result.step} lacks slot {slot}.")
                 self.num_generated_tokens += 1
+                chunks.append(self._append(request, sampled[slot], logprobs.get(slot)))
             elif is_current:
-                chunks.append(
-                    TokenChunk(
-                        request.request_id,
-                        [],
-                        num_computed_tokens=request.num_computed_tokens,
-                        queue_time_s=_drain_queue_time(request),
-                    )
+                chunk = TokenChunk(
+                    request.request_id, [], num_computed_tokens=request.num_computed_tokens
                 )
+                chunks.append(_with_queue_time(chunk, request))
         return chunks
 
-    def _confirm(self, part: Scheduled) -> bool:
-        """True if what was computed still counts: the request was not preempted meanwhile."""
-        request = part.request
-        if part.admission != request.admission or request.slot is None:
-            return False
-        request.num_computed_tokens += part.num_tokens
-        self.num_pending_tokens -= part.num_tokens
+    def _confirm(self, request: Request, num_tokens: int) -> None:
+        """Further tokens of a running request are computed."""
+        request.num_computed_tokens += num_tokens
+        self.num_pending_tokens -= num_tokens
         if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
             self._on_published(request)
         if request.crash_count:
             self._quarantine.on_progress(request)
-        return True
 
     def _append(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
@@ -687,18 +683,19 @@ class Scheduler:
         source = None
         if request.transfer_id is not None:
             source = self._exports.on_prefilled(request, token_id, logprobs)
-        if request.num_tokens % self.kv.block_size == 0:
-            request.token_ids.append(token_id)
-            self._update_reserved(request)
-        else:
-            request.token_ids.append(token_id)
+        token_ids = request.token_ids
+        token_ids.append(token_id)
         self.num_pending_tokens += 1
+        if len(token_ids) % self.kv.block_size == 1 or self.kv.block_size == 1:
+            self._update_reserved(request)
         if self._rows is not None:
             self._rows.sampled(request)
-        reason, stop_reason = self._finish_reason(request)
-        if reason is not None:
-            self._finish(request, reason)
-        return TokenChunk(
+        reason, stop_reason = None, None
+        if token_id in request.end_token_ids or len(token_ids) >= request.max_total_tokens:
+            reason, stop_reason = self._finish_reason(request)
+            if reason is not None:
+                self._finish(request, reason)
+        chunk = TokenChunk(
             request.request_id,
             [token_id],
             reason,
@@ -706,8 +703,8 @@ class Scheduler:
             None if logprobs is None else [logprobs],
             request.num_cached_tokens or 0,
             kv_source=source,
-            queue_time_s=_drain_queue_time(request),
         )
+        return chunk if request.queue_time_s is None else _with_queue_time(chunk, request)
 
     def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
         """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
@@ -816,7 +813,7 @@ class Scheduler:
             self._rows.lost(request)
 
 
-def _drain_queue_time(request: Request) -> float | None:
-    """How long the request waited, once."""
+def _with_queue_time(chunk: TokenChunk, request: Request) -> TokenChunk:
+    """The chunk, with how long the request waited if no chunk has said so before."""
     queue_time_s, request.queue_time_s = request.queue_time_s, None
-    return queue_time_s
+    return msgspec.structs.replace(chunk, queue_time_s=queue_time_s)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +16,7 @@ import msgspec
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.async_utils import merge
+from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.fleet import EngineFleet
 from pagoda.frontend.llm_arguments import configure
@@ -23,7 +24,7 @@ from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, start_generator
+from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -144,7 +145,7 @@ class AsyncLLM:
         """The model's own preferences, from its generation_config.json."""
         return SamplingParams(**self.generator.text.default_sampling)  # type: ignore[arg-type]
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -155,45 +156,41 @@ class AsyncLLM:
         """The answers to `prompt` as they grow; every item has all of the text so far.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter does not fit the model.
+            InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id runs.
             OverloadedError: too many requests are waiting.
         """
-        requests = await self.prepare(prompt, sampling_params, priority=priority)
-        async with aclosing(self._growing(requests, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        prepare = partial(self.prepare, prompt, sampling_params, priority=priority)
+        return self._growing(prepare, request_id)
 
-    async def chat(
+    def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
         priority: int = 0,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation."""
-        prompt = self.render(
-            messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        requests = await self.prepare(
-            prompt, sampling_params, priority=priority, add_special_tokens=False
-        )
-        async with aclosing(self._growing(requests, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        """The answers to a conversation as they grow; `options` are those of `render`."""
+
+        async def prepare() -> list[TextRequest]:
+            prompt = self.render(messages, **options)
+            return await self.prepare(
+                prompt, sampling_params, priority=priority, add_special_tokens=False
+            )
+
+        return self._growing(prepare, request_id)
 
     async def _growing(
-        self, requests: list[TextRequest], request_id: str | None
+        self, prepare: Callable[[], Awaitable[list[TextRequest]]], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        requests = await prepare()
         request_id = request_id or uuid.uuid4().hex
+        if request_id in self._requests:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is that of a request that still runs.",
+                param="request_id",
+            )
         answers = self._answers(requests)
         self._requests[request_id] = [request.request.request_id for request in requests]
         try:
@@ -203,7 +200,7 @@ class AsyncLLM:
                     answers[index].add(delta)
                     yield request_output(request_id, answers, requests[0])
         finally:
-            self._requests.pop(request_id, None)
+            del self._requests[request_id]
 
     async def abort(self, request_id: str) -> None:
         """Ends a request of `generate`; its last output has the finish reason `abort`. Unknown ids are ignored."""
@@ -215,10 +212,13 @@ class AsyncLLM:
     async def complete(self, requests: list[TextRequest], gate: asyncio.Semaphore) -> RequestOutput:
         """The whole answers to one prompt; each goes to the engine when it has passed `gate`."""
         answers = self._answers(requests)
-        streams = [_gated(self.generator.stream(request), gate) for request in requests]
-        async with aclosing(merge(streams)) as deltas:
-            async for index, delta in deltas:
-                answers[index].add(delta)
+
+        async def collect(request: TextRequest, answer: GrowingAnswer) -> None:
+            async with gate, aclosing(self.generator.stream(request)) as deltas:
+                async for delta in deltas:
+                    answer.add(delta)
+
+        await gather_all(list(map(collect, requests, answers)))
         return request_output(uuid.uuid4().hex, answers, requests[0])
 
     async def prepare(
@@ -273,14 +273,6 @@ class AsyncLLM:
     def _answers(self, requests: list[TextRequest]) -> list[GrowingAnswer]:
         tokenizer = self.generator.text.tokenizer
         return [GrowingAnswer(request, tokenizer) for request in requests]
-
-
-async def _gated(
-    stream: AsyncGenerator[TextDelta, None], gate: asyncio.Semaphore
-) -> AsyncGenerator[TextDelta, None]:
-    async with gate, aclosing(stream):
-        async for delta in stream:
-            yield delta
 
 
 def _plain_prompt(prompt: Prompt) -> str | Sequence[int]:

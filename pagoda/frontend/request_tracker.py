@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -115,6 +115,8 @@ class RequestTracker:
         self.clock_ns = clock_ns
         self.running: dict[str, RequestStatistics] = {}
         """Running answers by id, oldest first."""
+        self._running_of: dict[str, dict[str, RequestStatistics]] = {}
+        """The same, by name of the API key."""
         self.num_tokens = 0
         """Tokens of all answers so far."""
         self.delivery_listeners: list[DeliveryListener] = []
@@ -159,6 +161,10 @@ class RequestTracker:
 
         return unsubscribe
 
+    def running_of(self, key_name: str) -> Mapping[str, RequestStatistics]:
+        """Running answers by id, oldest first, whose requests came with this API key."""
+        return self._running_of.get(key_name, {})
+
     def longest_wait_ns(self) -> int:
         """The age of the oldest request that has no token yet; 0 without such a request."""
         now = self.clock_ns()
@@ -185,6 +191,7 @@ class RequestTracker:
         )
         client_request.num_answers += 1
         self.running[request_id] = record
+        self._running_of.setdefault(client_request.key_name, {})[request_id] = record
         for listener in self._start_listeners:
             listener(record)
         return record
@@ -224,6 +231,10 @@ class RequestTracker:
         record.ended_ns = self.clock_ns()
         if record.first_token_ns is None and record.queue_time_s is None:
             record.queue_time_s = (record.ended_ns - record.started_ns) / 1e9
-        self.running.pop(record.request_id, None)
+        if self.running.get(record.request_id) is record:
+            key_name = record.client_request.key_name
+            del self.running[record.request_id], self._running_of[key_name][record.request_id]
+            if not self._running_of[key_name]:
+                del self._running_of[key_name]
         for listener in self._finish_listeners:
             listener(record)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -21,7 +22,7 @@ from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.request_tracker import REFUSED, ClientRequest, RequestTracker
-from pagoda.frontend.stop import StopHit, StopMatcher
+from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
     FinishReason,
@@ -68,6 +69,8 @@ class TextRequest:
     prompt: str | None
     """The prompt's text, where it was given as text."""
     client_request: ClientRequest
+    stops: StopStrings | None = None
+    """The automaton of `sampling.stop`; None without stop strings."""
     index: int = 0
     """Which of the `sampling.n` answers to the prompt."""
 
@@ -109,6 +112,7 @@ class TextGenerator:
         self.text = text
         self.tracker = tracker
         self.long_texts = LongWork(_MAX_LONG_TEXTS)
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
@@ -161,6 +165,13 @@ class TextGenerator:
         sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
         return sampling
 
+    def _stops_of(self, sampling: SamplingParams) -> StopStrings:
+        """The automaton of the stop strings: one for all prompts of a body."""
+        stops = self._stops.get(sampling.stop)
+        if stops is None:
+            stops = self._stops[sampling.stop] = StopStrings(sampling.stop)
+        return stops
+
     def _eos_of(self, sampling: SamplingParams) -> tuple[int, ...]:
         return () if sampling.ignore_eos else self.text.eos_token_ids
 
@@ -203,6 +214,7 @@ class TextGenerator:
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
         _check_cache_salt(cache_salt)
         resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
+        stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
         return [
             TextRequest(
@@ -223,6 +235,7 @@ class TextGenerator:
                 sampling=sampling,
                 prompt=text,
                 client_request=client_request,
+                stops=stops,
                 index=index,
             )
             for index in range(sampling.n)
@@ -341,7 +354,7 @@ class TextAssembler:
         self._decoder = tokenizer.incremental(
             request.request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output
         self._unsearched_tokens = sampling.min_tokens
 

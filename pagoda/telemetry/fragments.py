@@ -28,9 +28,9 @@ FRAGMENT_SUFFIX = ".fragment.jsonl"
 MAX_FRAGMENT_BYTES = 2 * 2**30
 """A trace that was forgotten does not fill the disk."""
 MAX_QUEUED_BYTES = 64 * 2**20
-"""Of memory, for what is not written yet: a disk that does not keep up ends tracing before it is full."""
+"""Memory for events that are not written yet. A disk that does not keep up ends tracing before memory is full."""
 CLOSING_S = 5.0
-"""How long a slow disk may take for what is left at the end."""
+"""Seconds that a slow disk may take to write the rest at the end."""
 _PERIOD_S = 0.25
 _BATCH = 1000
 """Events that are written together."""
@@ -64,7 +64,7 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def began(self, run: str, level: str, clock_ns: int) -> ProcessHeader:
-        """That of one fragment."""
+        """The header of a fragment that begins now."""
         return msgspec.structs.replace(
             self, run=run, level=level, clock_ns=clock_ns, wall_ns=time.time_ns()
         )
@@ -86,7 +86,7 @@ def _clock_id() -> str:
 
 
 def run_prefix(run: str) -> str:
-    """What the names of a run's fragments begin with."""
+    """The beginning of the names of a run's fragments."""
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in run)
     return f"{name}."
 
@@ -116,14 +116,14 @@ class FragmentWriter:
         self._lines: deque[bytes] = deque()
         self._num_queued_bytes = 0
         self._lock = threading.Lock()
-        """Of both."""
+        """Guards the lines and their size."""
         self._ends = threading.Event()
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self.append({"fragment": msgspec.to_builtins(header)})
 
     def append(self, event: dict[str, Any]) -> None:
-        """What is to be written; any thread may say so. It is kept as JSON, whose size is known."""
+        """Queues an event, as JSON, whose size is known. Any thread may call this."""
         try:
             line = self._encode(event)
         except Exception as error:  # tracing ends, serving goes on

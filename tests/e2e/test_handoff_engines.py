@@ -32,7 +32,6 @@ from pagoda.messages.frontend import GenerateRequest
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINES: dict[str, dict[str, object]] = {
-    "one": {"role": "none"},
     "P": {"role": "prefill"},
     "P small steps": {"role": "prefill", "max_num_batched_tokens": 56},
     "P tp2": {"role": "prefill", "tp": 2},
@@ -41,7 +40,6 @@ ENGINES: dict[str, dict[str, object]] = {
     "D small steps": {"role": "decode", "max_num_batched_tokens": 40},
     "D tp2": {"role": "decode", "tp": 2},
     "D over tcp": {"role": "decode", "transports": "tcp"},
-    "one int8": {"role": "none", "kv_cache_dtype": "int8"},
     "P int8": {"role": "prefill", "kv_cache_dtype": "int8"},
     "D int8": {"role": "decode", "kv_cache_dtype": "int8"},
 }
@@ -74,7 +72,8 @@ def asked() -> list[GenerateRequest]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def expected(engines: Engines, asked: list[GenerateRequest]) -> list[Answer]:
-    return await ask_all(engines["one"], asked)
+    """Answers of one engine that computes the prompts itself."""
+    return await ask_all(engines["D"], asked, "alone")
 
 
 def num_full_blocks(asked: list[GenerateRequest]) -> int:
@@ -115,7 +114,7 @@ async def test_answers_are_those_of_one_engine(
 
 async def test_quantised_kv(engines: Engines, asked: list[GenerateRequest]) -> None:
     members = [engines["P int8"], engines["D int8"]]
-    expected = await ask_all(engines["one int8"], asked)
+    expected = await ask_all(engines["D int8"], asked, "alone")
     async with pod_of(members) as pod:
         assert await ask_all(pod.dispatcher, asked, "int8") == expected
     assert (await fetched(members[1])).num_loaded > 0
@@ -135,8 +134,8 @@ async def test_kv_of_another_kind_is_not_used(
 
 async def test_sixty_four_at_a_time(engines: Engines) -> None:
     many = requests(64, max_tokens=12)
-    expected = await ask_all(engines["one"], many, "64")
     members = [engines["P"], engines["D"]]
+    expected = await ask_all(engines["D"], many, "64 alone")
     async with pod_of(members) as pod:
         assert await ask_all(pod.dispatcher, many, "64") == expected
     await until_free(members)

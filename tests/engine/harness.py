@@ -17,7 +17,8 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.engine.core import EngineCore
-from pagoda.engine.request import RequestState
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.request import OrderKey, RequestState, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
@@ -25,6 +26,7 @@ from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import KVEventBatch, KVEventRecorder
 from pagoda.kv.host_tier import HostTier
+from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.tiers import RemoteOpener, stack_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
@@ -64,6 +66,21 @@ def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> lis
         if token in stops and len(output) >= sampling.min_tokens:
             break
     return output
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    prefix_caching: bool = True,
+    order: Callable[[GenerateRequest, int], OrderKey] = order_key,
+    **limits: object,
+) -> Scheduler:
+    merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
+    return Scheduler(
+        SchedulerLimits(**merged),  # type: ignore[arg-type]
+        KVManager(num_blocks, 4, prefix_caching=prefix_caching),
+        VirtualClock(),
+        order=order,
+    )
 
 
 class Harness:

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
-from harness import Harness, assert_complete, expected_tokens, make_request
+from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
 
 from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.quarantine import MAX_CRASHES
-from pagoda.engine.request import OrderKey, order_key
+from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
-from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult
@@ -20,21 +16,6 @@ from pagoda.messages.worker import Capabilities, StepPlan, StepResult
 @pytest.fixture
 def harness() -> Harness:
     return Harness()
-
-
-def make_scheduler(
-    num_blocks: int = 64,
-    prefix_caching: bool = True,
-    order: Callable[[GenerateRequest, int], OrderKey] = order_key,
-    **limits: object,
-) -> Scheduler:
-    merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
-    return Scheduler(
-        SchedulerLimits(**merged),  # type: ignore[arg-type]
-        KVManager(num_blocks, 4, prefix_caching=prefix_caching),
-        VirtualClock(),
-        order=order,
-    )
 
 
 def plan_of(scheduler: Scheduler) -> StepPlan:

@@ -26,7 +26,7 @@ _GENERAL = GeneralOptions()
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """How one question went."""
+    """The answer to one question, graded."""
 
     question: Question
     answer: str
