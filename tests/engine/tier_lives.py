@@ -71,8 +71,7 @@ class FaultyTransfers:
             if not isinstance(event, TransferEnd):
                 continue
             del self.open[event.transfer_id]
-            part = self.tiers._parts.get(event.transfer_id)
-            if part is not None and part.load.request_id is None:
+            if self.tiers.is_abandoned(event.transfer_id):
                 self._met["loads that ended after their request"] += 1
             self._told.append(event)
             if self._rng.random() < self._repeated:
