@@ -20,8 +20,17 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.cli.sizes import format_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.object_listing import FAN_OUTS, FoundFile, list_files, object_directories
-from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, read_manifest
+from pagoda.kv.objects import (
+    FAN_OUTS,
+    MANIFEST_NAME,
+    FoundFile,
+    Manifest,
+    ObjectError,
+    is_digest,
+    list_files,
+    object_directories,
+    read_manifest,
+)
 
 _SHOWN_DIGITS = 8
 """Digits of a model's directory name in the table."""

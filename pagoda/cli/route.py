@@ -11,14 +11,15 @@ from cyclopts import Group, Parameter
 
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions, Seconds
 from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
+from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
 from pagoda.frontend.fleet import RoutedFleet, RouterConfig
-from pagoda.frontend.pods import DEFAULT_MIN_TOKENS
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
+from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
@@ -39,6 +40,8 @@ class RouterOptions:
     """The rule that chooses a host for each request; see --data-parallel-policy of pagoda serve."""
     remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
     """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
+    no_replica_timeout: Seconds = DEFAULT_NO_REPLICA_TIMEOUT_S
+    """Seconds that a request waits while no host takes requests; then it is refused with 503."""
 
     def discover(self, keys: CurveKeys) -> Discover:
         """
@@ -76,6 +79,7 @@ def route(
         model_digest=model_digest(files),
         policy=router.policy,
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
+        no_replica_timeout_s=router.no_replica_timeout,
     )
     tracer = Tracer("router")
     options = (server, join, profile)

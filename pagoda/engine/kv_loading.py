@@ -218,12 +218,9 @@ class KVLoader:
 
     def poll(self) -> list[Request] | None:
         """Requests that awaited an answer which may be known now, in order; None if there is no news."""
-        news = False if self._tiers is None else self._tiers.poll()
+        news = () if self._tiers is None else self._tiers.poll()
         if not news:
             return None
-        if isinstance(news, bool):
-            self._blocked.clear()
-            return sorted(self._awaiting.values(), key=_order_key)
         self._blocked.difference_update(news)
         return sorted((self._awaiting[it] for it in news if it in self._awaiting), key=_order_key)
 

@@ -16,7 +16,7 @@ from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
-from pagoda.kv.tiers import stack_tiers
+from pagoda.kv.tiers import build_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
@@ -73,13 +73,12 @@ class TiersMachine(RuleBasedStateMachine):
         )
         config = KVTiersConfig(disk_bytes=disk_bytes, disk_min_touches=min_touches)
         kv = KVManager(num_blocks, BLOCK_SIZE)
-        tiers = stack_tiers(
+        tiers = build_tiers(
             config,
             self.ready,
             kv.pool,
             self.clock,
-            None,
-            lambda _: self.disk.open(self.clock),
+            open_scanner=lambda _, clock: self.disk.open(clock),
             epoch_s=1e9,
             fail_on_load_failure=fails,
         )

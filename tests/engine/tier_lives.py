@@ -71,8 +71,7 @@ class FaultyTransfers:
             if not isinstance(event, TransferEnd):
                 continue
             del self.open[event.transfer_id]
-            part = self.tiers._parts.get(event.transfer_id)
-            if part is not None and part.load.request_id is None:
+            if self.tiers.is_abandoned(event.transfer_id):
                 self._met["loads that ended after their request"] += 1
             self._told.append(event)
             if self._rng.random() < self._repeated:
@@ -165,7 +164,7 @@ class Life:
             self.met[f"stored in {tier.name}"] += tier.num_stored
             self.met[f"failed in {tier.name}"] += tier.num_failed
             self.met[f"removed from {tier.name}"] += tier.num_removed
-        self.met["preempted"] += harness.scheduler.num_preemptions
+        self.met["preempted"] += harness.scheduler.counters.num_preemptions
         self.met["worker lost"] += harness.core.load().num_worker_restarts
 
     def _add(self, index: int) -> str:
