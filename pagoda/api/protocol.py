@@ -50,6 +50,25 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
+TransferId = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,256}\Z")]
+HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\Z")]
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params`, as vLLM and ATOM spell them. Every field is checked, also without an effect here."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: TransferId | None = None
+    remote_block_ids: Annotated[list[BlockId], Meta(max_length=MAX_TOKEN_IDS)] | None = None
+    remote_host: HostName | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    tp_size: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    dp_rank: Annotated[int, Meta(ge=0, le=2**16)] | None = None
+    transfer_id: TransferId | None = None
+
+
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat completions have in common."""
 
@@ -78,8 +97,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     priority: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    """See `pagoda.api.kv_transfer`, which checks it."""
+    kv_transfer_params: KVTransferParams | None = None
 
     # No effect on the answer, by OpenAI's definition; the first two may name the request's session.
     prompt_cache_key: str | None = None
@@ -172,6 +190,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields that are not served yet, with the values (besides null) that change nothing."""
 
+_MAX_QUOTED_CHARS = 256
+"""Characters of a client's own field name in an error."""
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
@@ -249,7 +269,8 @@ def _invalid_field(message: str) -> InvalidRequestError:
     ):
         found = pattern.match(reason)
         if found:
-            param = f"{path}.{found['name']}" if path else found["name"]
+            name = found["name"][:_MAX_QUOTED_CHARS]
+            param = f"{path}.{name}" if path else name
             return InvalidRequestError(f"{param} {rule}.", param=param, kind=kind)
     reason = reason.replace("`", "")
     return InvalidRequestError(

@@ -312,6 +312,7 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: 
         launcher,
         address=address,
         step_timeout_s=config.step_timeout_s,
+        start_timeout_s=config.worker_start_timeout_s,
         clock=clock,
         tracer=tracer,
     )
