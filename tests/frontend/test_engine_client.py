@@ -172,6 +172,22 @@ async def test_an_engine_that_is_stopped_is_killed_and_replaced() -> None:
         await client.close()
 
 
+async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = EngineClient(sim_config(), start_timeout_s=3.0)
+    starting = asyncio.create_task(client.start())
+    while client.engine_pid is None:
+        await asyncio.sleep(0)
+    os.kill(client.engine_pid, signal.SIGSTOP)
+    try:
+        await starting
+        assert "the engine did not answer for 3 s; starting it again" in caplog.text
+        assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
+    finally:
+        await client.close()
+
+
 async def test_a_caller_that_is_cancelled_in_close_learns_of_it_and_nothing_is_left(
     client: EngineClient,
 ) -> None:
