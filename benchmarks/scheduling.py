@@ -130,7 +130,7 @@ def _measure_stuck_queue(context: int) -> str:
     for index in range(_WAITING - 1):
         scheduler.add(_request(_RUNNING + 1 + index, context))
     figures = steps.measure()
-    if scheduler.num_waiting != _WAITING or scheduler.num_preemptions:
+    if scheduler.num_waiting != _WAITING or scheduler.counters.num_preemptions:
         raise RuntimeError("the queue was not stuck")
     return figures
 

@@ -76,7 +76,7 @@ class Job:
         self._sends_usage = options is not None and bool(options.include_usage)
         self.sends_continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._num_completion_tokens = 0
-        self._num_cached_tokens = dict.fromkeys(range(len(requests)), 0)
+        self._num_cached_tokens: dict[int, int] = {}
         self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.is_first)
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -115,12 +115,11 @@ class Job:
 
     def usage(self) -> dict[str, Any]:
         """The `usage` object, as far as the answers have come."""
-        num_cached = sum(n for i, n in self._num_cached_tokens.items() if self.requests[i].is_first)
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_completion_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
         }
 
     def _count(self, index: int, delta: TextDelta) -> None:
@@ -128,7 +127,7 @@ class Job:
             request_id = self.requests[index].request.request_id
             raise GenerationError(f"{request_id}: {delta.error}")
         self._num_completion_tokens += len(delta.token_ids)
-        if delta.num_cached_tokens:
+        if self.requests[index].is_first:
             self._num_cached_tokens[index] = delta.num_cached_tokens
 
     async def _collect(self, index: int, answer: Answer) -> None:
@@ -136,7 +135,7 @@ class Job:
             async for delta in deltas:
                 self._count(index, delta)
                 answer.add(delta)
-                if delta.finish_reason is not None:
+                if delta.kv_source is not None:
                     self.extra |= transfer_fields(delta)
                 if answer.is_complete:
                     break

@@ -132,5 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of silence after which the frontend kills an engine that owes an answer, and starts another."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""
+    worker_start_timeout_s: float = 600.0
+    """Seconds without progress after which workers that start are killed and started again."""
     trace: StartTrace | None = None
     """What is being traced when the engine starts."""

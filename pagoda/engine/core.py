@@ -426,7 +426,7 @@ class EngineCore:
         """The report that frontends are to be sent now without having asked; None if none is due."""
         scheduler = self.scheduler
         if scheduler is None or not self._load_reports.is_due(
-            scheduler.num_steps, is_worker_ready=self._is_worker_ready
+            scheduler.counters.num_steps, is_worker_ready=self._is_worker_ready
         ):
             return None
         return self.load()
@@ -445,13 +445,13 @@ class EngineCore:
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
-            num_steps=scheduler.num_steps,
-            num_preemptions=scheduler.num_preemptions,
+            num_steps=scheduler.counters.num_steps,
+            num_preemptions=scheduler.counters.num_preemptions,
             num_worker_restarts=self._num_restarts,
             num_blocks_stored=scheduler.kv.pool.num_stored,
             num_blocks_removed=scheduler.kv.pool.num_removed,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_prefix_hit_tokens=scheduler.counters.num_prefix_hit_tokens,
+            num_prompt_tokens=scheduler.counters.num_prompt_tokens,
             step_time_s=self._step_time_s,
             stalled_for_s=self._clock.now() - self._last_progress if busy else 0.0,
             expert_tokens=self._expert_tokens,
@@ -463,7 +463,7 @@ class EngineCore:
             num_wanted_leases=0 if self.exporter is None else self.exporter.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
-            num_generated_tokens=scheduler.num_generated_tokens,
+            num_generated_tokens=scheduler.counters.num_generated_tokens,
             steps=self._meter.totals(),
         )
 

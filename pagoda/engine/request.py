@@ -6,7 +6,8 @@ import enum
 
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.worker import SlotStart
 
 OrderKey = tuple[int, int]
 """(priority, arrival). Requests are served in this order and preempted in the reverse of it; keys are unique."""
@@ -159,3 +160,28 @@ class Request:
     @property
     def is_awaiting_kv(self) -> bool:
         return self.state in (RequestState.AWAITING_KV, RequestState.LOADING)
+
+    def finish_reason(self) -> tuple[FinishReason | None, int | None]:
+        """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
+        token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
+        if not is_full and token_id not in self.end_token_ids:
+            return None, None
+        if self.num_output_tokens >= self.sampling.min_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.STOP, None
+            if token_id in self.stop_token_ids:
+                return FinishReason.STOP, token_id
+        return (FinishReason.LENGTH, None) if is_full else (None, None)
+
+    def slot_start(self, slot: int) -> SlotStart:
+        """The request in full, for a worker that does not know it."""
+        return SlotStart(
+            slot=slot,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=self.table.block_ids(),
+            sampling=self.sampling,
+            eos_token_ids=tuple(self.eos_token_ids),
+            request_id=self.request_id,
+        )

@@ -1,8 +1,4 @@
-"""Which request computes how many tokens in the next step.
-
-There is no prefill phase and no decode phase. A request has tokens and computed tokens; a step gives each
-chosen request some of those not yet computed, within a token budget. Chunked prefill, prefix hits, preemption
-and recovery only change the two numbers. A request samples when its computed tokens reach its tokens.
+"""Continuous batching: what becomes of requests from step to step.
 
 The scheduler is pure: it knows no sockets and no devices, and its clock only measures: no choice depends on the
 time. `schedule` makes a plan, `update` applies the results in the order of the plans. Several steps may be in
@@ -10,35 +6,28 @@ flight; the worker executes them in order, so a block that is freed while a step
 a later plan at once. The same holds for a worker of several stages, each of which has KV of its own and executes
 the plans in order. Transfers go on beside the steps; what they must wait for is noted in the block.
 
-With several stages, a request whose sample is pending waits for it, and decoding requests are spread over as many
-steps as there are stages: while one stage computes some of them, the others compute the rest.
-
 A turn of the engine applies events in this order: step results (`update`); then in `apply_kv_events` releases by
 other engines, first tokens and failures of other engines, ends of loads, and look-ups that may be answered now.
-Every ending of a request goes through `_finish`, and every change of its state through `_enter`.
+Every ending of a request goes through `_finish`, and every change of its state through `Places.enter`.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
-from typing import NamedTuple
 
 import msgspec
 
+from pagoda.engine.batching import Batcher
 from pagoda.engine.kv_exports import KVExports, Unwanted
 from pagoda.engine.kv_loading import KVLoader, LoadStart
 from pagoda.engine.limits import SchedulerLimits
-from pagoda.engine.plan import InFlightStep, PlanBuilder
+from pagoda.engine.places import Places
+from pagoda.engine.plan import InFlightStep
 from pagoda.engine.quarantine import Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
-from pagoda.engine.waiting_queue import Reserved, WaitingQueue
+from pagoda.engine.waiting_queue import Reserved
 from pagoda.ipc.clock import Clock
-from pagoda.kv.block_pool import Block
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector
 from pagoda.messages.frontend import (
@@ -47,25 +36,9 @@ from pagoda.messages.frontend import (
     TokenChunk,
     TokenLogprobs,
 )
-from pagoda.messages.worker import SlotStart, StepPlan, StepResult
+from pagoda.messages.worker import StepResult
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.exporter import FirstToken, KVExporter
-
-_BLOCKED_STEPS = 16
-"""Steps after which a request that did not fit is looked at again, when nothing became free."""
-
-_key = attrgetter("order_key")
-_NO_KEY: OrderKey = (-(2**63), -1)
-"""In front of every order key."""
-
-
-class _Blocked(NamedTuple):
-    """A waiting request that did not fit, and what was there at the time."""
-
-    request: Request
-    step: int
-    num_available: int
-    num_running: int
 
 
 class Scheduler:
@@ -90,40 +63,32 @@ class Scheduler:
         self.kv = kv
         self._clock = clock
         self._order = order
-        self.num_preemptions = 0
-        self.num_steps = 0
-        self.num_prefix_hit_tokens = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_pending_tokens = 0
-        """Prompt and output tokens of all requests that are not computed yet."""
         self._requests: dict[str, Request] = {}
-        self._running: list[Request] = []
-        """In order."""
-        self._waiting = WaitingQueue()
-        self._num_reserved_blocks = 0
-        """`reserved_blocks` of the requests that run or are being loaded, added up."""
+        self._places = Places(kv, limits.max_num_seqs)
         self.tiers = tiers
         self.exporter = exporter
         self._loader = KVLoader(kv, tiers, limits.max_num_seqs)
         self._exports = KVExports(kv, exporter)
-        self._rows: RequestRows | None = None
         self._quarantine = Quarantine()
-        self._blocked: _Blocked | None = None
-        self._last_was_decodes = False
-        """With `mixed_steps` off: the kind of the last step."""
-        self._in_flight: deque[InFlightStep] = deque()
-        self._free_slots = list(range(limits.max_num_seqs))
-        self._freed_slots: list[int] = []
-        """Slots that the worker has not been told about yet."""
+        self._batcher = Batcher(
+            limits, kv, clock, self._places, self._loader, self._exports, self._quarantine
+        )
+        self._in_flight = self._batcher.in_flight
+        self.counters = self._batcher.counters
+        self.schedule = self._batcher.schedule
+        self.preempt = self._batcher.preempt
         self._num_arrivals = 0
-        self._step = 0
 
     # ---- what others may look at
 
     @property
     def requests(self) -> Mapping[str, Request]:
         return self._requests
+
+    @property
+    def reserved(self) -> Reserved:
+        """What the requests that run or load keep."""
+        return self._places.reserved
 
     @property
     def quarantined(self) -> Collection[Request]:
@@ -135,15 +100,15 @@ class Scheduler:
 
     @property
     def next_step(self) -> int:
-        return self._step
+        return self._batcher.next_step
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._places.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._places.waiting)
 
     @property
     def num_awaiting_kv(self) -> int:
@@ -157,66 +122,20 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_pending_tokens(self) -> int:
+        """Prompt and output tokens of all requests that are not computed yet."""
+        return self._places.num_pending_tokens
+
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def trace(self, rows: RequestRows | None) -> None:
         """Tells `rows` what becomes of requests from now on, first where they are; None for nobody."""
-        self._rows = rows
-        if rows is None:
-            return
-        for request in self._requests.values():
-            if request.state is RequestState.RUNNING:
-                rows.admitted(request)
-            elif request.is_awaiting_kv:
-                rows.awaits_kv(request)
-            else:
-                rows.queued(request)
-
-    def check(self) -> None:
-        """Verifies the scheduler's own bookkeeping; for tests and debugging.
-
-        Raises:
-            ValueError: a request is in two places or in none, or a sum is wrong.
-        """
-        loader = self._loader
-        places = {
-            RequestState.RUNNING: self._running,
-            RequestState.WAITING: list(self._waiting),
-            RequestState.AWAITING_KV: list(loader.awaiting),
-            RequestState.LOADING: list(loader.loading),
-        }
-        found = {(r.request_id, state) for state, requests in places.items() for r in requests}
-        if found != {(r.request_id, r.state) for r in self._requests.values()}:
-            raise ValueError("A request is not in the place of its state.")
-        if sum(map(len, places.values())) != len(self._requests):
-            raise ValueError("A request is in a place twice.")
-        for state in (RequestState.RUNNING, RequestState.WAITING):
-            if sorted(places[state], key=_key) != places[state]:
-                raise ValueError(f"Requests that are {state.name} are out of order.")
-        if any(r.state is not RequestState.WAITING for r in loader.prefetching):
-            raise ValueError("KV is prefetched for a request that is not in line.")
-        for request in self._requests.values():
-            if request.state is not RequestState.AWAITING_KV and (
-                request.reserved_blocks != self._blocks_to_reserve(request)
-            ):
-                raise ValueError(f"Request {request.request_id} reserves a wrong number of blocks.")
-        holders = [*self._running, *places[RequestState.LOADING]]
-        sums = {
-            "reserved blocks": (self._num_reserved_blocks, sum(r.reserved_blocks for r in holders)),
-            "reserved blocks of requests in line": (
-                self._waiting.ahead_of((2**63, 0)).num_blocks,
-                sum(r.reserved_blocks for r in self._waiting),
-            ),
-            "pending tokens": (
-                self.num_pending_tokens,
-                sum(r.num_tokens - r.num_computed_tokens for r in self._requests.values()),
-            ),
-            "slots": (len(self._free_slots) + len(self._running), self.limits.max_num_seqs),
-        }
-        for what, (counted, true) in sums.items():
-            if counted != true:
-                raise ValueError(f"{counted} {what} are counted, there are {true}.")
+        self._places.rows = rows
+        if rows is not None:
+            for request in self._requests.values():
+                rows.moved(request, RequestState.NEW)
 
     # ---- requests come and go
 
@@ -238,11 +157,10 @@ class Scheduler:
         if problem is not None:
             return [TokenChunk(message.request_id, [], FinishReason.ERROR, error=problem)]
         if request.num_output_tokens:
-            reason, stop_reason = self._finish_reason(request)
+            reason, stop_reason = request.finish_reason()
             if reason is not None:
                 return [TokenChunk(message.request_id, [], reason, stop_reason)]
         self._requests[request.request_id] = request
-        self.num_pending_tokens += request.num_tokens
         chunks = self._exports.open(message, request)
         if self._loader.has_tiers:
             hits = self.kv.find_prefix(request.table, request.token_ids)
@@ -271,24 +189,14 @@ class Scheduler:
             hits = self.kv.find_prefix(request.table, request.token_ids)
             if (
                 not self._quarantine.requests
-                and self._has_room(request, hits, self._waiting.ahead_of(request.order_key))
-                and self._start_load(request, hits) in (LoadStart.AWAITING, LoadStart.LOADING)
+                and self._places.has_room(request, hits, in_turn=True)
+                and self._batcher.start_load(request, hits)
+                in (LoadStart.AWAITING, LoadStart.LOADING)
             ):
                 return
             self._loader.abandon(request)
             self._loader.prefetch(request, len(hits))
-        self._enter(request, RequestState.WAITING)
-        if self._rows is not None:
-            self._rows.queued(request)
-
-    def _start_load(self, request: Request, hits: list[Block]) -> LoadStart:
-        start = self._loader.start(request, hits)
-        if start in (LoadStart.AWAITING, LoadStart.LOADING):
-            is_loading = start is LoadStart.LOADING
-            self._enter(request, RequestState.LOADING if is_loading else RequestState.AWAITING_KV)
-            if self._rows is not None:
-                self._rows.awaits_kv(request)
-        return start
+        self._places.enter(request, RequestState.WAITING)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without a chunk; returns False if there is none."""
@@ -306,325 +214,15 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Every ending of a request goes through here."""
         del self._requests[request.request_id]
-        self.num_pending_tokens -= request.num_tokens - request.num_computed_tokens
         self._quarantine.on_finished(request)
         self._exports.on_finished(request)
         self._loader.abandon(request)
         self._loader.on_dequeued(request)
-        self._free_blocks(request)
-        self._enter(request, RequestState.FINISHED)
-        self._blocked = None
-        if self._rows is not None:
-            self._rows.ended(request, reason)
-
-    def _free_blocks(self, request: Request) -> None:
-        """Steps in flight may still use the blocks: what a preempted request samples in them counts."""
-        is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
-        self.kv.free(request.table, last_step=-1 if is_confirmed else self._step - 1)
-
-    def _enter(self, request: Request, state: RequestState) -> None:
-        """Moves the request to the place of `state`, and what it reserves with it."""
-        before, request.state = request.state, state
-        if before is RequestState.RUNNING:
-            self._leave_slot(request)
-        elif before is RequestState.LOADING:
-            self._num_reserved_blocks -= request.reserved_blocks
-        elif before is RequestState.WAITING:
-            self._waiting.remove(request)
-        request.reserved_blocks = 0
-        if state is RequestState.WAITING:
-            request.reserved_blocks = self._blocks_to_reserve(request)
-            self._waiting.add(request)
-        elif state is RequestState.RUNNING:
-            insort(self._running, request, key=_key)
-            request.slot = heapq.heappop(self._free_slots)
-            self._update_reserved(request)
-        elif state is RequestState.LOADING:
-            self._update_reserved(request)
-
-    def _leave_slot(self, request: Request) -> None:
-        slot = request.slot
-        if slot is None:
-            raise RuntimeError(f"Request {request.request_id} has no slot.")
-        del self._running[bisect_left(self._running, request.order_key, key=_key)]
-        heapq.heappush(self._free_slots, slot)
-        self._freed_slots.append(slot)
-        request.slot = None
-        self._num_reserved_blocks -= request.reserved_blocks
-
-    # ---- room
-
-    def _blocks_to_reserve(self, request: Request) -> int:
-        """Blocks that the known tokens of the request still need, and one more: a newcomer must not be preempted
-        right away."""
-        missing = self.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
-        return max(0, missing) + 1
-
-    def _update_reserved(self, request: Request) -> None:
-        """Tokens or blocks of the request have changed."""
-        blocks = self._blocks_to_reserve(request)
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-            request.reserved_blocks = blocks
-            self._waiting.add(request)
-        elif request.state in (RequestState.RUNNING, RequestState.LOADING):
-            self._num_reserved_blocks += blocks - request.reserved_blocks
-            request.reserved_blocks = blocks
-
-    @property
-    def _reserved(self) -> Reserved:
-        """What requests that run or are being loaded keep."""
-        return Reserved(len(self._running) + self._loader.num_loading, self._num_reserved_blocks)
-
-    def _has_room(self, request: Request, hits: list[Block], ahead: Reserved | None = None) -> bool:
-        """True if all known tokens of the request fit, besides what others keep and what those `ahead` need."""
-        num_seqs, num_blocks = self._reserved
-        if ahead is not None:
-            num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
-        if num_seqs >= self.limits.max_num_seqs:
-            return False
-        shared_hits = sum(block.ref_count > 0 for block in hits)
-        wanted = self.kv.num_blocks_for(request.num_tokens) - shared_hits
-        return wanted + num_blocks <= self.kv.pool.num_available
-
-    # ---- planning
-
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing that can be computed now."""
-        for decodes in self._kinds():
-            plan = PlanBuilder(self._step, self.limits, decodes, self._max_decodes())
-            alone = self._quarantine.first()
-            if alone is not None:
-                self._schedule_alone(alone, plan)
-            else:
-                self._yield_to_higher_priority()
-                self._fill(plan)
-            if plan.scheduled:
-                self._last_was_decodes = bool(decodes)
-                self._step += 1
-                self._in_flight.append(InFlightStep(plan.step, plan.scheduled, plan.has_decodes))
-                freed_slots, self._freed_slots = self._freed_slots, []
-                return plan.plan(freed_slots)
-        return None
-
-    def _kinds(self) -> tuple[bool | None, ...]:
-        """What the step may hold: anything, or where steps are of one kind, single tokens and chunks in turn."""
-        if self.limits.mixed_steps:
-            return (None,)
-        return (not self._last_was_decodes, self._last_was_decodes)
-
-    def _max_decodes(self) -> int:
-        """How many decoding requests the step may take, so that every stage gets an equal part of them.
-
-        0 while as many parts are in flight as there are stages: requests left over join a part that comes back,
-        since a step costs much that does not depend on its size.
-        """
-        num_stages = self.limits.num_stages
-        if num_stages == 1:
-            return self.limits.max_num_seqs
-        if sum(step.has_decodes for step in self._in_flight) >= num_stages:
-            return 0
-        decoding = sum(
-            request.num_pending_samples > 0 or request.num_schedulable_tokens == 1
-            for request in self._running
-        )
-        return max(1, -(-decoding // num_stages))
-
-    def _schedule_alone(self, request: Request, plan: PlanBuilder) -> None:
-        if request.state is RequestState.RUNNING:
-            self._extend(request, plan, request.num_schedulable_tokens)
-            return
-        hits = self._fitting_prefix(request)
-        while hits is None and self._running:
-            self.preempt(self._running[-1])
-            hits = self._fitting_prefix(request)
-        if hits is not None:
-            self._admit(request, hits, plan)
-
-    def _yield_to_higher_priority(self) -> None:
-        """Makes room for the first waiting request, as far as running requests have a lower priority."""
-        while self._running and (first := self._next_in_line(_NO_KEY)) is not None:
-            last = self._running[-1]
-            has_priority = first.order_key[0] < last.order_key[0] and not first.num_pending_samples
-            if not has_priority or self._fitting_prefix(first) is not None:
-                return
-            self.preempt(last)
-
-    def _fill(self, plan: PlanBuilder) -> None:
-        """Gives tokens in order of priority; among equals to running requests before waiting ones.
-
-        No request is admitted once another was preempted, or behind one that does not fit. Requests that may not
-        ask yet whether there is KV for them are passed over.
-        """
-        preemptions = self.num_preemptions
-        index = 0
-        first = self._next_in_line(_NO_KEY)
-        while plan.budget > 0:
-            request = self._running[index] if index < len(self._running) else None
-            if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
-                hits = self._fitting_prefix(first)
-                start = LoadStart.READY if hits is None else self._start_load(first, hits)
-                if start is LoadStart.READY:
-                    if hits is None or not self._admit(first, hits, plan):
-                        first = None
-                        continue
-                    index += 1  # it now stands before the next one
-                if start is LoadStart.BLOCKED:
-                    first = None
-                else:
-                    first = self._next_in_line(first.order_key)
-            elif request is not None:
-                available = request.num_schedulable_tokens
-                num_behind = 0
-                if available > 1 and plan.is_mixed:
-                    num_behind = min(self._num_decodes_behind(index), plan.decodes_left)
-                self._extend(request, plan, available, num_behind)
-                if self.num_preemptions != preemptions:
-                    first = None
-                index += 1
-            else:
-                return
-
-    def _next_in_line(self, key: OrderKey) -> Request | None:
-        """The first waiting request behind `key` that may go on, if there is room for it."""
-        if self._loader.num_blocked >= len(self._waiting):
-            return None
-        in_line = self._waiting.after(key)
-        return next((it for it in in_line if not self._loader.is_blocked(it)), None)
-
-    def _num_decodes_behind(self, index: int) -> int:
-        """Requests behind running request `index`, and of its priority, that need a single token."""
-        priority = self._running[index].order_key[0]
-        return sum(
-            other.order_key[0] == priority and other.num_schedulable_tokens == 1
-            for other in self._running[index + 1 :]
-        )
-
-    def _extend(
-        self, request: Request, plan: PlanBuilder, available: int, num_behind: int = 0
-    ) -> None:
-        """Gives a running request tokens, preempting requests behind it for blocks if need be."""
-        slot, count = request.slot, plan.count_for(available, num_behind)
-        if count == 0 or slot is None:
-            return
-        if available == 1:
-            if plan.decodes_left == 0:
-                return
-            plan.decodes_left -= 1
-            plan.has_decodes = True
-        num_tokens = request.num_scheduled_tokens + count
-        if num_tokens > len(request.table.blocks) * self.kv.block_size:
-            new_blocks = self.kv.grow(request.table, num_tokens)
-            while new_blocks is None:
-                if not self._exports.make_room():
-                    victim = self._running[-1]
-                    self.preempt(victim)
-                    if victim is request:
-                        return
-                new_blocks = self.kv.grow(request.table, num_tokens)
-            plan.new_blocks.append((slot, new_blocks))
-            self._update_reserved(request)
-        if not request.runs_ahead:
-            new_tokens = request.token_ids[request.num_sent_tokens :]
-            plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
-            request.num_sent_tokens = request.num_tokens
-        plan.add(request, slot, count, available)
-
-    def preempt(self, request: Request) -> None:
-        """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
-        num_published = request.table.num_published
-        self._exports.on_preempted(request)
-        self._free_blocks(request)
-        self._forget_kv(request)
-        self._enter(request, RequestState.WAITING)
-        self._loader.on_queued(request, num_published)
-        self.num_preemptions += 1
-        if self._rows is not None:
-            self._rows.preempted(request)
-
-    def _forget_kv(self, request: Request) -> None:
-        """Makes the request a value again: it keeps all tokens, none of them computed."""
-        self.num_pending_tokens += request.num_computed_tokens
-        request.num_scheduled_tokens = request.num_computed_tokens = 0
-
-    def _fitting_prefix(self, request: Request) -> list[Block] | None:
-        """The request's cached prefix if it can be admitted now, else None.
-
-        A request whose last sample is still pending waits for it.
-        """
-        if not self._free_slots or request.num_pending_samples or self._is_still_blocked(request):
-            return None
-        hits = self.kv.find_prefix(request.table, request.token_ids)
-        while not self._has_room(request, hits):
-            is_full = self._reserved.num_seqs >= self.limits.max_num_seqs
-            if is_full or not self._exports.make_room():
-                num_available, num_running = self.kv.pool.num_available, len(self._running)
-                self._blocked = _Blocked(request, self._step, num_available, num_running)
-                return None
-        return hits
-
-    def _is_still_blocked(self, request: Request) -> bool:
-        """True if nothing became free since the request last did not fit: looking at a long prompt costs time."""
-        blocked = self._blocked
-        return (
-            blocked is not None
-            and blocked.request is request
-            and self._step < blocked.step + _BLOCKED_STEPS
-            and self.kv.pool.num_available <= blocked.num_available
-            and len(self._running) == blocked.num_running > 0
-        )
-
-    def _admit(self, request: Request, hits: list[Block], plan: PlanBuilder) -> bool:
-        """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
-        num_hit_tokens = len(hits) * self.kv.block_size
-        available = request.num_tokens - num_hit_tokens
-        count = plan.count_for(available)
-        if count == 0:
-            return False
-        self.kv.adopt(request.table, hits)
-        if self.kv.grow(request.table, num_hit_tokens + count) is None:
-            raise RuntimeError("A request was admitted that does not fit.")
-        request.num_scheduled_tokens = request.num_computed_tokens = num_hit_tokens
-        self.num_pending_tokens -= num_hit_tokens
-        self._enter(request, RequestState.RUNNING)
-        slot = request.slot
-        if slot is None:
-            raise RuntimeError("A running request has no slot.")
-        request.admission += 1
-        request.num_sent_tokens = request.num_tokens
-        if request.num_cached_tokens is None:
-            self._note_first_admission(request, len(hits))
-        plan.starts.append(
-            SlotStart(
-                slot=slot,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=num_hit_tokens,
-                block_ids=request.table.block_ids(),
-                sampling=request.sampling,
-                eos_token_ids=tuple(request.eos_token_ids),
-                request_id=request.request_id,
-            )
-        )
-        self._loader.on_dequeued(request)
-        self._on_published(request)
-        plan.add(request, slot, count, available)
-        if self._rows is not None:
-            self._rows.admitted(request)
-        return True
-
-    def _note_first_admission(self, request: Request, num_hits: int) -> None:
-        request.queue_time_s = self._clock.now() - request.added_at
-        num_fetched = max(0, min(num_hits, request.fetched.stop) - request.fetched.start)
-        num_cached_tokens = (num_hits - num_fetched) * self.kv.block_size
-        request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
-        self.num_prefix_hit_tokens += request.num_cached_tokens
-        self.num_prompt_tokens += request.num_prompt_tokens
-
-    def _on_published(self, request: Request) -> None:
-        """Further blocks of the request are published: tiers may save them, other engines fetch them."""
-        self._loader.on_published(request)
-        self._exports.on_published(request)
+        self._batcher.free_blocks(request)
+        self._batcher.forget_blocked()
+        self._places.enter(request, RequestState.FINISHED)
+        if self._places.rows is not None:
+            self._places.rows.ended(request, reason)
 
     # ---- step results
 
@@ -639,7 +237,7 @@ class Scheduler:
                 f"The worker answered step {result.step}, which is not the next one."
             )
         step = self._in_flight.popleft()
-        self.num_steps += 1
+        self.counters.num_steps += 1
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
         chunks: list[TokenChunk] = []
@@ -658,7 +256,7 @@ class Scheduler:
             if samples:
                 if slot not in sampled:
                     raise RuntimeError(f"The result of step {result.step} lacks slot {slot}.")
-                self.num_generated_tokens += 1
+                self.counters.num_generated_tokens += 1
                 chunks.append(self._append(request, sampled[slot], logprobs.get(slot)))
             elif is_current:
                 chunk = TokenChunk(
@@ -669,11 +267,10 @@ class Scheduler:
 
     def _confirm(self, request: Request, num_tokens: int) -> None:
         """Further tokens of a running request are computed."""
-        request.num_computed_tokens += num_tokens
-        self.num_pending_tokens -= num_tokens
+        self._places.count_computed(request, num_tokens)
         if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
-            self._on_published(request)
+            self._batcher.on_published(request)
         if request.crash_count:
             self._quarantine.on_progress(request)
 
@@ -683,18 +280,10 @@ class Scheduler:
         source = None
         if request.transfer_id is not None:
             source = self._exports.on_prefilled(request, token_id, logprobs)
-        token_ids = request.token_ids
-        token_ids.append(token_id)
-        self.num_pending_tokens += 1
-        if len(token_ids) % self.kv.block_size == 1 or self.kv.block_size == 1:
-            self._update_reserved(request)
-        if self._rows is not None:
-            self._rows.sampled(request)
-        reason, stop_reason = None, None
-        if token_id in request.end_token_ids or len(token_ids) >= request.max_total_tokens:
-            reason, stop_reason = self._finish_reason(request)
-            if reason is not None:
-                self._finish(request, reason)
+        self._places.append(request, token_id)
+        reason, stop_reason = request.finish_reason()
+        if reason is not None:
+            self._finish(request, reason)
         chunk = TokenChunk(
             request.request_id,
             [token_id],
@@ -705,18 +294,6 @@ class Scheduler:
             kv_source=source,
         )
         return chunk if request.queue_time_s is None else _with_queue_time(chunk, request)
-
-    def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
-        token_id = request.token_ids[-1]
-        if request.num_output_tokens >= request.sampling.min_tokens:
-            if token_id in request.eos_token_ids:
-                return FinishReason.STOP, None
-            if token_id in request.stop_token_ids:
-                return FinishReason.STOP, token_id
-        if len(request.token_ids) >= request.max_total_tokens:
-            return FinishReason.LENGTH, None
-        return None, None
 
     # ---- events of KV
 
@@ -743,10 +320,8 @@ class Scheduler:
                     chunks.append(self._fail(request, error))
                 case LoadEnd(failure=failure):
                     self._loader.end_load(request, event)
-                    self._enter(request, RequestState.WAITING)
-                    self._blocked = None
-                    if self._rows is not None:
-                        self._rows.queued(request)
+                    self._places.enter(request, RequestState.WAITING)
+                    self._batcher.forget_blocked()
                     if failure is not None:
                         chunks.append(self._fail(request, failure))
         news = self._loader.poll()
@@ -790,16 +365,16 @@ class Scheduler:
         self._in_flight.clear()
         failing = self._quarantine.on_crash(crashed)
         self._exports.on_workers_lost(self._requests.values())
-        for request in list(self._running):
+        for request in list(self._places.running):
             self.kv.free(request.table)
             self._wait_again(request)
-        for request in self._loader.on_workers_lost(list(self._waiting)):
+        for request in self._loader.on_workers_lost(list(self._places.waiting)):
             self._wait_again(request)
-        for request in self._waiting:
+        for request in self._places.waiting:
             request.num_pending_samples = request.num_saved = 0
         self.kv.pool.clear_cache()
-        self._freed_slots.clear()
-        self._blocked = None
+        self._places.drain_freed_slots()
+        self._batcher.forget_blocked()
         return [
             self._fail(request, "The worker died whenever this request was computed.")
             for request in failing
@@ -807,10 +382,8 @@ class Scheduler:
 
     def _wait_again(self, request: Request) -> None:
         """What the request had computed, or waited for, is lost."""
-        self._forget_kv(request)
-        self._enter(request, RequestState.WAITING)
-        if self._rows is not None:
-            self._rows.lost(request)
+        self._places.forget_computed(request)
+        self._places.enter(request, RequestState.WAITING, is_lost=True)
 
 
 def _with_queue_time(chunk: TokenChunk, request: Request) -> TokenChunk:

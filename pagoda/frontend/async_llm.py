@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -68,7 +67,7 @@ class AsyncLLM:
         policy: PolicyName = DEFAULT_POLICY,
         chat_template: Path | None = None,
     ) -> Self:
-        """For callers that have a whole engine configuration."""
+        """Makes an LLM of a whole engine configuration."""
         llm = cls.__new__(cls)
         llm._init(files, engine, policy, chat_template)
         return llm
@@ -107,7 +106,7 @@ class AsyncLLM:
         )
 
     async def close(self) -> None:
-        """Ends the engines. May be called twice."""
+        """Ends the engines. A second call does nothing."""
         fleet, self._fleet, self._generator = self._fleet, None, None
         if fleet is not None:
             await fleet.close()
@@ -116,12 +115,7 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -130,10 +124,7 @@ class AsyncLLM:
 
     @property
     def generator(self) -> TextGenerator:
-        """
-        Raises:
-            RuntimeError: it is not started, or closed.
-        """
+        """The generator of a running LLM. Raises RuntimeError before the start and after the end."""
         if self._generator is None:
             raise RuntimeError("The LLM is not running: it was not started, or it was closed.")
         return self._generator

@@ -63,7 +63,7 @@ _END_TOKENS = frozenset(
 
 @dataclass(frozen=True)
 class _Split:
-    """How byte-level BPE cuts a text into words, `tokenizer.ggml.pre`."""
+    """The way in which byte-level BPE cuts a text into words, `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...]
     """One after the other; what matches is a piece, and so is what lies between."""

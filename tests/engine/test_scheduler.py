@@ -121,10 +121,10 @@ def test_nobody_yields_to_a_request_that_still_waits_for_its_last_sample() -> No
     scheduler.add(make_request("high", [1, 2, 3], priority=0))
     scheduler.requests["high"].num_pending_samples = 1
     assert plan_of(scheduler).starts == []
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.num_preemptions == 0
     scheduler.requests["high"].num_pending_samples = 0
     assert len(plan_of(scheduler).starts) == 1
-    assert scheduler.num_preemptions == 1
+    assert scheduler.counters.num_preemptions == 1
 
 
 def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
@@ -232,7 +232,7 @@ def test_higher_priority_preempts_lower_and_both_complete() -> None:
         assert harness.tick()
     assert list(harness.finished) == ["high"]
     harness.run()
-    assert harness.scheduler.num_preemptions == 1
+    assert harness.scheduler.counters.num_preemptions == 1
     assert_complete(harness, [low, high])
     harness.check_nothing_left()
 
@@ -243,7 +243,7 @@ def test_when_blocks_run_out_the_latest_is_preempted_and_keeps_its_tokens() -> N
     for request in requests:
         harness.add(request)
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.counters.num_preemptions > 0
     assert next(iter(harness.finished)) == "r0"
     assert_complete(harness, requests)
     harness.check_nothing_left()
@@ -478,5 +478,5 @@ def test_waiting_after_a_preemption_is_not_waiting_for_the_first_step() -> None:
         harness.clock.advance_to(harness.core.next_wakeup() or 0.0)
         for chunk in harness.step():
             told[chunk.request_id] += [] if chunk.queue_time_s is None else [chunk.queue_time_s]
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.counters.num_preemptions > 0
     assert [len(times) for times in told.values()] == [1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import msgspec
-from harness import VOCAB_SIZE, expected_tokens
+from harness import VOCAB_SIZE, check_sums, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.kv.pool.check()
         self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
         assert self.cached.keys == scheduler.kv.pool._by_key.keys()
-        scheduler.check()
+        check_sums(scheduler)
         assert set(scheduler.requests) == set(self.requests)
         held: dict[int, int] = {}
         for request in scheduler.requests.values():

@@ -174,7 +174,7 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
     high = make_request("high", [2] * 56, max_tokens=4)
     it.add(high)
     it.run()
-    assert it.scheduler.num_preemptions == 1
+    assert it.scheduler.counters.num_preemptions == 1
     assert_complete(it, [low, high])
     assert len(it.fates.loads()) == 1
     it.check_nothing_left()
@@ -194,7 +194,7 @@ def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed(
     for request in (first, second):  # the first takes what the step under way writes to
         it.tokens[request.request_id] = []
         assert it.core.add(request) == []
-    while it.scheduler.num_preemptions == 0:
+    while it.scheduler.counters.num_preemptions == 0:
         last_step = it.scheduler.next_step - 1
         assert it.tick()
     (load,) = it.fates.loads()
@@ -213,7 +213,7 @@ def test_what_connectors_were_told_of_a_request_does_not_change() -> None:
     it.add(low)
     it.tick_until_started("low")
     it.add(make_request("high", [2] * 56, max_tokens=4))
-    while it.scheduler.num_preemptions == 0:
+    while it.scheduler.counters.num_preemptions == 0:
         assert it.tick()
     request = it.scheduler.requests["low"]
     told = request.prefix
@@ -533,7 +533,7 @@ def test_blocks_are_touched_once_by_each_request() -> None:
     for _ in range(8):
         it.tick()
     it.serve(make_request("high", [2, 3], max_tokens=4))
-    assert it.scheduler.num_preemptions == 1
+    assert it.scheduler.counters.num_preemptions == 1
     assert_complete(it, [low])
     assert disk.objects == {}
     it.serve(document("second", 1))

@@ -164,7 +164,7 @@ class Life:
             self.met[f"stored in {tier.name}"] += tier.num_stored
             self.met[f"failed in {tier.name}"] += tier.num_failed
             self.met[f"removed from {tier.name}"] += tier.num_removed
-        self.met["preempted"] += harness.scheduler.num_preemptions
+        self.met["preempted"] += harness.scheduler.counters.num_preemptions
         self.met["worker lost"] += harness.core.load().num_worker_restarts
 
     def _add(self, index: int) -> str:

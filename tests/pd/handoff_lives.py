@@ -321,14 +321,14 @@ class Life:
         self.met["verdict: invalid"] += sum(not it.is_valid for it in pair.told(KVCheckResult))
         self.met["checks"] += len(pair.told(KVCheck))
         self.met["done"] += len(pair.told(KVRelease))
-        self.met["preempted at prefill"] += pair.prefill.harness.scheduler.num_preemptions
+        self.met["preempted at prefill"] += pair.prefill.harness.scheduler.counters.num_preemptions
 
     def _is_answered(self) -> bool:
         return not any(engine.harness.scheduler.requests for engine in self._pair.engines)
 
     def _note(self, decode: Engine) -> None:
         load = decode.harness.core.load()
-        self.met["preempted at decode"] += decode.harness.scheduler.num_preemptions
+        self.met["preempted at decode"] += decode.harness.scheduler.counters.num_preemptions
         self.met["workers lost at decode"] += load.num_worker_restarts
         self.met["blocks fetched"] += decode.remote.load_report().num_loaded
         self.met["blocks not fetched"] += decode.remote.load_report().num_failed

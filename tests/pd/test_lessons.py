@@ -425,7 +425,7 @@ def test_a_request_that_is_preempted_after_its_kv_came_goes_on_rightly() -> None
         for _ in range(12):
             pair.tick()
     pair.run()
-    assert pair.decode.harness.scheduler.num_preemptions > 0
+    assert pair.decode.harness.scheduler.counters.num_preemptions > 0
     assert pair.decode.harness.core.load().tiers[0].num_loaded > 0
     assert_complete(pair.decode.harness, requests)
     pair.check_nothing_left()
@@ -603,7 +603,7 @@ def test_a_prompt_that_nobody_needs_any_more_is_not_computed_on() -> None:
     pair.decode.harness.core.abort("r")
     pair.run()
     assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
-    assert pair.prefill.harness.scheduler.num_steps < len(PROMPT) // 4 // 2
+    assert pair.prefill.harness.scheduler.counters.num_steps < len(PROMPT) // 4 // 2
     pair.check_nothing_left()
 
 
@@ -688,4 +688,4 @@ def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
         pair.submit(request)
     pair.run()
     assert_complete(pair.decode.harness, [*fetched, low])
-    assert pair.decode.harness.scheduler.num_preemptions <= 3
+    assert pair.decode.harness.scheduler.counters.num_preemptions <= 3

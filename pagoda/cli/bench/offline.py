@@ -27,11 +27,6 @@ from pagoda.frontend.outputs import RequestOutput
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.sampling_params import SamplingParams
 
-_ENGINE = EngineOptions()
-_PARALLEL = ParallelOptions()
-_EXECUTOR = ExecutorOptions()
-_GENERAL = GeneralOptions()
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
@@ -61,10 +56,10 @@ def offline(
     output_len: Count = 64,
     prefix_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
-    engine: EngineOptions = _ENGINE,
-    parallel: ParallelOptions = _PARALLEL,
-    executor: ExecutorOptions = _EXECUTOR,
-    general: GeneralOptions = _GENERAL,
+    engine: EngineOptions = EngineOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    executor: ExecutorOptions = ExecutorOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Answer random prompts as fast as the engine can, and report tokens a second.
 
