@@ -32,7 +32,7 @@ _SIZES = {"2 KB": 2**11, "8 KB": 2**13, "8 MB": 2**23}
 _TARGETS = {"8 KB": 5.0, "8 MB": 2.0}
 _ROUNDS = 15
 _ROUND_S = 0.04
-"""What a round takes, about."""
+"""Approximate seconds of a round."""
 _TIMEOUT_S = 300.0
 _POLL_S = 0.5
 """Seldom enough not to disturb."""
@@ -68,7 +68,7 @@ def _table(ranks: int) -> list[tuple[str, ...]]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> bytes:
-    """What rank 0 prints. When one breaks, the others would wait for it for ever."""
+    """Returns what rank 0 prints. If a rank breaks, all end: the others would wait for it for ever."""
     deadline = time.monotonic() + _TIMEOUT_S
     while any(process.poll() is None for process in processes):
         broken = [rank for rank, process in enumerate(processes) if process.poll()]
@@ -122,14 +122,14 @@ def _rank(rank: int, ranks: int, path: str, address: str) -> None:
 
 
 def _count(operation: Callable[[Tensor], object], x: Tensor, group: SharedMemoryCollectives) -> int:
-    """How many make a round: the same on all ranks."""
+    """Number of operations in a round: the same on all ranks."""
     _time(operation, x, 5)
     each = torch.tensor([_time(operation, x, 10)])
     return max(3, int(_ROUND_S / float(group.all_gather(each).max())))
 
 
 def _time(operation: Callable[[Tensor], object], x: Tensor, count: int) -> float:
-    """Of one, where `count` come one after the other."""
+    """Seconds of one operation, where `count` come one after the other."""
     operation(x)
     start = time.perf_counter()
     for _ in range(count):

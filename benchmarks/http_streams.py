@@ -17,7 +17,7 @@ from pagoda.cli.server_process import ServerProcess, server_process
 
 _VOCABULARY = 32_768
 _FIRST_NUMBER = 258
-"""From here on a token reads as its number, such as ` 4711`; below are single bytes and control tokens."""
+"""First token that reads as its number, such as ` 4711`; tokens below are single bytes and control tokens."""
 _SERVER = ["--executor", "sim", "--sim-vocab-size", str(_VOCABULARY)]
 _SERVER += ["--max-num-seqs", "512", "--num-kv-blocks", "16384"]
 _REQUESTS_PER_STREAM = {64: 8, 512: 2}

@@ -26,16 +26,15 @@ from pagoda.cli import output
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scan import DiskScannerThread
+from pagoda.kv.disk_scanner import DiskScannerThread
 from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.object_listing import FAN_OUTS
-from pagoda.kv.objects import Manifest, object_name, open_directory
+from pagoda.kv.objects import FAN_OUTS, Manifest, object_name, open_directory
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import KVDirectory
 
 _OBJECTS = 1_000_000
 _PREFIX_BLOCKS = 250
-"""Of a request: 4,000 tokens."""
+"""Blocks of a request: 4,000 tokens."""
 _LOOKUP_INTERVAL_S = 0.1
 _MANIFEST = Manifest(
     model="benchmark",
@@ -53,16 +52,16 @@ _app = App()
 
 
 class Measured(msgspec.Struct):
-    """What the process that looks tells the one that prints."""
+    """Record that the looking process sends to the printing one."""
 
     first_lookup_s: float
-    """From its start to the answer for a request whose blocks are all there."""
+    """Seconds from the start to the answer for a request whose blocks are all there."""
     lookups_s: list[float]
-    """From the announcement of a request to the answer, ten times a second while the index was being made."""
+    """Seconds from the announcement of a request to the answer, ten times a second while the index was made."""
     indexed_s: float
     index_bytes: int
     polls_s: list[float]
-    """How long each look at news held up the engine."""
+    """Seconds for which each poll of updates held up the engine."""
     cpu_s: float
 
 
@@ -162,7 +161,7 @@ def measure(directory: Path, objects: int) -> None:
         [KVDirectory(str(directory), _MANIFEST.object_bytes)],
         TransferLedger(BlockPool(1)),
         clock,
-        lambda directories: DiskScannerThread(directories, clock),
+        DiskScannerThread,
         quota_bytes=2 * objects * _MANIFEST.object_bytes,
         min_touches=2,
         epoch_s=time.time() - clock.now(),

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import psutil
-import zmq.asyncio
+import zmq
 
 from benchmarks.figure import Figure
 from pagoda.checkpoints.fingerprint import model_digest
@@ -53,7 +53,7 @@ from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
 
 _WORD = " the"
-"""Of one token, and found nowhere else in an event: so many tokens have come as this has."""
+"""Text of one token that occurs nowhere else in an event: its occurrences count the tokens."""
 _OUTPUT_TOKENS = 400
 _WARM_UP = 0.2
 """The share of the run's tokens that are not counted, at its beginning and at its end."""
@@ -61,12 +61,12 @@ _WARM_UP = 0.2
 
 @dataclass(frozen=True)
 class Throughput:
-    """What one run gave."""
+    """Figures of one run."""
 
     tokens_per_s: float
     events_per_s: float
     router_cpu_s: float
-    """For each 1,000 tokens."""
+    """Processor seconds for each 1,000 tokens."""
 
 
 class Host:
@@ -89,7 +89,7 @@ class Host:
         )
 
     def watch(self, listener: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG002
-        """It is always ready."""
+        """Never calls `listener`: the replica is always ready."""
         return lambda: None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -119,12 +119,12 @@ class Host:
         return msgspec.convert(zeros, LoadReport)
 
     def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
-        """It has no cache."""
+        """Never calls `listener`: the replica has no cache."""
         listener(PrefixCacheUpdate(b"", b"", starts_anew=True))
         return lambda: None
 
     def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
-        """It has no steps."""
+        """Never calls `listener`: the replica has no steps."""
         del listener
         return lambda: None
 
@@ -213,7 +213,7 @@ async def _hosts(count: int, join: str, key_file: Path) -> AsyncIterator[tuple[l
     text = load_text(files, simulated=False, chat_template=None)
     [token_id] = text.tokenizer.encode(_WORD, add_special_tokens=False)
     keys = read_cluster_key(key_file)
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     start_authenticator(context, keys)
     hosts = [Host(token_id) for _ in range(count)]
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Which replica takes a request: policies against each other, in virtual time (`python -m benchmarks.routing`).
+"""Routing policies against each other, in virtual time: `python -m benchmarks.routing`.
 
 The dispatcher, the scheduler and the KV cache are the real ones; a step takes the time of a cost model, and its
 tokens are made up. Arrivals are Poisson, so they come in bursts; lengths are heavy-tailed. The end of an answer is
@@ -34,7 +34,7 @@ SEEDS = (1, 2, 3)
 LOAD = 0.75
 MAX_TOKENS = 2048
 _VOCABULARY = 2**30
-"""So large that a stop token is not sampled before its place."""
+"""Size of a vocabulary in which no stop token is sampled before its place."""
 _REQUESTS_PER_REPLICA = 150
 _MIN_REQUESTS = 2400
 _WARM_UP = 0.1
@@ -51,7 +51,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the clients of one run saw, and what the caches held."""
+    """Figures that the clients of one run saw, and hits of the caches."""
 
     ttfts: list[float]
     """Seconds to the first token, by order of arrival."""
@@ -64,7 +64,7 @@ class Outcome:
 
 
 Requests = Callable[[random.Random, int], list[GenerateRequest]]
-"""So many requests, drawn."""
+"""Function that draws a number of requests."""
 
 
 # ---- traffic
@@ -160,7 +160,7 @@ def capacity(requests: Requests, engine: EngineConfig, *, count: int = 1000) -> 
 
 
 async def _capacity(requests: Sequence[GenerateRequest], engine: EngineConfig) -> float:
-    """By when nine tenths are finished: from then on the replica runs dry."""
+    """Rate until nine tenths are finished: from then on the replica runs dry."""
     dispatcher = Dispatcher([SimEndpoint(engine)], POLICIES["round-robin"])
     await dispatcher.start()
     loop = asyncio.get_running_loop()
@@ -249,7 +249,7 @@ def _compare(
     num_replicas: int,
     engine: EngineConfig,
 ) -> list[list[Outcome]]:
-    """By policy, the outcomes of all seeds."""
+    """Outcomes of all seeds, by policy."""
     return [[serve(one, policy, num_replicas, engine) for one in traffic] for policy in policies]
 
 

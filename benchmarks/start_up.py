@@ -1,4 +1,4 @@
-"""From `pagoda serve` to ready, and the memory of the processes once they have served a request."""
+"""Seconds from `pagoda serve` to ready, and the memory of the processes once they have served a request."""
 
 from __future__ import annotations
 

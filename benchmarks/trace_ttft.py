@@ -1,4 +1,4 @@
-"""Whether a trace tells the truth: `python -m benchmarks.trace_ttft [--rounds N]`.
+"""Error of the times in a trace: `python -m benchmarks.trace_ttft [--rounds N]`.
 
 Requests are streamed: one at a time, sixteen that come one after the other, sixteen that come at one moment.
 The client is a protocol on its sockets: it notes when it hands the bytes of a request to the socket, and when the
@@ -42,7 +42,7 @@ class TimedStream:
     """One answer, as its client sees it. Times are in seconds of `time.perf_counter`."""
 
     name: str
-    """Its `X-Request-Id`, with which its id in the trace begins."""
+    """The `X-Request-Id`, with which the id in the trace begins."""
     body: dict[str, object]
     sent: float = 0.0
     first_token: float = 0.0

@@ -1,4 +1,4 @@
-"""What tracing costs: `python -m benchmarks.tracing [span|tiny|large ...] [--rounds N]`.
+"""Cost of tracing: `python -m benchmarks.tracing [span|tiny|large ...] [--rounds N]`.
 
 A span that is off is timed in a loop beside an empty one. Throughput is that of one running server, which
 `POST /profile/start` and `stop` have trace or not, in turn: nothing else changes between two runs. A ratio is
@@ -208,7 +208,7 @@ def _processor_s(process: psutil.Process) -> float:
 
 
 def _check_fragments(directory: Path) -> None:
-    """What was measured was tracing: every process of the server has left a fragment."""
+    """Raises ConfigError unless every process of the server has left a fragment, so that tracing was measured."""
     roles = ("frontend", "engine", "worker")
     found = [path.name for path in directory.iterdir()]
     missing = [role for role in roles if not any(role in name for name in found)]

@@ -1,3 +1,5 @@
+"""Counting the operations of a call, and assertions on their growth."""
+
 from __future__ import annotations
 
 import sys

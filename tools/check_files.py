@@ -50,14 +50,15 @@ def check_size(path: Path, name: str) -> Iterator[Offence]:
         yield Offence("size", MAX_LINES + 1, f"{lines} lines, {MAX_LINES} allowed: split the file")
 
 
-def check_name(path: Path, tree: ast.Module, package: Path = ROOT / "pagoda") -> Iterator[Offence]:
+def check_name(path: Path, tree: ast.Module, root: Path = ROOT) -> Iterator[Offence]:
     """Checks that a test file is named after a module of its room, or says in a docstring what it tests."""
     subject = path.stem.removeprefix("test_")
     if re.search(r"_\d+$", subject):
         yield Offence("name", 1, "the name ends with a number: name the file after what it tests")
-    room = package / path.parent.name
-    subject = subject.removeprefix(f"{path.parent.name}_")
-    modules = {found.stem for found in room.rglob("*") if found.is_dir() or found.suffix == ".py"}
+    room = path.parent.name
+    subject = subject.removeprefix(f"{room}_")
+    found = [file for place in (root / "pagoda" / room, root / room) for file in place.rglob("*")]
+    modules = {file.stem for file in found if file.is_dir() or file.suffix == ".py"}
     named = any(subject == module or subject.startswith(f"{module}_") for module in modules)
     if not named and ast.get_docstring(tree) is None:
         yield Offence(
@@ -110,25 +111,53 @@ def check_sleeps(tree: ast.Module) -> Iterator[Offence]:
 
 
 def check_elapsed(tree: ast.Module) -> Iterator[Offence]:
-    timed: set[str] = set()
+    """Checks that no assertion compares the difference of two readings of a clock with a number or a constant."""
+    readings: set[str] = set()
+    elapsed: set[str] = set()
     for node in ast.walk(tree):
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _reads_clock(value, timed):
-                timed.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                if _is_elapsed(value, readings, elapsed):
+                    elapsed.add(name)
+                elif _reads_clock(value, readings):
+                    readings.add(name)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assert) and _reads_clock(node.test, timed):
-            yield Offence("elapsed", node.lineno, "asserts how long something took")
+        if isinstance(node, ast.Assert) and _is_elapsed(node.test, readings, elapsed):
+            comparisons = (inner for inner in ast.walk(node.test) if isinstance(inner, ast.Compare))
+            if any(
+                _is_limit(side) for each in comparisons for side in (each.left, *each.comparators)
+            ):
+                yield Offence("elapsed", node.lineno, "asserts how long something took")
 
 
-def _reads_clock(expression: ast.expr, timed: set[str]) -> bool:
-    """Returns True if `expression` reads a clock or uses a name in `timed`, which hold readings of a clock."""
+def _is_limit(side: ast.expr) -> bool:
+    match side:
+        case ast.Constant(value=int() | float()):
+            return True
+        case ast.Name(id=name):
+            return name.isupper()
+    return False
+
+
+def _is_elapsed(expression: ast.expr, readings: set[str], elapsed: set[str]) -> bool:
+    for node in ast.walk(expression):
+        match node:
+            case ast.BinOp(left=left, op=ast.Sub(), right=right):
+                if _reads_clock(left, readings) and _reads_clock(right, readings):
+                    return True
+            case ast.Name(id=name) if name in elapsed:
+                return True
+    return False
+
+
+def _reads_clock(expression: ast.expr, readings: set[str]) -> bool:
     for node in ast.walk(expression):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=attr)) if (
                 attr in CLOCKS
             ):
                 return True
-            case ast.Name(id=name) if name in timed:
+            case ast.Name(id=name) if name in readings:
                 return True
     return False
 

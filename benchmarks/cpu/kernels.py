@@ -146,7 +146,7 @@ def _streamed(ops: CpuBackend, weight: LinearWeight) -> list[PackedLinear]:
 
 
 def _passes(rows: int) -> int | None:
-    """How many copies are multiplied in a round; where arithmetic takes the time, a few do."""
+    """Number of copies that a round multiplies; None for all. A few do where arithmetic takes the time."""
     return None if rows <= 16 else 8
 
 
@@ -159,7 +159,7 @@ def _keep_memory() -> None:
 
 
 def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
-    """Of so many tokens that what is read and written comes from memory."""
+    """Rows for so many tokens that what is read and written comes from memory."""
     _keep_memory()
     hidden, inner, heads = 1024, 3072, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
     x, delta = (torch.randn(_TOKENS, hidden).bfloat16() for _ in range(2))
@@ -198,7 +198,7 @@ class Step:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Type of activations."""
         return torch.bfloat16 if self.kv_dtype == torch.int8 else self.kv_dtype
 
     @property
@@ -237,7 +237,7 @@ def _attention_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]
 
 
 def _attention_seconds(ops: CpuBackend, step: Step) -> float:
-    """Of one layer, whose cache was not read lately: layers take turns."""
+    """Seconds of one layer, whose cache was not read lately: layers take turns."""
     num_layers = 2 if step.num_new > 1 else max(1, _STREAMED_BYTES // step.kv_bytes)
     blocks_each = -(-step.context // _BLOCK_SIZE)
     caches = [
@@ -292,7 +292,7 @@ def _batch(step: Step, blocks_each: int) -> TokenBatch:
 
 
 def _share(bytes_per_s: float, flops: float, limits: Limits) -> str:
-    """Of the limit that is nearer: memory or arithmetic."""
+    """Share of the nearer limit: memory or arithmetic."""
     memory, arithmetic = bytes_per_s / limits.bytes_per_s, flops / limits.flops
     name = "memory" if memory > arithmetic else "arithmetic"
     return f"{max(memory, arithmetic):.0%} of {name}"

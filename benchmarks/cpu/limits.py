@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured right before what is compared with it."""
+"""Limits of this machine, measured right before what is compared with them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def measure_limits(ops: CpuBackend) -> Limits:
 
 
 def median_seconds(*runs: Callable[[], object]) -> list[float]:
-    """Of each, in turn, so that what else the machine does falls on all alike."""
+    """Median seconds of each run; runs take turns, so that what else the machine does falls on all alike."""
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, taken in zip(runs, seconds, strict=True):

@@ -42,7 +42,7 @@ from pagoda.frontend.sizes import parse_bytes
 from pagoda.ipc.machine import available_cores
 
 Figures = dict[str, float]
-"""What one round measured of one system, by the names below."""
+"""Figures of one system in one round, by the names below."""
 Samples = Mapping[int, Sequence[Sample]]
 """The requests of a round at each concurrency."""
 
@@ -52,7 +52,7 @@ _GGUF_TYPES = ("bf16", "q8_0", "q4_0")
 _MODEL_MEMORY = re.compile(r"([\d.]+ \w+) weights, ([\d.]+ \w+) KV cache")
 _MAX_MODEL_LEN = 4096
 _KV_BYTES_PER_TOKEN = 28 * 2 * 8 * 128 * 2
-"""Of Qwen3-0.6B: layers, K and V, heads, their size, bytes of a number."""
+"""Bytes of Qwen3-0.6B: layers, K and V, heads, their size, bytes of a number."""
 
 _app = App()
 
@@ -68,7 +68,7 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all systems have in common."""
+    """Settings that all systems have in common."""
 
     model: Path
     load: LoadOptions
@@ -271,7 +271,7 @@ def _llama(setting: Setting, python: str | None, kind: str) -> System:
 
 
 class _LlamaSaid(msgspec.Struct):
-    """What llama_stream.py prints."""
+    """Record that llama_stream.py prints."""
 
     ready_s: float
     requests: list[tuple[float, float]]
@@ -325,7 +325,7 @@ def median_figures(rounds: Sequence[Figures]) -> Figures:
 
 
 def ratios(ours: Figures, theirs: Figures) -> Figures:
-    """Of the figures that both have."""
+    """Ratios of the figures that both systems have."""
     return {name: value / theirs[name] for name, value in ours.items() if theirs.get(name)}
 
 

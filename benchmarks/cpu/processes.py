@@ -28,7 +28,7 @@ class NotThereError(PagodaError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """How a server is started, and where it answers then."""
+    """Command that starts a server, and the address at which it answers."""
 
     command: Sequence[str]
     base_url: str
@@ -41,7 +41,7 @@ class Running:
 
     pid: int
     ready_s: float
-    """From starting the process to the first answer."""
+    """Seconds from the start of the process to the first answer."""
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def main(
 
 
 class _Cost:
-    """What a step must do at least."""
+    """Least work of a step."""
 
     def __init__(self, model: str, dtype: str, quantization: str) -> None:
         shape = parse_model_config(PRESETS[model], source=model)

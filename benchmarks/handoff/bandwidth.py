@@ -29,7 +29,7 @@ from pagoda.pd.transport.choose import TRANSPORTS
 
 _SOCKET, _MAPPED = "plain socket", "plain mapped memory"
 _BESIDE = {"shm": _MAPPED}
-"""What a transport is compared with; the others with the socket."""
+"""Baseline of each transport; the others are compared with the socket."""
 _PATIENCE_S = 60.0
 
 

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _send_all(listener: socket.socket, memory: memoryview) -> None:
-    """For each byte that comes, all of the memory."""
+    """Sends all of the memory for each byte that comes."""
     stream, _ = listener.accept()
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while stream.recv(1):

@@ -79,7 +79,7 @@ def itl(
 
 
 async def _prefill_time(url: str, chance: random.Random, prompt_len: int) -> float:
-    """Of the second prompt: the first step of a server is slower."""
+    """Seconds of prefill of the second prompt: the first step of a server is slower."""
     async with open_session(url) as session:
         for _ in range(2):
             [seconds] = await all_times(session, random_prompt(chance, prompt_len), 1)

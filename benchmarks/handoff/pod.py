@@ -101,7 +101,7 @@ def two_cores() -> tuple[int, int]:
 
 
 def free_address() -> str:
-    """For routers to listen at."""
+    """Returns an address at which a router can listen."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
@@ -126,7 +126,7 @@ def random_prompt(chance: random.Random, length: int) -> list[int]:
 async def token_times(
     session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int
 ) -> AsyncIterator[float]:
-    """When each token of the answer comes, in seconds since it was asked for.
+    """Yields the arrival of each token, in seconds since the request was sent.
 
     Raises:
         RuntimeError: the server refused the request, or broke off.
@@ -161,7 +161,7 @@ async def all_times(
 
 
 class Pause(NamedTuple):
-    """Between two tokens of a stream."""
+    """Pause between two tokens of a stream."""
 
     start: float
     end: float
@@ -180,7 +180,7 @@ class Streams:
         self._max_tokens = max_tokens
         self._tasks: list[asyncio.Task[None]] = []
         self.pauses: list[Pause] = []
-        """So far, since they were last cleared."""
+        """Pauses since the list was last cleared."""
 
     async def __aenter__(self) -> Streams:
         """Returns when all of them run."""

@@ -27,12 +27,12 @@ from benchmarks.kv_tiers.client import open_session
 from pagoda.cli import output
 
 _TOLERANCE = 1.05
-"""What is called no slower. Two hosts are never faster than one that has nothing else to do: the handoff adds
-something, and the tokens behind the last full block are computed at both."""
+"""Largest ratio that is called no slower. Two hosts are never faster than one that has nothing else to do: the
+handoff takes time, and both compute the tokens behind the last full block."""
 
 
 class _Point(NamedTuple):
-    """Of one length: medians, and the longest pause of answers under way, in seconds."""
+    """Figures of one prompt length: medians, and the longest pause of answers under way, in seconds."""
 
     local_s: float
     remote_s: float

@@ -1,4 +1,4 @@
-"""What a handoff adds to the first token and the second, beyond computing the prompt.
+"""Time that a handoff adds to the first token and the second, beyond computing the prompt.
 
 A prefill and a decode engine with a core each get the same request, as a router would give it to them. From when
 the prefill engine tells its token, the clock runs: until the decode engine tells that token, and until it tells
@@ -37,14 +37,14 @@ _MAX_MODEL_LEN = 2048
 
 
 class _Times(NamedTuple):
-    """Of one request, in seconds."""
+    """Times of one request, in seconds."""
 
     prefill: float
-    """Until the prefill engine tells its token."""
+    """Seconds until the prefill engine sends its token."""
     first: float
-    """From then on, until the decode engine tells it."""
+    """Seconds from then until the decode engine sends that token."""
     second: float
-    """From then on, until the decode engine tells the next one, less its usual pause."""
+    """Seconds from then until the decode engine sends the next token, less its usual pause."""
 
 
 def ttft(
@@ -140,7 +140,7 @@ async def _hand_over(
     began = time.perf_counter()
 
     async def compute() -> float:
-        """When the prompt's token is told."""
+        """Returns when the prompt's token is sent."""
         copy = msgspec.structs.replace(request, request_id=f"{name}/prefill", holds_kv=True)
         async for chunk in prefill.generate(copy):
             if chunk.kv_source is not None and not source.done():

@@ -23,7 +23,7 @@ from pagoda.cli import output
 from pagoda.cli.sizes import format_bytes
 
 _Times = dict[tuple[str, str], list[float]]
-"""By who moved the bytes, and whether they were written or read: seconds of each round."""
+"""Seconds of each round, by mover of the bytes and direction (written or read)."""
 _Move = Callable[[int, list[mmap.mmap], int], int]
 """`os.preadv` or `os.pwritev`."""
 _TIER = "worker, blocks and checksums"

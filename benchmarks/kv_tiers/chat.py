@@ -28,12 +28,12 @@ _BLOCK_BYTES = 2 * 4 * 2 * 64 * _BLOCK_SIZE * 4
 """Keys and values of the embedded model: four layers, two heads of 64 channels, float32."""
 
 Texts = list[list[str]]
-"""By session and turn."""
+"""Texts by session and turn."""
 
 
 class _Run(NamedTuple):
     answers: list[list[Answer]]
-    """By turn, of each session."""
+    """Answers by turn, of each session."""
     num_loaded: dict[str, int]
     seconds: float
 

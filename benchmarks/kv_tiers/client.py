@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Answer(NamedTuple):
-    """Of one request."""
+    """Answer to one request."""
 
     text: str
     ttft_s: float
@@ -63,7 +63,7 @@ def open_session(base_url: str) -> aiohttp.ClientSession:
 
 
 async def tier_figures(session: aiohttp.ClientSession) -> Counter[tuple[str, str]]:
-    """What `/metrics` says of tiers, by tier and figure such as `blocks` or `loaded`; replicas added up."""
+    """Counts of `/metrics` by tier and figure, such as `blocks` or `loaded`; replicas are added up."""
     async with session.get("/metrics") as response:
         text = await response.text()
     sums: Counter[tuple[str, str]] = Counter()

@@ -1,4 +1,4 @@
-"""What tiers cost where they are of no use: prompts that never return, servers with and without tiers in turn."""
+"""Cost of tiers without use: prompts that never return, servers with and without tiers in turn."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ async def _write(base_url: str, prompts: list[list[int]]) -> None:
 
 
 def _num_full_blocks(prompt: list[int]) -> int:
-    """That a later request may find: the last token is always computed."""
+    """Full blocks that a later request may find: the last token is always computed."""
     return (len(prompt) - 1) // _BLOCK_SIZE
 
 

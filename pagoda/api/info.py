@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ from pagoda.api.errors import ApiError, unavailable
 from pagoda.api.protocol import DetokenizeRequest, TokenizeRequest
 from pagoda.api.request_context import RequestContext
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.conversation import render_conversation
 from pagoda.frontend.text_generator import TextGenerator
 from pagoda.messages.load import LoadReport, ReplicaLoad
 from pagoda.version import __version__
@@ -64,7 +62,7 @@ def _model(context: RequestContext) -> dict[str, Any]:
 
 
 async def load(context: RequestContext) -> web.StreamResponse:
-    """What a router needs to know: running, waiting, pending tokens, KV blocks; in all, and of each replica."""
+    """The load of the whole server and of each replica: requests, pending tokens, KV blocks."""
     report = await context.service.ready_generator().endpoint.load()
     return context.json(
         {
@@ -76,7 +74,7 @@ async def load(context: RequestContext) -> web.StreamResponse:
 
 
 def figures(report: LoadReport) -> dict[str, Any]:
-    """Of an engine, or of all that a dispatcher has together."""
+    """The figures of an engine, or of all replicas of a dispatcher together."""
     inner = {"query_id", "replicas"}
     values = {name: getattr(report, name) for name in report.__struct_fields__ if name not in inner}
     processes = [msgspec.structs.asdict(process) for process in report.processes]
@@ -116,8 +114,7 @@ async def _token_ids(body: TokenizeRequest, generator: TextGenerator) -> list[in
         return await generator.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
-    text = render_conversation(
-        generator.text.require_template(),
+    text = await generator.render(
         body.messages or (),
         tools=body.tools,
         add_generation_prompt=body.add_generation_prompt,
@@ -137,7 +134,4 @@ async def detokenize(context: RequestContext) -> web.StreamResponse:
     vocab_size = generator.endpoint.limits.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(400, f"tokens takes token ids below {vocab_size}.", "tokens")
-    text = await asyncio.to_thread(
-        generator.text.tokenizer.decode, body.tokens, skip_special_tokens=False
-    )
-    return context.json({"prompt": text})
+    return context.json({"prompt": await generator.decode(body.tokens)})

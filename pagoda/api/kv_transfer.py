@@ -1,51 +1,38 @@
-"""`kv_transfer_params`: what proxies before prefill and decode servers say, as those of vLLM and ATOM spell it.
+"""`kv_transfer_params`: handoffs that a proxy before prefill and decode servers arranges (vLLM, ATOM).
 
-A proxy sends a request with `do_remote_decode` to one server. The answer is one token, and parameters with which
-the proxy sends the whole request to another server; that one fetches the KV of the prompt, and goes on behind
-the token. Every field is checked, also those that have no effect here.
+The proxy sends a request with `do_remote_decode` to a prefill server. The answer has one token, and parameters
+with which the proxy sends the whole request to a decode server. The decode server fetches the KV of the prompt and
+goes on after the token.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import msgspec
-
-from pagoda.api.protocol import MAX_TOKEN_IDS, GenerationFields
+from pagoda.api.protocol import GenerationFields, KVTransferParams
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
 
-MAX_ID_CHARS = 256
-_MAX_RANKS = 2**16
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\Z")
-
-Body = TypeVar("Body", bound=GenerationFields)
-
 
 class Handoff(NamedTuple):
-    """One request's part in a handoff; by default none."""
+    """The part of a request in a handoff; by default none."""
 
     holds_kv: bool = False
     kv_source: KVSource | None = None
 
 
 def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -> Handoff:
-    """What a body's `kv_transfer_params` ask a server of this role for. A router's hosts do as it says, so it
-    says nothing for others.
+    """The handoff that a body's `kv_transfer_params` ask for. A router arranges handoffs itself and refuses them.
 
     Raises:
-        InvalidRequestError: a field is not what it must be, or the server is not for that; names the field.
+        InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field.
     """
     params = body.kv_transfer_params
     if params is None:
         return Handoff()
-    for name, value in params.items():
-        _check(name, value)
-    holds, fetches = params.get("do_remote_decode"), params.get("do_remote_prefill")
+    holds, fetches = params.do_remote_decode, params.do_remote_prefill
     if not (holds or fetches):
         return Handoff()
     if is_router:
@@ -67,19 +54,8 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
     return Handoff(kv_source=_source(params))
 
 
-def with_one_token(body: Body, max_tokens: int | None) -> Body:
-    """`body` as it is checked for a server that samples only the first token.
-
-    Proxies ask it for one token, whatever `min_tokens` their client has given; for that one token any
-    `min_tokens` is like 1.
-    """
-    if body.min_tokens is None or max_tokens is None:
-        return body
-    return msgspec.structs.replace(body, min_tokens=min(body.min_tokens, max_tokens))
-
-
 def transfer_fields(delta: TextDelta) -> dict[str, Any]:
-    """What the last delta adds to the object of an answer for the server that goes on, if there is one."""
+    """The fields of a response for the decode server; empty unless `delta` is the last one and KV is held."""
     source = delta.kv_source
     if source is None:
         return {}
@@ -97,24 +73,16 @@ def transfer_fields(delta: TextDelta) -> dict[str, Any]:
     return {"kv_transfer_params": params}
 
 
-def _source(params: Mapping[str, Any]) -> KVSource:
+def _source(params: KVTransferParams) -> KVSource:
     for name in ("remote_engine_id", "remote_host", "remote_port", "transfer_id"):
-        if params.get(name) is None:
+        if getattr(params, name) is None:
             raise _refusal(name, "must be given where do_remote_prefill is true")
     return KVSource(
-        address=f"tcp://{params['remote_host']}:{params['remote_port']}",
-        engine_id=params["remote_engine_id"],
-        transfer_id=params["transfer_id"],
-        tp_size=params.get("tp_size") or 1,
+        address=f"tcp://{params.remote_host}:{params.remote_port}",
+        engine_id=params.remote_engine_id or "",
+        transfer_id=params.transfer_id or "",
+        tp_size=params.tp_size or 1,
     )
-
-
-def _check(name: str, value: object) -> None:
-    rule = _RULES.get(name)
-    if rule is None:
-        raise _refusal(name[:MAX_ID_CHARS], "is not a known field")
-    if value is not None and not rule.accepts(value):
-        raise _refusal(name, f"must be {rule.wanted}, got {_shown(value)}")
 
 
 def _refusal(name: str, problem: str) -> InvalidRequestError:
@@ -124,57 +92,3 @@ def _refusal(name: str, problem: str) -> InvalidRequestError:
 
 def _not_for(wanted: str, role: Role) -> str:
     return f"must be false: this server runs with --role {role}, not {wanted} or both"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_integer(value: object, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= MAX_ID_CHARS and value.isprintable()
-
-
-def _is_host(value: object) -> bool:
-    return isinstance(value, str) and _HOST_NAME.match(value) is not None
-
-
-def _is_list_of_blocks(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_TOKEN_IDS
-        and all(_is_integer(item, 0, 2**31 - 1) for item in value)
-    )
-
-
-class _Rule(NamedTuple):
-    wanted: str
-    accepts: Callable[[object], bool]
-
-
-_ID = _Rule(f"a string of 1 to {MAX_ID_CHARS} printable characters", _is_id)
-_FLAG = _Rule("true or false", _is_flag)
-_RULES: Mapping[str, _Rule] = {
-    "do_remote_decode": _FLAG,
-    "do_remote_prefill": _FLAG,
-    "remote_engine_id": _ID,
-    "remote_block_ids": _Rule("a list of block numbers", _is_list_of_blocks),
-    "remote_host": _Rule("a host name or an IPv4 address", _is_host),
-    "remote_port": _Rule("a port from 1 to 65535", lambda value: _is_integer(value, 1, 65535)),
-    "tp_size": _Rule(
-        f"a number from 1 to {_MAX_RANKS}", lambda value: _is_integer(value, 1, _MAX_RANKS)
-    ),
-    "dp_rank": _Rule(
-        f"a number from 0 to {_MAX_RANKS}", lambda value: _is_integer(value, 0, _MAX_RANKS)
-    ),
-    "transfer_id": _ID,
-}
-"""Any of them may be null, which is the same as leaving it out."""

@@ -1,4 +1,4 @@
-"""What the page shows while a server runs: its snapshots as an event stream, and the answers that it gives."""
+"""The live page: snapshots as an event stream, and the list of running answers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ async def live(context: RequestContext) -> web.StreamResponse:
     """A snapshot a second, until the client has enough or the server ends."""
     service = context.service
     endpoint = service.ready_generator().endpoint
+    key_name = context.key_name or ""
 
     async def send(stream: EventStream) -> None:
         snapshots = cast(AsyncGenerator[LiveSnapshot, None], service.live_stats.watch(endpoint))
         async with aclosing(snapshots):
             async for snapshot in snapshots:
-                server = {
+                values = {
                     "started": service.created,
                     "draining": service.draining,
                     "is_router": service.is_router,
+                    **msgspec.structs.asdict(snapshot),
+                    "num_answers": len(service.tracker.running_of(key_name)),
+                    "answers": live_answers(service.tracker, key_name),
                 }
-                await stream.send(event({**server, **msgspec.structs.asdict(snapshot)}))
+                await stream.send(event(values))
         if not stream.is_open:
             raise unavailable("The server is shutting down.")
 
@@ -38,30 +42,24 @@ async def live(context: RequestContext) -> web.StreamResponse:
 
 
 async def list_requests(context: RequestContext) -> web.StreamResponse:
-    """The answers that are being given, oldest first."""
-    tracker = context.service.tracker
-    return context.json(
-        {"object": "list", "total": len(tracker.running), "data": live_answers(tracker)}
-    )
+    """The running answers to requests with the client's API key, oldest first."""
+    tracker, key_name = context.service.tracker, context.key_name or ""
+    total = len(tracker.running_of(key_name))
+    data = live_answers(tracker, key_name)
+    return context.json({"object": "list", "total": total, "data": data})
 
 
 async def cancel_request(context: RequestContext) -> web.StreamResponse:
-    """Ends an answer, or all answers to a request; whoever waits for them gets what there is so far.
+    """Ends an answer by its id, or all answers to a request by its `X-Request-Id`.
 
-    The id of an answer is chosen here, and ends it whoever asked for it. The name of a request is chosen by its
-    client, and another client may have chosen the same: it means those that came with the same key.
+    Whoever waits for an answer gets what there is so far. A client ends only answers to requests with its own API
+    key: `X-Request-Id` is for clients to choose, and ids of answers begin with it.
     """
     generator = context.service.ready_generator()
     wanted = context.path_argument
-    found = [
-        record.request_id
-        for record in list(context.service.tracker.running.values())
-        if wanted == record.request_id
-        or (
-            record.client_request.id == wanted
-            and record.client_request.key_name == context.key_name
-        )
-    ]
+    running = context.service.tracker.running_of(context.key_name or "")
+    found = [wanted] if wanted in running else []
+    found += [r.request_id for r in running.values() if r.client_request.id == wanted]
     if not found:
         raise ApiError(
             404, f"There is no running request {wanted[:200]!r}.", code="request_not_found"

@@ -95,8 +95,6 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int
     """All replicas, also the ones that `replicas` leaves out."""
     replicas: list[ReplicaState]
-    num_answers: int
-    answers: list[LiveAnswer]
     steps: dict[str, list[StepBin]]
     """Steps that have ended since the last snapshot, by replica; `age_s` is their age now."""
 
@@ -243,8 +241,6 @@ class _View:
             tiers=_tiers(report),
             num_replicas=len(report.replicas),
             replicas=[_replica(replica) for replica in report.replicas[:MAX_REPLICAS]],
-            num_answers=len(self._tracker.running),
-            answers=live_answers(self._tracker),
             steps=self._drain_steps(),
         )
 
@@ -256,10 +252,11 @@ class _View:
         return None if last_at is None else round(num_tokens / max(now - last_at, 1e-3), 1)
 
 
-def live_answers(tracker: RequestTracker) -> list[LiveAnswer]:
-    """The oldest running answers."""
+def live_answers(tracker: RequestTracker, key_name: str) -> list[LiveAnswer]:
+    """The oldest running answers to requests with an API key, at most `MAX_ANSWERS`."""
     now_ns = tracker.clock_ns()
-    return [_answer(record, now_ns) for record in islice(tracker.running.values(), MAX_ANSWERS)]
+    running = tracker.running_of(key_name).values()
+    return [_answer(record, now_ns) for record in islice(running, MAX_ANSWERS)]
 
 
 def _answer(record: RequestStatistics, now_ns: int) -> LiveAnswer:

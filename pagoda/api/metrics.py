@@ -25,7 +25,7 @@ class Snapshot(NamedTuple):
     model_name: str
     requests: RequestFigures
     longest_wait_s: float
-    """Of a request that has no token yet."""
+    """The longest wait of a request that has no token yet."""
     own_memory: ProcessMemory | None
     report: LoadReport | None
     """None while there is nothing that could report."""
@@ -38,7 +38,7 @@ async def metrics(context: RequestContext) -> web.StreamResponse:
 
 
 async def metrics_with_aliases(context: RequestContext) -> web.StreamResponse:
-    """And again under the names that vLLM has for them, which its dashboards ask for."""
+    """All metrics, some of them again under vLLM's names, which its dashboards use."""
     return await _answer(context, aliases=True)
 
 
@@ -73,7 +73,7 @@ async def _snapshot(service: Service) -> Snapshot:
 
 
 def own_memory(service: Service) -> ProcessMemory | None:
-    """Of this process; None where that is not known."""
+    """Memory of this process; None if unknown."""
     resident_bytes = process_memory_bytes(os.getpid())
     role = "router" if service.is_router else "frontend"
     return None if resident_bytes is None else ProcessMemory(role, os.getpid(), resident_bytes)

@@ -1,9 +1,9 @@
-"""What a model writes, taken apart: its reasoning, its tool calls, and the answer itself.
+"""A parser of a model's output: reasoning, tool calls, and the answer itself.
 
 Reasoning stands between `<think>` tags at the beginning. A tool call stands between `<tool_call>` tags as
-`{"name": ..., "arguments": {...}}` (Hermes, Qwen). The parser is fed with text deltas and gives back deltas, so
-that streams and whole answers are made by the same code; text is held back only while it could be part of a tag,
-or white space that a tag would swallow.
+`{"name": ..., "arguments": {...}}` (Hermes, Qwen). The parser takes text deltas and returns deltas, so that
+streams and whole answers are made by the same code. Text is held back only while it could be part of a tag, or
+white space that a tag would swallow. Work is linear in the text, however the text is cut.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import msgspec
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
+MAX_HEAD_CHARS = 1024
+"""The name of a call must come within so many characters to be streamed; names have at most 64."""
 _CALL_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL
 )
@@ -31,47 +33,61 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
-    """What a text delta adds to the parts of an answer."""
+    """The parts of an answer that one text delta adds."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls)
+    def joined(self, other: AnswerDelta) -> AnswerDelta:
+        """This delta and the next one as one."""
+        return AnswerDelta(
+            self.content + other.content,
+            self.reasoning + other.reasoning,
+            self.tool_calls + other.tool_calls,
+        )
+
+    def first_call_only(self) -> AnswerDelta:
+        calls = tuple(piece for piece in self.tool_calls if piece.index == 0)
+        return AnswerDelta(self.content, self.reasoning, calls)
 
 
 class _State(enum.Enum):
     BEGIN = enum.auto()
-    """Before anything but white space; reasoning may begin."""
+    """Nothing but white space has come; reasoning may begin."""
     REASONING = enum.auto()
     CONTENT = enum.auto()
     CALL_HEAD = enum.auto()
     CALL_ARGUMENTS = enum.auto()
     CALL_TAIL = enum.auto()
-    """Behind a call's arguments, before its closing tag."""
+    """The arguments of a call are complete, its closing tag has not come."""
 
 
 class OutputParser:
-    """Takes one answer apart as it grows."""
+    """Parses one answer as it grows."""
 
     def __init__(
         self, *, thinks: bool = False, in_reasoning: bool = False, calls_tools: bool = False
     ) -> None:
         """`thinks`: reasoning may come first. `in_reasoning`: the prompt has already opened it."""
-        self._state = _State.CONTENT
-        if in_reasoning:
-            self._state = _State.REASONING
-        elif thinks:
-            self._state = _State.BEGIN
         self._calls_tools = calls_tools
-        self._buffer = ""
-        self._skip_space = in_reasoning
         self._num_calls = 0
         self._scanner = _ObjectScanner()
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
+        self._state = _State.CONTENT
+        self._search = _TagSearch(CALL)
+        self._held: list[str] = []
+        """White space that the next tag would swallow; in CALL_HEAD all of the call so far."""
+        self._skip_space = False
+        """White space is dropped until other text comes: a tag was before it."""
+        self._may_be_head = False
+        if in_reasoning:
+            self._enter(_State.REASONING)
+        elif thinks:
+            self._state = _State.BEGIN
+            self._search = _TagSearch(THINK)
 
     @property
     def num_calls(self) -> int:
@@ -86,21 +102,22 @@ class OutputParser:
 
     @property
     def transparent(self) -> bool:
-        """All further text is content, so it need not be fed to the parser."""
-        return self._state is _State.CONTENT and not (
-            self._calls_tools or self._skip_space or self._buffer
-        )
+        """All further text is content, so the parser need not see it."""
+        return self._state is _State.CONTENT and not (self._calls_tools or self._skip_space)
 
     def push(self, text: str) -> AnswerDelta:
-        """What `text` adds."""
-        self._buffer += text
-        while self._step():
-            pass
-        return self._take()
+        """The parts that `text` adds."""
+        if self.transparent:
+            return AnswerDelta(text)
+        rest: str | None = text
+        while rest is not None:
+            rest = self._step(rest)
+        return self._drain()
 
     def flush(self) -> AnswerDelta:
-        """What was held back, once no more text follows."""
-        text, self._buffer = self._buffer, ""
+        """The text that was held back, once no more text follows."""
+        text = "".join(self._held) + self._search.held
+        self._held = []
         match self._state:
             case _State.BEGIN | _State.CONTENT:
                 self._emit(self._content, text)
@@ -110,57 +127,70 @@ class OutputParser:
                 self._finish_odd_call(text, closed=False)
             case _State.CALL_ARGUMENTS | _State.CALL_TAIL:
                 pass
-        return self._take()
+        return self._drain()
 
-    def _take(self) -> AnswerDelta:
+    def _drain(self) -> AnswerDelta:
         delta = AnswerDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return delta
 
-    def _step(self) -> bool:
-        """Moves on by one state, if the buffer has all that it takes."""
+    def _step(self, text: str) -> str | None:
+        """Takes in `text`; returns the text behind the tag that ended the state, or None."""
         match self._state:
             case _State.BEGIN:
-                return self._begin()
+                return self._begin(text)
             case _State.REASONING:
-                return self._until(THINK_END, self._reasoning, _State.CONTENT)
+                return self._until_tag(text, self._reasoning, _State.CONTENT)
             case _State.CONTENT if self._calls_tools:
-                return self._until(CALL, self._content, _State.CALL_HEAD)
+                return self._until_tag(text, self._content, _State.CALL_HEAD)
             case _State.CONTENT:
-                text, self._buffer = self._buffer, ""
                 self._emit(self._content, text)
-                return False
+                return None
             case _State.CALL_HEAD:
-                return self._call_head()
+                return self._call_head(text)
             case _State.CALL_ARGUMENTS:
-                return self._call_arguments()
+                return self._call_arguments(text)
             case _State.CALL_TAIL:
-                return self._call_tail()
+                _, behind = self._search.feed(text)
+                if behind is not None:
+                    self._enter(_State.CONTENT)
+                return behind
 
-    def _begin(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith(THINK):
-            self._buffer = text[len(THINK) :]
+    def _enter(self, state: _State) -> None:
+        """Enters a state behind a tag."""
+        self._state = state
+        self._skip_space = True
+        self._held = []
+        self._may_be_head = state is _State.CALL_HEAD
+        next_tag = {_State.REASONING: THINK_END, _State.CONTENT: CALL}
+        self._search = _TagSearch(next_tag.get(state, CALL_END))
+
+    def _begin(self, text: str) -> str | None:
+        before, behind = self._search.feed(text)
+        if not before.isspace() and before:
+            text = "".join(self._held) + before + self._search.held
+            text += "" if behind is None else THINK + behind
+            self._enter(_State.CONTENT)
+            self._skip_space = False
+            return text
+        if behind is None:
+            self._held.append(before)
+        else:
             self._enter(_State.REASONING)
-            return True
-        if THINK.startswith(text):
-            return False
-        self._state = _State.CONTENT
-        return True
+        return behind
 
-    def _until(self, tag: str, part: list[str], following: _State) -> bool:
-        """Emits text up to `tag`, without the white space around it."""
-        before, found, behind = self._buffer.partition(tag)
-        if found:
-            self._emit(part, before.rstrip())
-            self._buffer = behind
+    def _until_tag(self, text: str, part: list[str], following: _State) -> str | None:
+        """Emits text up to the tag that is searched for, without the white space around it."""
+        before, behind = self._search.feed(text)
+        solid = before.rstrip()
+        if solid:
+            self._emit(part, "".join(self._held) + solid)
+            self._held = []
+        if behind is not None:
             self._enter(following)
-            return True
-        certain = len(self._buffer) - _overlap(self._buffer, tag)
-        certain = len(self._buffer[:certain].rstrip())
-        self._emit(part, self._buffer[:certain])
-        self._buffer = self._buffer[certain:]
-        return False
+        elif not self._skip_space and len(solid) < len(before):
+            self._held.append(before[len(solid) :])
+        return behind
 
     def _emit(self, part: list[str], text: str) -> None:
         if self._skip_space:
@@ -169,25 +199,25 @@ class OutputParser:
         if text:
             part.append(text)
 
-    def _enter(self, state: _State) -> None:
-        self._state = state
-        self._skip_space = True
-
-    def _call_head(self) -> bool:
-        head = _CALL_HEAD.match(self._buffer)
-        if head is not None:
-            self._begin_call(json.loads(head.group(1), strict=False))
-            self._buffer = self._buffer[head.end() :]
-            self._scanner = _ObjectScanner()
-            self._state = _State.CALL_ARGUMENTS
-            return True
-        body, closed, behind = self._buffer.partition(CALL_END)
-        if not closed:
-            return False
-        self._finish_odd_call(body, closed=True)
-        self._buffer = behind
-        self._enter(_State.CONTENT)
-        return True
+    def _call_head(self, text: str) -> str | None:
+        before, behind = self._search.feed(text)
+        self._held.append(before)
+        if self._may_be_head:
+            body = "".join(self._held)
+            self._held = [body]
+            head = _CALL_HEAD.match(body, 0, MAX_HEAD_CHARS)
+            name = None if head is None else _decoded(head.group(1))
+            if head is not None and name is not None:
+                rest = body[head.end() :] + self._search.held
+                self._begin_call(name)
+                self._scanner = _ObjectScanner()
+                self._state = _State.CALL_ARGUMENTS
+                return rest if behind is None else rest + CALL_END + behind
+            self._may_be_head = head is None and len(body) < MAX_HEAD_CHARS
+        if behind is not None:
+            self._finish_odd_call("".join(self._held), closed=True)
+            self._enter(_State.CONTENT)
+        return behind
 
     def _finish_odd_call(self, body: str, *, closed: bool) -> None:
         """A call that is not written in the usual order; if it is no call at all, it is content."""
@@ -212,24 +242,36 @@ class OutputParser:
             name, text = last.name, last.arguments + text
         self._calls.append(ToolCallDelta(index, name, text))
 
-    def _call_arguments(self) -> bool:
-        end = self._scanner.scan(self._buffer)
-        piece = self._buffer if end is None else self._buffer[:end]
+    def _call_arguments(self, text: str) -> str | None:
+        end = self._scanner.scan(text)
+        piece = text if end is None else text[:end]
         if piece:
             self._add_arguments(piece)
-        self._buffer = self._buffer[len(piece) :]
         if end is None:
-            return False
-        self._state = _State.CALL_TAIL
-        return True
+            return None
+        self._enter(_State.CALL_TAIL)
+        return text[end:]
 
-    def _call_tail(self) -> bool:
-        _, closed, behind = self._buffer.partition(CALL_END)
-        if not closed:
-            return False
-        self._buffer = behind
-        self._enter(_State.CONTENT)
-        return True
+
+class _TagSearch:
+    """Finds the first occurrence of a tag in a text that comes in pieces."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self.held = ""
+        """The end of the text so far, if the tag may begin there."""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that is certainly before the tag, and the text behind the tag once the tag is complete."""
+        text = self.held + text
+        before, tag, behind = text.partition(self._tag)
+        self.held = ""
+        if tag:
+            return before, behind
+        length = _overlap(text, self._tag)
+        certain = len(text) - length
+        self.held = text[certain:]
+        return text[:certain], None
 
 
 class _ObjectScanner:
@@ -259,6 +301,15 @@ class _ObjectScanner:
                 if self._depth == 0:
                     return index + 1
         return None
+
+
+def _decoded(literal: str) -> str | None:
+    """The value of a JSON string; None if it has an escape that JSON does not know."""
+    try:
+        value: str = json.loads(literal, strict=False)
+    except ValueError:
+        return None
+    return value
 
 
 def _parse_call(body: str) -> tuple[str, str] | None:

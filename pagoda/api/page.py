@@ -40,7 +40,7 @@ class _File:
 
 @cache
 def _files() -> dict[str, _File]:
-    """By name. They are few and small, and are read once."""
+    """The files by name. They are few and small, and are read once."""
     files = {}
     for path in _DIRECTORY.iterdir():
         if path.suffix in _TYPES:

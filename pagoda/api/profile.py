@@ -17,7 +17,7 @@ _MAX_SECONDS = 86400.0
 
 
 class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to be traced, and for how long: until `stop` where nothing is said."""
+    """The level and the length of a trace, which ends with `stop` if no length is given."""
 
     level: Literal["e2e", "kernel", "verbose"] = "e2e"
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=10**9)] | None = None

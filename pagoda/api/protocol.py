@@ -1,15 +1,15 @@
-"""The bodies of requests, as OpenAI spells them and with the fields that vLLM adds.
+"""The bodies of requests: the fields of OpenAI's API and those that vLLM adds.
 
-Every field either works, or is refused unless it has the value that changes nothing; a field that is not here is
-refused by name. Fields may be null, which is the same as leaving them out.
+A field works, or it is refused unless its value changes nothing. Unknown fields are refused by name. A field that
+is null counts as left out.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -26,16 +26,16 @@ from pagoda.messages.sampling_params import (
 )
 
 MAX_SEQUENCES_PER_BODY = 1024
-"""Prompts times `n` in one body."""
+"""Most answers that one body may ask for: prompts times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
-"""In one list; above every context there is."""
+"""Most token ids in one list; longer than the context of any model."""
 MAX_METADATA = 16
-"""As in OpenAI's API."""
+"""Most entries of `metadata`, as in OpenAI's API."""
 
 MAX_SESSION_CHARS = 256
-"""What is longer is told apart by its beginning."""
+"""Names of sessions are cut to this length."""
 
 T = TypeVar("T")
 
@@ -44,10 +44,29 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream tells besides tokens."""
+    """`stream_options`: what a stream tells besides tokens."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+TransferId = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,256}\Z")]
+HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\Z")]
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_transfer_params`, as vLLM and ATOM spell them. Every field is checked, also without an effect here."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: TransferId | None = None
+    remote_block_ids: Annotated[list[BlockId], Meta(max_length=MAX_TOKEN_IDS)] | None = None
+    remote_host: HostName | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    tp_size: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    dp_rank: Annotated[int, Meta(ge=0, le=2**16)] | None = None
+    transfer_id: TransferId | None = None
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,8 +97,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     priority: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    """See `pagoda.api.kv_transfer`, which checks it."""
+    kv_transfer_params: KVTransferParams | None = None
 
     # No effect on the answer, by OpenAI's definition; the first two may name the request's session.
     prompt_cache_key: str | None = None
@@ -131,7 +149,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /tokenize`: of a text, or of a conversation as the model would see it."""
+    """`POST /tokenize`: a text, or a conversation as the model would see it."""
 
     model: str | None = None
     prompt: str | None = None
@@ -170,11 +188,18 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
 }
-"""Fields that are not served yet, with the values (besides null) that change nothing."""
+"""Fields that are not supported yet, with the values (besides null) that change nothing."""
 
+_MAX_QUOTED_CHARS = 256
+"""Characters of a client's own field name in an error."""
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
@@ -184,14 +209,9 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         InvalidRequestError: the body is not JSON, or not such a body; names the field.
     """
     try:
-        parsed = msgspec.json.decode(body, type=kind)
-        if isinstance(parsed, GenerationFields):
-            _check_neutral(parsed)
-        json.loads(body, object_pairs_hook=_refuse_duplicates)
+        parsed: T = _decoder(cast(Any, kind)).decode(body)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
-    except InvalidRequestError:
-        raise
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply.", kind="invalid_json") from None
     except UnicodeDecodeError:
@@ -199,20 +219,47 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     except ValueError as error:
         message = f"the body is not valid JSON: {error}."
         raise InvalidRequestError(message, kind="invalid_json") from None
+    if isinstance(parsed, GenerationFields):
+        _check_neutral(parsed)
+    _check_duplicates(body)
     return parsed
 
 
-def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
-    names: set[str] = set()
-    for name, _ in pairs:
-        if name in names:
-            message = f"{name!r} is given twice in one object."
-            raise InvalidRequestError(message, param=name, kind="duplicate_field")
-        names.add(name)
+_NOT_BRACES = bytes(byte for byte in range(256) if byte not in b"{}")
+
+
+def _check_duplicates(body: bytes) -> None:
+    """Refuses a key that is given twice in one object. `body` is valid JSON; it is searched for quotes only.
+
+    Decoders keep the last of two values, other programs the first: a proxy before the server would see another
+    request than the server.
+    """
+    # Behind these, every quote begins or ends a string. Raw control characters are in no JSON string.
+    has_escapes = b"\\" in body
+    if has_escapes:
+        body = body.replace(rb"\\", b"\x01").replace(rb"\"", b"\x02")
+    pieces = body.split(b'"')  # outside, string, outside, string, ..., outside
+    open_objects: list[set[bytes]] = []
+    for index in range(0, len(pieces) - 1, 2):
+        for brace in pieces[index].translate(None, _NOT_BRACES):
+            if brace == 0x7B:
+                open_objects.append(set())
+            else:
+                open_objects.pop()
+        if not pieces[index + 2].lstrip().startswith(b":"):
+            continue
+        key = pieces[index + 1]
+        if has_escapes and not key.isalnum():  # "\\u0061" is "a"
+            escaped = key.replace(b"\x01", rb"\\").replace(b"\x02", rb"\"")
+            key = msgspec.json.decode(b'"%b"' % escaped, type=str).encode()
+        if key in open_objects[-1]:
+            message = f"{key.decode()!r} is given twice in one object."
+            raise InvalidRequestError(message, param=key.decode(), kind="duplicate_field")
+        open_objects[-1].add(key)
 
 
 def _invalid_field(message: str) -> InvalidRequestError:
-    """msgspec's complaint as a sentence that names the field."""
+    """An error of msgspec as a sentence that begins with the field."""
     place = _PLACE.search(message)
     path = place["path"] if place else ""
     reason = message[: place.start()] if place else message
@@ -222,7 +269,8 @@ def _invalid_field(message: str) -> InvalidRequestError:
     ):
         found = pattern.match(reason)
         if found:
-            param = f"{path}.{found['name']}" if path else found["name"]
+            name = found["name"][:_MAX_QUOTED_CHARS]
+            param = f"{path}.{name}" if path else name
             return InvalidRequestError(f"{param} {rule}.", param=param, kind=kind)
     reason = reason.replace("`", "")
     return InvalidRequestError(
@@ -252,47 +300,27 @@ def _check_neutral(body: GenerationFields) -> None:
         )
 
 
+_SAMPLING_FIELDS = tuple(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name in GenerationFields.__struct_fields__
+)
+
+
 def sampling_params(
-    body: GenerationFields,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    defaults: Mapping[str, float],
+    body: GenerationFields, defaults: Mapping[str, float], overrides: Mapping[str, Any]
 ) -> SamplingParams:
-    """The sampling that a body asks for; `defaults` are the model's own for what the body leaves open.
+    """The sampling that a body asks for, unchecked. The body and `SamplingParams` name their fields alike.
 
-    Raises:
-        InvalidRequestError: a value is out of range; names the field.
+    `defaults` are the model's own values for fields that the body leaves open; `overrides` replace the body's.
     """
-    given: dict[str, Any] = {
-        "n": body.n,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "frequency_penalty": body.frequency_penalty,
-        "presence_penalty": body.presence_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "logit_bias": body.logit_bias,
-        "min_tokens": body.min_tokens,
-        "include_stop_str_in_output": body.include_stop_str_in_output,
-        "ignore_eos": body.ignore_eos,
-        "skip_special_tokens": body.skip_special_tokens,
-        "stop": (body.stop,) if isinstance(body.stop, str) else _tuple(body.stop),
-        "stop_token_ids": _tuple(body.stop_token_ids),
-        "allowed_token_ids": _tuple(body.allowed_token_ids),
-    }
-    fields = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    return SamplingParams(**fields, max_tokens=max_tokens, logprobs=logprobs)
-
-
-def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
+    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{**defaults, **given, **overrides})
 
 
 def session_of(body: GenerationFields, header: str | None) -> str | None:
-    """The name of a request's session, from the header `X-Session-ID` or else the body; None if it has none."""
+    """The name of the session: the header `X-Session-ID`, else `prompt_cache_key`, else `user`; None without."""
     session = header or body.prompt_cache_key or body.user
     if not session:
         return None
@@ -328,7 +356,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 
 def chat_logprobs_count(body: ChatRequest) -> int | None:
-    """How many log-probabilities per token a chat body asks for.
+    """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
 
     Raises:
         InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.

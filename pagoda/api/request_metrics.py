@@ -1,6 +1,6 @@
-"""What the frontend counts of requests for `/metrics`: by API key, as they come, without a lock.
+"""Counts of requests for `/metrics`, by API key, made in the event loop as answers come.
 
-Whatever clients send, there are as many series as there are keys, routes, statuses and error codes.
+The number of series depends on keys, routes, statuses and error codes only, whatever clients send.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ HISTOGRAMS = {
 
 
 class _KeyFigures:
-    """Of the requests that came with one key."""
+    """Figures of the requests that came with one key."""
 
     __slots__ = ("finished", "first_token", "histograms", "next_token", "num_tokens")
 
@@ -109,28 +109,28 @@ class _KeyFigures:
 
 
 class Refusal(NamedTuple):
-    """What an error answer is counted by."""
+    """The labels of an error answer."""
 
     route: str
-    """As in the table of routes; empty for what is none, or did not get that far."""
+    """The path in the table of routes; empty for an unknown path or a request that did not get that far."""
     status: int
     code: str
-    """Of the error object, or another word for its kind."""
+    """The code of the error object, or another word for the kind of error."""
 
 
 class RequestFigures(NamedTuple):
-    """What was counted until now; does not change any more."""
+    """A copy of all counts."""
 
     histograms: dict[str, dict[str, Histogram]]
-    """By name and key."""
+    """Histograms by name and key."""
     finished: dict[str, dict[str, int]]
-    """By key and finish reason."""
+    """Answers by key and finish reason."""
     num_tokens: dict[str, int]
-    """By key."""
+    """Tokens by key."""
     refusals: dict[Refusal, int]
 
     def total(self, name: str) -> Histogram:
-        """Over all keys."""
+        """The histogram over all keys."""
         return total(self.histograms[name].values(), HISTOGRAMS[name].bounds)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from typing import Protocol, cast
 
 import msgspec
 from aiohttp import web
@@ -13,12 +14,12 @@ DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 _MARK = "\x00"
 
-encode_json = msgspec.json.encode
+encode_json = msgspec.json.Encoder().encode
 
 
 def event(value: object) -> bytes:
     """One event whose data is `value` as JSON."""
-    return b"data: " + encode_json(value) + b"\n\n"
+    return b"data: %b\n\n" % encode_json(value)
 
 
 def error_event(body: Mapping[str, object]) -> bytes:
@@ -27,13 +28,13 @@ def error_event(body: Mapping[str, object]) -> bytes:
 
 
 class EventTemplate:
-    """An event made once, for a stream of events that differ in one string."""
+    """An event that is encoded once, for a stream of events that differ in one string."""
 
     __slots__ = ("_prefix", "_suffix")
 
-    def __init__(self, value: object) -> None:
-        """`value` holds `EventTemplate.PLACE` where the string goes."""
-        self._prefix, _, self._suffix = event(value).partition(encode_json(_MARK))
+    def __init__(self, encoded: bytes) -> None:
+        """`encoded` is an event that has `EventTemplate.PLACE` where the string goes."""
+        self._prefix, _, self._suffix = encoded.partition(encode_json(_MARK))
 
     PLACE = _MARK
 
@@ -41,19 +42,31 @@ class EventTemplate:
         return self._prefix + encode_json(text) + self._suffix
 
 
-class EventStream:
-    """Writes events to one client, and watches over it.
+class Writable(Protocol):
+    """The connection of a request, as `pagoda.api.app` makes it."""
 
-    One timer looks at the stream every `tick_s` seconds, so that an event itself costs no timer. Where nothing was
-    sent since the last look, an idle stream gets a comment that keeps proxies from closing it, and a stream whose
-    reader takes nothing out of a full buffer for `stall_s` seconds is cut off, which cancels its handler.
-    What is buffered for a slow reader is bounded: `send` waits once the buffer is full.
+    @property
+    def writing_paused(self) -> bool:
+        """The client reads too slowly: the buffer of the socket is full."""
+
+    async def wait_writable(self) -> None:
+        """Returns when the buffer has room, or the connection is lost."""
+
+
+class EventStream:
+    """Writes events to one client, and watches the client.
+
+    One timer looks at the stream every `tick_s` seconds, so that an event itself costs no timer. If nothing was
+    sent since the last look, an idle stream gets a comment that keeps proxies from closing it. If the client reads
+    nothing of a full buffer for `stall_s` seconds, the connection is cut, which cancels its handler.
+    The buffer for a slow client is bounded: `write` returns False when it is full, and `flush` waits.
     """
 
     def __init__(
         self, request: web.BaseRequest, headers: Mapping[str, str], *, tick_s: float, stall_s: float
     ) -> None:
         self._request = request
+        self._connection = cast(Writable, request.protocol)
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -62,6 +75,11 @@ class EventStream:
                 **headers,
             }
         )
+        self._transport: asyncio.Transport | None = None
+        """Set once events go straight to the socket; until then `_pending` holds them."""
+        self._is_chunked = False
+        self._pending = b""
+        self._opening = asyncio.Lock()
         self._tick_s = tick_s
         self._stall_s = stall_s
         self._num_sent = 0
@@ -77,13 +95,45 @@ class EventStream:
         """The status has gone out; an error can only be an event now."""
         return self._response.prepared
 
-    async def send(self, events: bytes) -> None:
-        """Sends one event or several at once. The first call sends the headers."""
+    def write(self, events: bytes) -> bool:
+        """Writes one event, several or none. Returns False if `flush` must be awaited before the next call.
+
+        Raises:
+            ConnectionError: the connection is lost.
+        """
+        transport = self._transport
+        if transport is None:
+            self._pending += events
+            return not self._pending
+        if events:
+            if transport.is_closing():
+                raise ConnectionResetError("The connection is closed.")
+            self._num_sent += 1
+            # One chunk of the chunked transfer coding (RFC 9112, 7.1).
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+        return not self._connection.writing_paused
+
+    async def flush(self) -> None:
+        """Sends the headers with the first events; later waits until the client has read."""
+        async with self._opening:
+            if self._transport is None:
+                await self._open()
+        await self._connection.wait_writable()
+
+    async def _open(self) -> None:
         response = self._response
-        if not response.prepared:
-            await response.prepare(self._request)
-        self._num_sent += 1
-        await response.write(events)
+        await response.prepare(self._request)
+        while self._pending:  # several answers of one request may write meanwhile
+            pending, self._pending = self._pending, b""
+            self._num_sent += 1
+            await response.write(pending)
+        self._is_chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        self._transport = self._request.transport
+
+    async def send(self, events: bytes) -> None:
+        """Writes events and waits as long as the buffer is full."""
+        if not self.write(events):
+            await self.flush()
 
     async def close(self) -> web.StreamResponse:
         """Ends the response in good order."""

@@ -95,7 +95,8 @@ def _of_engines(model: str, whole: LoadReport) -> Iterator[Metric]:
 
 
 def _declared_aliases() -> dict[str, tuple[bool, list[str]]]:
-    """For each of vLLM's names: True for a counter, and the fields of a load report that are added up."""
+    """The declared aliases: for each of vLLM's names, True for a counter, and the fields of a load report that
+    are added up."""
     aliases: defaultdict[str, list[str]] = defaultdict(list)
     counters = set()
     for field, figures in figures_of(LoadReport).items():

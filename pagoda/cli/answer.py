@@ -19,9 +19,9 @@ class StreamedAnswer:
     message: Message
     output_tokens: int
     ttft_s: float
-    """From sending the request to the first event with output."""
+    """Seconds from sending the request to the first event with output."""
     duration_s: float
-    """From sending the request to the last event."""
+    """Seconds from sending the request to the last event."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -38,7 +38,7 @@ class StreamedAnswer:
 
 
 class _Parts:
-    """What has come so far."""
+    """The pieces of a message that have come so far."""
 
     def __init__(self) -> None:
         self._content: list[str] = []

@@ -1,8 +1,8 @@
-"""How fast this machine reads memory, measured.
+"""Measures how fast this machine reads memory.
 
-Each thread scans a buffer of its own, far larger than any cache, for a byte that is not in it, with the
-C library's `memchr`: a pure read that its vector code does at the speed of memory. ctypes gives up
-the interpreter's lock during the call, so the threads run side by side.
+Each thread scans a buffer of its own, far larger than any cache, for a byte that is not in it, with the C
+library's `memchr`: a pure read that its vector code does at the speed of memory. ctypes releases the interpreter's
+lock during the call, so the threads run side by side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bandwidth:
     threads: int
     passes: int
     buffer_bytes: int
-    """Of each thread."""
+    """Bytes of each thread's buffer."""
 
 
 def measure_read_bandwidth(threads: int, memory_bytes: int) -> Bandwidth:

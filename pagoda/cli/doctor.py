@@ -25,8 +25,6 @@ from pagoda.cli.weight_traffic import (
 )
 from pagoda.version import __version__
 
-_GENERAL = GeneralOptions()
-
 
 def doctor(
     model: str | None = None,
@@ -34,7 +32,7 @@ def doctor(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     quantization: Literal["none", "int8", "int4"] = "none",
     threads: Count | None = None,
-    general: GeneralOptions = _GENERAL,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Say what this machine has, what will be used, and the decode limit that follows.
 
@@ -87,7 +85,7 @@ def _facts(cores: machine_facts.Cores, bandwidth: Bandwidth) -> Iterable[tuple[s
 
 
 def _backend() -> str:
-    """What a worker would compute with, in its own words."""
+    """The backend that a worker would use, as the worker describes it."""
     command = [sys.executable, "-m", "pagoda.worker.backends"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

@@ -20,12 +20,20 @@ from pagoda.cli.options import GeneralOptions
 from pagoda.cli.sizes import format_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.object_files import ObjectFiles
-from pagoda.kv.object_listing import FAN_OUTS, FoundFile, list_files, object_directories
-from pagoda.kv.objects import MANIFEST_NAME, Manifest, ObjectError, is_digest, read_manifest
+from pagoda.kv.objects import (
+    FAN_OUTS,
+    MANIFEST_NAME,
+    FoundFile,
+    Manifest,
+    ObjectError,
+    is_digest,
+    list_files,
+    object_directories,
+    read_manifest,
+)
 
-_GENERAL = GeneralOptions()
 _SHOWN_DIGITS = 8
-"""Of the name of a model's directory."""
+"""Digits of a model's directory name in the table."""
 _NUM_PARTS = len(FAN_OUTS) + 1
 _EXIT_FAILED = 1
 
@@ -45,7 +53,7 @@ class _Directory:
     num_left_over: int = 0
     """Files that a killed writer left."""
     used_at: float | None = None
-    """When a block was last used; None if there is none."""
+    """Time of the last use of a block; None without blocks."""
 
     @property
     def model(self) -> str:
@@ -60,7 +68,7 @@ class _Directory:
         return os.path.basename(self.path)
 
 
-def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
+def ls(root: Root, /, *, general: GeneralOptions = GeneralOptions()) -> int:
     """List the models whose KV blocks are in a directory, and what they take.
 
     Args:
@@ -75,7 +83,9 @@ def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
     return 0
 
 
-def verify(root: Root, /, *, remove: Flag = False, general: GeneralOptions = _GENERAL) -> int:
+def verify(
+    root: Root, /, *, remove: Flag = False, general: GeneralOptions = GeneralOptions()
+) -> int:
     """Read every KV block in a directory, and name those that are damaged.
 
     The exit code is 1 if there is any. Servers never use a damaged block: they remove it and compute it again.
@@ -113,7 +123,7 @@ def clear(
     *,
     model: str | None = None,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative=())] = False,
-    general: GeneralOptions = _GENERAL,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Remove the KV blocks in a directory. Servers that use it go on, and compute again what they need.
 

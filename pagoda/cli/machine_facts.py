@@ -1,4 +1,4 @@
-"""What this machine has, read from where Linux says it; nothing is changed and nothing heavy imported."""
+"""Facts about this machine, as Linux reports them; nothing is changed and nothing heavy imported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cores:
     machine: int
     allowed: int
     quota: float | None
-    """What the container may use, in cores; None where it has no limit."""
+    """Cores that the container may use; None without a limit."""
     usable: int
     """The whole cores within both: threads of a worker."""
 
@@ -70,7 +70,7 @@ def last_level_cache_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """What this process may still take, container limit included."""
+    """Bytes of memory that this process may still take, container limit included."""
     return available_memory_bytes()
 
 

@@ -54,7 +54,7 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
     def has_output(self) -> bool:
-        """Whether this stream event stands for at least one token."""
+        """True if this stream event stands for at least one token."""
         return bool(self.text) or (self.delta is not None and self.delta.has_output())
 
 
@@ -72,10 +72,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Events(NamedTuple):
-    """What one network read held."""
+    """Events in one network read."""
 
     time_s: float
-    """When it was read, on the clock of `time.perf_counter`."""
+    """Time of the read, on the clock of `time.perf_counter`."""
     answers: list[Answer]
 
 

@@ -38,7 +38,7 @@ BaseUrl = Annotated[str, Parameter(name="--base-url")]
 @Parameter(name="*", group=Group("General", sort_key=90))
 @dataclass(frozen=True, kw_only=True)
 class GeneralOptions:
-    """What every command takes."""
+    """Options of every command."""
 
     config: Path | None = None
     """A YAML file with flags of this command, one 'flag: value' a line."""
@@ -58,7 +58,7 @@ class GeneralOptions:
 @Parameter(name="*", group=Group("Sampling", sort_key=30))
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How answers are sampled. What is left out is left to the server."""
+    """Sampling parameters of answers. The server chooses those that are not given."""
 
     temperature: float | None = None
     """0 takes the most likely token."""
@@ -69,9 +69,9 @@ class SamplingOptions:
     min_p: float | None = None
     """Leave out tokens less likely than this times the most likely one."""
     presence_penalty: float | None = None
-    """Subtracted from the logits of tokens that were generated."""
+    """A number to subtract from the logits of tokens that were generated."""
     frequency_penalty: float | None = None
-    """Subtracted, times its count, from the logit of a token that was generated."""
+    """A number to subtract from the logit of a token for each time that it was generated."""
     repetition_penalty: float | None = None
     """Divides the logits of tokens in prompt or answer."""
     max_tokens: Count | None = None

@@ -1,4 +1,4 @@
-"""Where the command line writes: answers and tables to standard output, the rest to standard error.
+"""Output of the command line: answers and tables go to standard output, the rest to standard error.
 
 Both are plain text when they are not a terminal: no colours, no wrapped lines, no moving bars.
 """

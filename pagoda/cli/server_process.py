@@ -13,7 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.lifeline import ChildProcess
 
 READY_PREFIX = "ready: "
-"""What `pagoda serve` writes before the URL on the line that says that it is ready."""
+"""The words before the URL on the line in which `pagoda serve` says that it is ready."""
 
 
 @dataclass(frozen=True)

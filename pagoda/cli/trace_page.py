@@ -15,7 +15,7 @@ from pagoda.telemetry.report.reasons import seconds
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 _WIDTH = 1000.0
-"""Of a picture, in its own units."""
+"""Width of a picture, in its own units."""
 _COLOURS = {
     "before the trace": "whole",
     "queued": "queue",

@@ -17,17 +17,17 @@ class TextTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     shares: tuple[float, ...] = ()
-    """Of each row, where rows are parts of a whole."""
+    """The share of each row, where rows are parts of a whole."""
 
 
 def tables_of(report: Report, limits: Limits) -> list[TextTable]:
-    """Those that have rows."""
+    """All tables that have rows."""
     found = [*_tables(report, limits)]
     return [table for table in found if table.rows]
 
 
 def alongside(report: Report) -> str:
-    """What the frontend did while engines went on; empty if nothing is known of it."""
+    """The frontend's work beside the engines; empty if none was traced."""
     detokenize = sum(it.detokenize for it in report.requests)
     write = sum(it.write for it in report.requests)
     if not detokenize + write:

@@ -128,7 +128,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     fail_on_load_failure: bool = False
     """Whether a request fails when KV that was found for it, or is said to be at its source, cannot be loaded;
     else it is computed."""
+    engine_timeout_s: float = 30.0
+    """Seconds of silence after which the frontend kills an engine that owes an answer, and starts another."""
     step_timeout_s: float = 300.0
     """A worker that takes longer for one step is killed and started again."""
+    worker_start_timeout_s: float = 600.0
+    """Seconds without progress after which workers that start are killed and started again."""
     trace: StartTrace | None = None
     """What is being traced when the engine starts."""

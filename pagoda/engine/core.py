@@ -6,9 +6,10 @@ import logging
 from typing import Protocol
 
 from pagoda.engine.config import EngineConfig, KVTiersConfig
+from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.load_reports import LoadReportSchedule
 from pagoda.engine.prefix_cache_updates import CacheReporter
-from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.scheduler import Scheduler
 from pagoda.engine.step_meter import StepMeter
 from pagoda.engine.step_statistics import StepReporter
 from pagoda.engine.tracing import EngineTracing
@@ -36,7 +37,7 @@ from pagoda.messages.transfers import TransferEnd
 from pagoda.messages.worker import StepResult, WorkerReady
 from pagoda.messages.worker_config import Role
 from pagoda.parallel.config import expert_share
-from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.connector import RemoteKV
 from pagoda.pd.exporter import KVExporter
 from pagoda.pd.leases import LeaseBook
 from pagoda.pd.links import HandoffLinks
@@ -85,12 +86,12 @@ class EngineCore:
         """`handoff` is there if `config.handoff` is, and has what its role needs."""
         self._config = config
         self._build_tiers = build_tiers
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._handoff = handoff
-        self._exporter: KVExporter | None = None
-        self._remote: RemoteKV | None = None
-        self._scheduler: Scheduler | None = None
+        self.exporter: KVExporter | None = None
+        self.remote: RemoteKV | None = None
+        self.scheduler: Scheduler | None = None
         self._tiers: TieredKVConnector | None = None
         self._kv_events: KVEventRecorder | None = None
         self._cache_news: CacheReporter | None = None
@@ -121,14 +122,14 @@ class EngineCore:
     @property
     def ready(self) -> EngineReady | None:
         """The engine's limits, as soon as its first worker is ready."""
-        if self._scheduler is None or self._worker is None:
+        if self.scheduler is None or self._worker is None:
             return None
         return EngineReady(
-            max_model_len=self._scheduler.limits.max_model_len,
+            max_model_len=self.scheduler.limits.max_model_len,
             vocab_size=self._worker.vocab_size,
             num_blocks=self._worker.num_blocks,
             block_size=self._worker.block_size,
-            max_num_seqs=self._scheduler.limits.max_num_seqs,
+            max_num_seqs=self.scheduler.limits.max_num_seqs,
             max_num_waiting=self._config.max_num_waiting,
             summary=self._worker.summary,
             role=Role.NONE if self._config.handoff is None else self._config.handoff.role,
@@ -141,7 +142,7 @@ class EngineCore:
 
     def add(self, request: GenerateRequest) -> RequestRefused | list[TokenChunk]:
         """Takes a request. What returns after a restart is never refused for want of room."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None:
             return RequestRefused(request.request_id, retry_after_s=1)
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
@@ -158,12 +159,12 @@ class EngineCore:
 
     def _release_source(self, request: GenerateRequest) -> None:
         """The request is not taken: what is held for it elsewhere is not needed."""
-        if self._remote is not None and request.kv_source is not None:
-            self._remote.release(request.kv_source)
+        if self.remote is not None and request.kv_source is not None:
+            self.remote.release(request.kv_source)
 
     def abort(self, request_id: str) -> None:
-        if self._scheduler is not None:
-            self._scheduler.abort(request_id)
+        if self.scheduler is not None:
+            self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenChunk]:
         """Collects results, then hands out as many plans as may be under way.
@@ -173,7 +174,7 @@ class EngineCore:
             EngineDeadError: the worker cannot start, or was lost too often in a row.
         """
         chunks: list[TokenChunk] = []
-        for event in self._executor.poll():
+        for event in self.executor.poll():
             match event:
                 case StepResult():
                     chunks += self._take_result(event)
@@ -185,28 +186,29 @@ class EngineCore:
                 case TraceStopped():
                     self._end_trace(event)
                 case WorkerLost():
-                    chunks += self._lose_worker(event)
+                    chunks += self.lose_worker(event)
                     self._end_trace(TraceStopped())
         if self._restart_at is not None and self._clock.now() >= self._restart_at:
             self._restart_at = None
-            self._executor.start(self._worker.num_blocks if self._worker else None)
-        if self._exporter is not None:
-            self._exporter.step()
-        if self._scheduler is not None:
-            chunks += self._scheduler.end_unwanted()
-            chunks += self._take_remote_news(self._scheduler)
-            chunks += self._scheduler.take_kv_news()
+            self.executor.start(self._worker.num_blocks if self._worker else None)
+        if self.exporter is not None:
+            self.exporter.step()
+        if self.remote is not None:
+            self.remote.step()
+        if self.scheduler is not None:
+            remote = () if self.remote is None else self.remote.drain_events()
+            chunks += self.scheduler.apply_kv_events(remote)
         self._submit_plans()
         self._submit_transfers()
-        if self._tracer.e2e() and self._scheduler is not None:
-            self._tracing.count(self._scheduler)
+        if self._tracer.e2e() and self.scheduler is not None:
+            self._tracing.count(self.scheduler)
         return chunks
 
     def _submit_plans(self) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None or not self._is_worker_ready:
             return
-        while scheduler.num_in_flight < self._executor.max_in_flight:
+        while scheduler.num_in_flight < self.executor.max_in_flight:
             began, trace_began = self._clock.now(), self._tracer.e2e()
             plan = scheduler.schedule()
             if plan is None:
@@ -216,7 +218,7 @@ class EngineCore:
                 self._tracing.scheduled(trace_began, plan, scheduler)
             self._step_news.begin(plan)
             trace_began = self._tracer.e2e()
-            self._executor.submit(plan)
+            self.executor.submit(plan)
             self._meter.submitted(plan, began, planned)
             if trace_began:
                 self._tracing.submitted(trace_began, plan)
@@ -225,27 +227,13 @@ class EngineCore:
         if self._tiers is not None:
             transfers = self._tiers.drain_transfers()
             added_peers, removed_peers = (
-                ([], []) if self._remote is None else self._remote.drain_peer_changes()
+                ([], []) if self.remote is None else self.remote.drain_peer_changes()
             )
             if transfers or added_peers or removed_peers:
-                self._executor.submit_transfers(transfers, added_peers, removed_peers)
-
-    def _take_remote_news(self, scheduler: Scheduler) -> list[TokenChunk]:
-        if self._remote is None:
-            return []
-        self._remote.step()
-        chunks: list[TokenChunk] = []
-        for news in self._remote.drain_events():
-            match news:
-                case Arrived(request_id, token):
-                    chunks += scheduler.take_first_token(request_id, token)
-                case Failed(request_id, reason):
-                    error = f"KV of this request could not be fetched: {reason}."
-                    chunks += scheduler.fail(request_id, error)
-        return chunks
+                self.executor.submit_transfers(transfers, added_peers, removed_peers)
 
     def _take_result(self, result: StepResult) -> list[TokenChunk]:
-        if self._scheduler is None:
+        if self.scheduler is None:
             raise RuntimeError("A worker answered a step before it was ready.")
         self._idle_losses_in_row = 0
         self._last_progress = self._clock.now()
@@ -253,7 +241,7 @@ class EngineCore:
         self._count_expert_tokens(result.expert_tokens)
         self._step_news.end(result)
         taken, trace_began = self._last_progress, self._tracer.e2e()
-        chunks = self._scheduler.update(result)
+        chunks = self.scheduler.update(result)
         self._meter.finished(result, taken)
         if trace_began:
             self._tracing.updated(trace_began, result)
@@ -269,15 +257,15 @@ class EngineCore:
         self._is_worker_ready = True
         self._ready_at = self._last_progress = self._clock.now()
         self._tracing.worker_ready()
-        if self._scheduler is None:
+        if self.scheduler is None:
             self._worker = worker
-            self._scheduler = self._make_scheduler(worker)
+            self.scheduler = self._make_scheduler(worker)
             if self._tracer.session is not None:
-                self._tracing.watch(self._scheduler)
+                self._tracing.watch(self.scheduler)
         if self._tiers is not None:
             self._tiers.workers_ready(worker)
-        if self._exporter is not None:
-            self._exporter.workers_ready(worker)
+        if self.exporter is not None:
+            self.exporter.workers_ready(worker)
 
     def _make_scheduler(self, worker: WorkerReady) -> Scheduler:
         config = self._config
@@ -310,14 +298,14 @@ class EngineCore:
             )
         near = [] if self._tiers is None else self._tiers.near_pools
         self._cache_news = CacheReporter([kv.pool, *near], self._clock)
-        self._exporter = self._make_exporter(kv.pool)
-        return Scheduler(limits, kv, self._clock, self._tiers, self._exporter)
+        self.exporter = self._make_exporter(kv.pool)
+        return Scheduler(limits, kv, self._clock, self._tiers, self.exporter)
 
     def _open_remote(self, ledger: TransferLedger) -> KVConnector:
         links, config = self._handoff, self._config.handoff
         if links is None or links.peers is None or config is None:
             raise RuntimeError("This engine has no way to others.")
-        self._remote = RemoteKV(
+        self.remote = RemoteKV(
             links.peers,
             ledger,
             self._clock,
@@ -326,7 +314,7 @@ class EngineCore:
             also_holds=config.role.holds_kv,
             fails=self._config.fail_on_load_failure,
         )
-        return self._remote
+        return self.remote
 
     def _make_exporter(self, pool: BlockPool) -> KVExporter | None:
         links, config = self._handoff, self._config.handoff
@@ -337,20 +325,20 @@ class EngineCore:
         tokens = TransferTokens(config.keys)
         return KVExporter(links.listener, leases, tokens, links.engine_id, config.lease_s, tp_size)
 
-    def _lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
+    def lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
         self._is_worker_ready = False
         self._meter.lost()
-        if self._scheduler is None:
+        if self.scheduler is None:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
-        self._count_loss(loss.reason, idle=self._scheduler.num_in_flight == 0)
+        self._count_loss(loss.reason, idle=self.scheduler.num_in_flight == 0)
         backoff_s = 0.25 * 2 ** (self._losses_in_row - 2) if self._losses_in_row > 1 else 0.0
         self._restart_at = self._clock.now() + min(10.0, backoff_s)
         self._tracing.worker_lost(loss.reason)
-        chunks = self._scheduler.recover()
+        chunks = self.scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
             loss.reason.removesuffix("."),
-            self._scheduler.num_requests,
+            self.scheduler.num_requests,
         )
         for chunk in chunks:
             _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
@@ -370,13 +358,13 @@ class EngineCore:
         """Traces from now on, with all workers."""
         self._stops_trace = False
         self._trace_number = order.number
-        self._tracing.start(order, self._scheduler)
-        self._executor.start_trace(order.session)
+        self._tracing.start(order, self.scheduler)
+        self.executor.start_trace(order.session)
 
     def stop_trace(self) -> None:
         """Asks the workers to stop; once they have, this engine does, and `take_trace_end` tells."""
         self._stops_trace = True
-        self._executor.stop_trace()
+        self.executor.stop_trace()
 
     def _end_trace(self, workers: TraceStopped) -> None:
         if self._stops_trace:
@@ -422,10 +410,10 @@ class EngineCore:
             instant
             for instant in (
                 self._restart_at,
-                self._executor.next_event_at(),
+                self.executor.next_event_at(),
                 None if self._tiers is None else self._tiers.next_event_at(),
-                None if self._exporter is None else self._exporter.next_event_at(),
-                None if self._remote is None else self._remote.next_event_at(),
+                None if self.exporter is None else self.exporter.next_event_at(),
+                None if self.remote is None else self.remote.next_event_at(),
                 None if self._cache_news is None else self._cache_news.next_event_at(),
                 self._step_news.next_event_at(),
                 self._load_reports.next_event_at(),
@@ -436,20 +424,20 @@ class EngineCore:
 
     def take_load_report(self) -> LoadReport | None:
         """The report that frontends are to be sent now without having asked; None if none is due."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None or not self._load_reports.is_due(
-            scheduler.num_steps, is_worker_ready=self._is_worker_ready
+            scheduler.counters.num_steps, is_worker_ready=self._is_worker_ready
         ):
             return None
         return self.load()
 
     def load(self) -> LoadReport:
         """Raises RuntimeError before the engine is ready."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None:
             raise RuntimeError("The engine is not ready.")
         busy = scheduler.has_requests()
-        leases = None if self._exporter is None else self._exporter.leases
+        leases = None if self.exporter is None else self.exporter.leases
         return LoadReport(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -457,13 +445,13 @@ class EngineCore:
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
-            num_steps=scheduler.num_steps,
-            num_preemptions=scheduler.num_preemptions,
+            num_steps=scheduler.counters.num_steps,
+            num_preemptions=scheduler.counters.num_preemptions,
             num_worker_restarts=self._num_restarts,
             num_blocks_stored=scheduler.kv.pool.num_stored,
             num_blocks_removed=scheduler.kv.pool.num_removed,
-            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_prefix_hit_tokens=scheduler.counters.num_prefix_hit_tokens,
+            num_prompt_tokens=scheduler.counters.num_prompt_tokens,
             step_time_s=self._step_time_s,
             stalled_for_s=self._clock.now() - self._last_progress if busy else 0.0,
             expert_tokens=self._expert_tokens,
@@ -472,10 +460,10 @@ class EngineCore:
             num_awaiting_kv=scheduler.num_awaiting_kv,
             tiers=() if self._tiers is None else self._tiers.load_report(),
             num_leases=leases.num_leases if leases else 0,
-            num_wanted_leases=0 if self._exporter is None else self._exporter.num_wanted,
+            num_wanted_leases=0 if self.exporter is None else self.exporter.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
-            num_generated_tokens=scheduler.num_generated_tokens,
+            num_generated_tokens=scheduler.counters.num_generated_tokens,
             steps=self._meter.totals(),
         )
 
@@ -490,13 +478,13 @@ class EngineCore:
     def pollables(self) -> list[object]:
         """File descriptors and sockets that become readable with news for `step` or `take_trace_end`."""
         tiers = [] if self._tiers is None else self._tiers.pollables()
-        exporter = [] if self._exporter is None else self._exporter.pollables()
-        return [*self._executor.pollables(), *tiers, *exporter, *self._tracing.pollables()]
+        exporter = [] if self.exporter is None else self.exporter.pollables()
+        return [*self.executor.pollables(), *tiers, *exporter, *self._tracing.pollables()]
 
     def close(self) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
+        if self.exporter is not None:
+            self.exporter.close()
         if self._tiers is not None:
             self._tiers.close()
-        self._executor.close()
+        self.executor.close()
         self._tracing.close()

@@ -48,7 +48,7 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import ProcessMemory
+from pagoda.messages.load import LoadReport, ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.clocks import ClockComparison
@@ -160,8 +160,10 @@ class EngineProcess:
                     self._core.abort(request_id)
                     self._owners.pop(request_id, None)
             case LoadQuery():
+                is_ready = self._core.ready is not None
+                load = self._core.load() if is_ready else LoadReport(is_worker_ready=False)
                 report = msgspec.structs.replace(
-                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                    load, query_id=message.query_id, processes=self._processes()
                 )
                 self._send(frontend, report)
             case SubscribeCache():
@@ -312,6 +314,7 @@ def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: 
         launcher,
         address=address,
         step_timeout_s=config.step_timeout_s,
+        start_timeout_s=config.worker_start_timeout_s,
         clock=clock,
         tracer=tracer,
     )

@@ -1,30 +1,53 @@
-"""A request inside the engine: its tokens and three numbers.
-
-    num_tokens            prompt and output, as far as the engine has seen them
-    num_scheduled_tokens  given to a step, whether or not its result has come
-    num_computed_tokens   K and V are in the cache for certain
-
-With run-ahead, a step may be planned before the sampled token of the step before is known to the engine
-(the worker knows it). Such tokens are counted in `num_pending_samples`. Where the worker has several stages, the
-first does not know what the last has sampled: there, a request waits for its sample, and is told of it.
-"""
+"""The scheduler's view of a request: its tokens, how far they are computed, and the state it is in."""
 
 from __future__ import annotations
 
+import enum
+
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
-from pagoda.messages.frontend import GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.worker import SlotStart
+
+OrderKey = tuple[int, int]
+"""(priority, arrival). Requests are served in this order and preempted in the reverse of it; keys are unique."""
+
+
+def order_key(message: GenerateRequest, arrival: int) -> OrderKey:
+    """The scheduling policy: lower priorities first, then first come, first served.
+
+    Only a lower first element makes running requests give way; `arrival` counts requests from 0.
+    """
+    return message.priority, arrival
+
+
+class RequestState(enum.Enum):
+    """Where a request is."""
+
+    NEW = enum.auto()
+    """In no place yet."""
+    WAITING = enum.auto()
+    """In line for a slot. A preempted request waits again, with its tokens."""
+    AWAITING_KV = enum.auto()
+    """Another place for KV has not answered yet whether it has some; the request holds no blocks."""
+    LOADING = enum.auto()
+    """Transfers fill blocks of the request."""
+    RUNNING = enum.auto()
+    """The request has a slot in the worker."""
+    FINISHED = enum.auto()
 
 
 class Request:
-    """The scheduler's view of one `GenerateRequest`."""
+    """One `GenerateRequest` and what the scheduler knows of it."""
 
     __slots__ = (
         "added_at",
         "admission",
+        "crash_count",
+        "crash_point",
+        "end_token_ids",
         "eos_token_ids",
         "fetched",
-        "finished",
         "kv_source",
         "load_tried",
         "max_total_tokens",
@@ -34,17 +57,17 @@ class Request:
         "num_prompt_tokens",
         "num_saved",
         "num_scheduled_tokens",
-        "num_told_tokens",
+        "num_sent_tokens",
+        "order_key",
         "prefix",
         "queue_time_s",
-        "rank",
         "request_id",
+        "reserved_blocks",
         "runs_ahead",
         "sampling",
         "slot",
+        "state",
         "stop_token_ids",
-        "strike_point",
-        "strikes",
         "table",
         "token_ids",
         "transfer_id",
@@ -54,20 +77,23 @@ class Request:
         self,
         message: GenerateRequest,
         *,
-        arrival: int,
+        order_key: OrderKey,
         table: BlockTable,
         max_model_len: int,
         runs_ahead: bool = True,
         added_at: float = 0.0,
     ) -> None:
-        self.added_at = added_at
-        """When it came, on the engine's clock."""
-        self.queue_time_s: float | None = None
-        """How long it waited for its first admission; None before it, and once it was told."""
         self.request_id = message.request_id
+        self.order_key = order_key
+        self.state = RequestState.NEW
+        self.added_at = added_at
+        """When the request came, in seconds on the engine's clock."""
+        self.queue_time_s: float | None = None
+        """Seconds until the first admission; None before it, and once it was sent to the frontend."""
         self.sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)
         self.stop_token_ids = frozenset(message.sampling.stop_token_ids)
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
         max_tokens = message.sampling.max_tokens
@@ -78,39 +104,42 @@ class Request:
         )
         if message.holds_kv:
             self.max_total_tokens = min(self.max_total_tokens, self.num_tokens + 1)
-        self.transfer_id: str | None = None
-        """Under which its KV is held for another engine; None if it is not."""
-        self.kv_source = message.kv_source
-        """Whom else to ask for its KV; None once that was tried, or there is no need."""
-        self.rank = (message.priority, arrival)
-        """Requests are served in this order and preempted in the reverse of it."""
         self.table = table
+        self.reserved_blocks = 0
+        """Blocks that known tokens still need, and one more; see `Scheduler`."""
         self.slot: int | None = None
-        """The request's place in the worker while it runs; None while it waits."""
+        """Index of the request in the worker while it runs."""
         self.admission = 0
-        """Counts admissions; tells results of this one from those of one before a preemption."""
+        """Counts admissions: a step result counts for the admission that it was scheduled in."""
         self.num_scheduled_tokens = 0
+        """Leading tokens that are computed once all steps in flight are."""
         self.num_computed_tokens = 0
         self.num_pending_samples = 0
-        self.num_told_tokens = 0
+        """Steps in flight that will sample a token of the request."""
+        self.num_sent_tokens = 0
         """Tokens that all stages of the worker know, or will from plans that are made."""
         self.runs_ahead = runs_ahead
-        """Whether a token may be computed before the engine knows it."""
+        """True if a token may be computed before the engine knows the token in front of it."""
         self.num_cached_tokens: int | None = None
-        """Prefix tokens found in the cache at first admission; None before it."""
+        """Prompt tokens found in the cache at the first admission; None before it."""
+        self.crash_count = 0
+        """Crashes of the worker during steps of the request, since it last got past `crash_point`."""
+        self.crash_point = 0
+        """Tokens that were scheduled at the latest crash."""
+
+        # KV from and for other places
         self.prefix: PrefixRequest | None = None
-        """What connectors were told of it, from when it is queued until it is admitted."""
+        """What connectors were told of the request, from when it is queued until it is admitted."""
+        self.kv_source = message.kv_source
+        """The engine to fetch KV from; None once that was tried, or there is no need."""
         self.load_tried = False
-        """Whether KV was loaded for it, or waited for in vain, since it was queued."""
+        """True once KV was loaded, or awaited in vain, since the request was queued."""
         self.fetched = range(0)
-        """Blocks that were computed elsewhere for it, and loaded."""
+        """Indices of blocks that another engine computed for this request, and that were loaded."""
         self.num_saved = 0
-        """Leading blocks that connectors were offered."""
-        self.strikes = 0
-        """Worker deaths during steps of this request, since it last got past `strike_point`."""
-        self.strike_point = 0
-        """How many tokens it had scheduled at its last strike."""
-        self.finished = False
+        """Leading blocks that connectors were offered to save."""
+        self.transfer_id: str | None = None
+        """The transfer under which KV is held for another engine."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,20 +151,37 @@ class Request:
 
     @property
     def num_schedulable_tokens(self) -> int:
-        """Tokens that the next step may compute; 0 when the last sample that counts is on its way."""
+        """Tokens that the next step may compute; 0 when the last sample that counts is pending."""
         expected = len(self.token_ids) + self.num_pending_samples
         if self.num_pending_samples and (not self.runs_ahead or expected >= self.max_total_tokens):
             return 0
         return expected - self.num_scheduled_tokens
 
-    def lose_workers(self) -> None:
-        """No step of it is under way any more, and what was offered may be gone."""
-        self.forget_kv()
-        self.num_pending_samples = 0
-        self.num_saved = 0
+    @property
+    def is_awaiting_kv(self) -> bool:
+        return self.state in (RequestState.AWAITING_KV, RequestState.LOADING)
 
-    def forget_kv(self) -> None:
-        """Back to a value: all tokens are kept, none is computed."""
-        self.slot = None
-        self.num_scheduled_tokens = 0
-        self.num_computed_tokens = 0
+    def finish_reason(self) -> tuple[FinishReason | None, int | None]:
+        """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
+        token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
+        if not is_full and token_id not in self.end_token_ids:
+            return None, None
+        if self.num_output_tokens >= self.sampling.min_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.STOP, None
+            if token_id in self.stop_token_ids:
+                return FinishReason.STOP, token_id
+        return (FinishReason.LENGTH, None) if is_full else (None, None)
+
+    def slot_start(self, slot: int) -> SlotStart:
+        """The request in full, for a worker that does not know it."""
+        return SlotStart(
+            slot=slot,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=self.table.block_ids(),
+            sampling=self.sampling,
+            eos_token_ids=tuple(self.eos_token_ids),
+            request_id=self.request_id,
+        )

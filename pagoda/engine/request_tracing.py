@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda.engine.request import Request
+from pagoda.engine.request import Request, RequestState
 from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.tracer import Tracer
 
@@ -29,7 +29,7 @@ class _Row:
 
 
 class RequestRows:
-    """A `SchedulerObserver` that writes the rows of requests."""
+    """Writes a row of the trace for each request that the scheduler tells of."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -45,6 +45,20 @@ class RequestRows:
             if slot in self._by_slot
         ]
         return [row for row, _ in known], [value for _, value in known]
+
+    def moved(self, request: Request, before: RequestState, *, is_lost: bool = False) -> None:
+        """The request has a new state."""
+        match request.state:
+            case RequestState.WAITING if is_lost:
+                self.lost(request)
+            case RequestState.WAITING if before is RequestState.RUNNING:
+                self.preempted(request)
+            case RequestState.WAITING:
+                self.queued(request)
+            case RequestState.AWAITING_KV | RequestState.LOADING:
+                self.awaits_kv(request)
+            case RequestState.RUNNING:
+                self.admitted(request)
 
     def queued(self, request: Request) -> None:
         row = self._rows.get(request.request_id)

@@ -48,8 +48,8 @@ class EngineTracing:
 
     def watch(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._num_hit_tokens = scheduler.num_prefix_hit_tokens
-        scheduler.observe(self._requests)
+        self._num_hit_tokens = scheduler.counters.num_prefix_hit_tokens
+        scheduler.trace(self._requests)
 
     def stop(self) -> None:
         """Does not wait until all is written: `take_end` tells. May be called twice."""
@@ -59,7 +59,7 @@ class EngineTracing:
     def _end_rows(self) -> None:
         self._steps_left = None
         if self._scheduler is not None:
-            self._scheduler.observe(None)
+            self._scheduler.trace(None)
             self._scheduler = None
         self._requests.close()
         self._end_steps(cut=True)
@@ -97,7 +97,7 @@ class EngineTracing:
         shares = list(zip(plan.slots, plan.num_tokens, strict=True))
         num_decodes = sum(count == 1 and slot not in starts for slot, count in shares)
         num_tokens = sum(plan.num_tokens)
-        num_hits = scheduler.num_prefix_hit_tokens
+        num_hits = scheduler.counters.num_prefix_hit_tokens
         args = {
             "step": plan.step,
             "tokens": num_tokens,

@@ -67,6 +67,7 @@ class GroupExecutor:
         *,
         address: str,
         step_timeout_s: float,
+        start_timeout_s: float = 600.0,
         clock: Clock,
         tracer: Tracer | None = None,
     ) -> None:
@@ -74,12 +75,15 @@ class GroupExecutor:
 
         `address` is where workers reach the engine: `ipc://` and a path in a private directory, to which a
         number is appended per start, or `tcp://` and an address of this host, at which each start takes a free
-        port, with new keys. `tracer` has the clock that workers compare theirs with.
+        port, with new keys. Workers are lost when one step takes longer than `step_timeout_s`, or when all are
+        silent for `start_timeout_s` before the last of them is ready. `tracer` has the clock that workers compare
+        theirs with.
         """
         self._config = config
         self._launcher = launcher
         self._address = address
         self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = start_timeout_s
         self._clock = clock
         self._tracer = tracer or Tracer("engine")
         self._encode_order = Codec[WorkerOrder](WorkerOrder).encode
@@ -105,8 +109,10 @@ class GroupExecutor:
         ]
         transfers = GroupTransfers(len(configs), self._step_timeout_s)
         self._group = _Group(configs, address, keys, self._launcher.launch, transfers)
+        now = self._clock.now()
+        self._group.start_deadline = now + self._start_timeout_s
         if len(configs) > 1:
-            self._group.ask_at = self._clock.now() + _PATIENCE_S
+            self._group.ask_at = now + _PATIENCE_S
 
     @property
     def workers(self) -> WorkerSet | None:
@@ -168,7 +174,9 @@ class GroupExecutor:
             return []
         lost = group.workers.lost()  # before the socket is read: a last message is not overlooked
         events: list[ExecutorEvent] = []
+        has_heard = False
         for rank, message in group.receive():
+            has_heard = True
             match message:
                 case WorkerFailed():
                     # A worker that was lost makes those fail that were talking to it: it is the one to name.
@@ -203,12 +211,18 @@ class GroupExecutor:
                     )
                     events.append(message)
         now = self._clock.now()
+        if group.has_started:
+            group.start_deadline = None
+        elif has_heard or not group.workers.are_placed:
+            group.start_deadline = now + self._start_timeout_s
         if _is_over(group.ask_at, now):
             group.complain()
         if lost is not None:
             events.append(self._lose(lost))
         elif group.unreachable is not None and now >= group.give_up_at:
             events.append(self._lose(group.unreachable))
+        elif _is_over(group.start_deadline, now):
+            events.append(self._lose(group.hung_start(self._start_timeout_s)))
         elif _is_over(group.deadline, now):
             events.append(
                 self._lose(WorkerLost(f"a step took longer than {self._step_timeout_s:g} s"))
@@ -233,7 +247,13 @@ class GroupExecutor:
         if group is None:
             return None
         give_up_at = None if group.unreachable is None else group.give_up_at
-        instants = (group.deadline, group.transfers.deadline, group.ask_at, give_up_at)
+        instants = (
+            group.deadline,
+            group.transfers.deadline,
+            group.start_deadline,
+            group.ask_at,
+            give_up_at,
+        )
         return min((at for at in instants if at is not None), default=None)
 
     def close(self) -> None:
@@ -281,6 +301,8 @@ class _Group:
         """All three by rank in the replica."""
         self.ask_at: float | None = None
         """When to look who has not said hello."""
+        self.start_deadline: float | None = None
+        """When the workers, which start, have been silent for too long; None once they are ready."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.give_up_at = 0.0
@@ -300,6 +322,11 @@ class _Group:
     def is_ready(self) -> bool:
         """Whether all ranks are, apart from their connections for transfers."""
         return len(self._readies) == len(self._configs)
+
+    @property
+    def has_started(self) -> bool:
+        """All ranks are ready, and so are their connections for transfers."""
+        return self.is_ready and len(self._links) == len(self._link_identities)
 
     def send(self, rank: int, payload: bytes, now: float) -> None:
         self._send(self._configs[rank], self._identities[rank], payload, now)
@@ -431,6 +458,14 @@ class _Group:
             "Pagoda on all hosts."
         )
         return self.failure(rank, WorkerFailed(error, is_user_error=True))
+
+    def hung_start(self, timeout_s: float) -> WorkerLost:
+        """The loss of workers that made no progress for `timeout_s` while they started; names those at fault."""
+        waiting = [c for rank, c in enumerate(self._configs) if rank not in self._hellos]
+        if not waiting or len(self._configs) == 1:
+            waiting = [c for rank, c in enumerate(self._configs) if rank not in self._readies]
+        names = ", ".join(worker_name(config) for config in waiting)
+        return WorkerLost(f"{names} made no progress for {timeout_s:g} s while starting")
 
     def failure(self, rank: int, message: WorkerFailed) -> WorkerLost:
         if len(self._configs) == 1:

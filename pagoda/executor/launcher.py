@@ -17,6 +17,11 @@ class WorkerSet(Protocol):
         ...
 
     @property
+    def are_placed(self) -> bool:
+        """All workers have a host to run on; False while a cluster has no room for them."""
+        ...
+
+    @property
     def pids(self) -> dict[str, int]:
         """Of those on this host, by `worker_name`."""
         ...

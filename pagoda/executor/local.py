@@ -37,6 +37,10 @@ class LocalWorkers:
         self._children = children
 
     @property
+    def are_placed(self) -> bool:
+        return True
+
+    @property
     def pids(self) -> dict[str, int]:
         return {name: child.pid for name, child in self._children.items()}
 

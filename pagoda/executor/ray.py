@@ -81,6 +81,7 @@ class RayWorkers:
         self._lost: WorkerLost | None = None
         self._actors: list[Any] = []
         self._is_closed = False
+        self.are_placed = False
         self._lock = threading.Lock()
         self._bell, self._ringer = socket.socketpair()
         previous = after._thread.join if after is not None else None
@@ -143,6 +144,7 @@ class RayWorkers:
         waited_s = 0
         while not self._is_closed:
             if group.wait(timeout_seconds=1):
+                self.are_placed = True
                 return True
             waited_s += 1
             if waited_s == _PATIENCE_S:

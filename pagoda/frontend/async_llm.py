@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.engine.config import EngineConfig
 from pagoda.errors import InvalidRequestError
-from pagoda.frontend.async_utils import merge
+from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.fleet import EngineFleet
-from pagoda.frontend.llm_arguments import configure
+from pagoda.frontend.llm_arguments import Configuration, configure
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
-from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.request_tracker import RequestTracker
-from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest, start_generator
+from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -45,44 +42,23 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, chat_template: str | Path | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        configuration: Configuration | None = None,
+        **options: Any,
     ) -> None:
         """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
         `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
-        `pagoda serve`.
+        `pagoda serve`. A `configuration` replaces `model` and `options`.
 
         Raises:
             ConfigError: there is no such model or option, or an option has a value that is not allowed.
         """
-        files, engine, policy = configure(model, options)
-        self._init(files, engine, policy, None if chat_template is None else Path(chat_template))
-
-    @classmethod
-    def from_config(
-        cls,
-        files: ModelFiles,
-        engine: EngineConfig,
-        *,
-        policy: PolicyName = DEFAULT_POLICY,
-        chat_template: Path | None = None,
-    ) -> Self:
-        """For callers that have a whole engine configuration."""
-        llm = cls.__new__(cls)
-        llm._init(files, engine, policy, chat_template)
-        return llm
-
-    def _init(
-        self,
-        files: ModelFiles,
-        engine: EngineConfig,
-        policy: PolicyName,
-        chat_template: Path | None,
-    ) -> None:
-        self._files = files
-        self._engine = engine
-        self._policy = policy
-        self._chat_template = chat_template
+        self._files, self._engine, self._policy = configuration or configure(model, options)
+        self._chat_template = None if chat_template is None else Path(chat_template)
         self._fleet: EngineFleet | None = None
         self._generator: TextGenerator | None = None
         self._requests: dict[str, list[str]] = {}
@@ -106,7 +82,7 @@ class AsyncLLM:
         )
 
     async def close(self) -> None:
-        """Ends the engines. May be called twice."""
+        """Ends the engines. A second call does nothing."""
         fleet, self._fleet, self._generator = self._fleet, None, None
         if fleet is not None:
             await fleet.close()
@@ -115,12 +91,7 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -129,10 +100,7 @@ class AsyncLLM:
 
     @property
     def generator(self) -> TextGenerator:
-        """
-        Raises:
-            RuntimeError: it is not started, or closed.
-        """
+        """The generator of a running LLM. Raises RuntimeError before the start and after the end."""
         if self._generator is None:
             raise RuntimeError("The LLM is not running: it was not started, or it was closed.")
         return self._generator
@@ -144,7 +112,7 @@ class AsyncLLM:
         """The model's own preferences, from its generation_config.json."""
         return SamplingParams(**self.generator.text.default_sampling)  # type: ignore[arg-type]
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -155,45 +123,41 @@ class AsyncLLM:
         """The answers to `prompt` as they grow; every item has all of the text so far.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter does not fit the model.
+            InvalidRequestError: the prompt or a parameter does not fit the model, or a request with this id runs.
             OverloadedError: too many requests are waiting.
         """
-        requests = await self.prepare(prompt, sampling_params, priority=priority)
-        async with aclosing(self._growing(requests, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        prepare = partial(self.prepare, prompt, sampling_params, priority=priority)
+        return self._growing(prepare, request_id)
 
-    async def chat(
+    def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
         priority: int = 0,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation."""
-        prompt = self.render(
-            messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        requests = await self.prepare(
-            prompt, sampling_params, priority=priority, add_special_tokens=False
-        )
-        async with aclosing(self._growing(requests, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        """The answers to a conversation as they grow; `options` are those of `render`."""
+
+        async def prepare() -> list[TextRequest]:
+            prompt = self.render(messages, **options)
+            return await self.prepare(
+                prompt, sampling_params, priority=priority, add_special_tokens=False
+            )
+
+        return self._growing(prepare, request_id)
 
     async def _growing(
-        self, requests: list[TextRequest], request_id: str | None
+        self, prepare: Callable[[], Awaitable[list[TextRequest]]], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
+        requests = await prepare()
         request_id = request_id or uuid.uuid4().hex
+        if request_id in self._requests:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is that of a request that still runs.",
+                param="request_id",
+            )
         answers = self._answers(requests)
         self._requests[request_id] = [request.request.request_id for request in requests]
         try:
@@ -203,7 +167,7 @@ class AsyncLLM:
                     answers[index].add(delta)
                     yield request_output(request_id, answers, requests[0])
         finally:
-            self._requests.pop(request_id, None)
+            del self._requests[request_id]
 
     async def abort(self, request_id: str) -> None:
         """Ends a request of `generate`; its last output has the finish reason `abort`. Unknown ids are ignored."""
@@ -215,10 +179,13 @@ class AsyncLLM:
     async def complete(self, requests: list[TextRequest], gate: asyncio.Semaphore) -> RequestOutput:
         """The whole answers to one prompt; each goes to the engine when it has passed `gate`."""
         answers = self._answers(requests)
-        streams = [_gated(self.generator.stream(request), gate) for request in requests]
-        async with aclosing(merge(streams)) as deltas:
-            async for index, delta in deltas:
-                answers[index].add(delta)
+
+        async def collect(request: TextRequest, answer: GrowingAnswer) -> None:
+            async with gate, aclosing(self.generator.stream(request)) as deltas:
+                async for delta in deltas:
+                    answer.add(delta)
+
+        await gather_all(list(map(collect, requests, answers)))
         return request_output(uuid.uuid4().hex, answers, requests[0])
 
     async def prepare(
@@ -237,7 +204,7 @@ class AsyncLLM:
         params = sampling_params or self.get_default_sampling_params()
         return await self.generator.prepare(
             _plain_prompt(prompt),
-            params,
+            self.generator.check_sampling(params),
             add_special_tokens=add_special_tokens,
             clamp_max_tokens=True,
             priority=priority,
@@ -273,14 +240,6 @@ class AsyncLLM:
     def _answers(self, requests: list[TextRequest]) -> list[GrowingAnswer]:
         tokenizer = self.generator.text.tokenizer
         return [GrowingAnswer(request, tokenizer) for request in requests]
-
-
-async def _gated(
-    stream: AsyncGenerator[TextDelta, None], gate: asyncio.Semaphore
-) -> AsyncGenerator[TextDelta, None]:
-    async with gate, aclosing(stream):
-        async for delta in stream:
-            yield delta
 
 
 def _plain_prompt(prompt: Prompt) -> str | Sequence[int]:

@@ -1,10 +1,11 @@
-"""Several streams as one, and several works at once."""
+"""Helpers for concurrent work: merged streams, gathered works, threads for long work, restarts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -43,11 +44,46 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         await cancel_all(tasks)
 
 
+async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of works done at the same time, in order. The first failure cancels the others and is raised."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel_all(tasks)
+
+
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancels tasks and waits until they have ended, however they do."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LongWork:
+    """Threads for work that takes long. The executor of `asyncio.to_thread` stays free for short work.
+
+    A place is taken until its thread is done, even if the caller has been cancelled meanwhile. Callers wait for a
+    place in the order of their coming; a cancelled caller leaves the queue at once.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="long-work")
+        self._places = asyncio.Semaphore(num_threads)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done in a thread."""
+        await self._places.acquire()
+        done = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        done.add_done_callback(self._leave)
+        return await asyncio.shield(done)
+
+    def _leave(self, done: asyncio.Future[Any]) -> None:
+        self._places.release()
+        if not done.cancelled():
+            done.exception()  # a caller that has gone leaves nobody to retrieve the exception
 
 
 async def keep_going(work: Callable[[], Awaitable[None]], name: str) -> None:
@@ -62,7 +98,7 @@ async def keep_going(work: Callable[[], Awaitable[None]], name: str) -> None:
 
 
 async def first_of(*works: Coroutine[Any, Any, object]) -> int:
-    """Returns which of `works` has ended first, or raises what it did; the others are cancelled."""
+    """The index of the work that ends first; its error is raised. The others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

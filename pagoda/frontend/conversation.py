@@ -1,4 +1,4 @@
-"""Conversations as OpenAI spells them, checked, and turned into what a chat template takes."""
+"""Conversations and tools in OpenAI's form: checks, and the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 32
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-_MAX_PATTERN_CHARS = 1024
+MAX_PATTERN_CHARS = 1024
+_MAX_NAME_CHARS = 64
+"""Characters of a property's name in an error."""
+_MESSAGE_CHARS = 32
+"""Counted for the role and the borders of a message."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +35,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an assistant called."""
+    """The function that an assistant called."""
 
     name: str
     arguments: str
@@ -45,7 +49,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
-    """Left over in messages that were put together from a stream."""
+    """The index of the call in the stream that the message was put together from; without effect."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,10 +97,10 @@ def render_conversation(
     continue_final_message: bool | None,
     switches: Mapping[str, Any] | None,
 ) -> str:
-    """The prompt of a conversation. What is None has its default.
+    """The prompt of a conversation. None means the default.
 
     Raises:
-        InvalidRequestError: a message, a tool or a switch is not as it should be.
+        InvalidRequestError: a message, a tool or a switch is malformed.
     """
     if tools:
         check_tools(tools)
@@ -111,6 +115,18 @@ def render_conversation(
         continue_final_message=bool(continue_final_message),
         switches=switches,
     )
+
+
+def text_size(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> int:
+    """Characters of a conversation, roughly: what a template makes of them takes as long."""
+    size = len(msgspec.json.encode(tools)) if tools else 0
+    for message in messages:
+        content = message.content or ""
+        parts = [content] if isinstance(content, str) else [part.text for part in content]
+        calls = message.tool_calls or ()
+        size += sum(map(len, parts)) + sum(len(call.function.arguments) for call in calls)
+        size += len(message.reasoning_content or "") + _MESSAGE_CHARS
+    return size
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -180,38 +196,49 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         if not _FUNCTION_NAME.fullmatch(tool.function.name):
             _refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
         if tool.function.parameters is not None:
-            _check_schema(tool.function.parameters, f"{where}.parameters", depth=0)
+            _check_schema(tool.function.parameters, _Path(None, f"{where}.parameters"))
 
 
-def _check_schema(schema: object, where: str, *, depth: int) -> None:
-    """Whether this has the form of a JSON schema, as far as a model that reads it may rely on."""
+def _check_schema(schema: object, path: _Path) -> None:
+    """Checks the form of a JSON schema as far as a template may rely on it; the work is linear in its size."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        _refuse(where, "must be a JSON schema, that is, an object")
-    if depth > MAX_SCHEMA_DEPTH:
-        _refuse(where, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        _refuse(str(path), "must be a JSON schema, that is, an object")
+    if path.depth > MAX_SCHEMA_DEPTH:
+        _refuse(str(path), f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     types = schema.get("type", [])
     for name in types if isinstance(types, list) else [types]:
         if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-            _refuse(f"{where}.type", f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}")
-    _check_pattern(schema.get("pattern", ""), f"{where}.pattern")
+            _refuse(f"{path}.type", f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}")
+    # Not compiled: that takes seconds for some patterns, and nothing here matches with them.
+    pattern = schema.get("pattern", "")
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
+        rule = f"must be a regular expression of at most {MAX_PATTERN_CHARS} characters"
+        _refuse(f"{path}.pattern", rule)
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        _refuse(f"{where}.properties", "must be an object")
+        _refuse(f"{path}.properties", "must be an object")
     for name, child in properties.items():
-        _check_schema(child, f"{where}.properties.{name}", depth=depth + 1)
+        _check_schema(child, _Path(path, "properties.", name))
     if "items" in schema:
-        _check_schema(schema["items"], f"{where}.items", depth=depth + 1)
+        _check_schema(schema["items"], _Path(path, "items"))
 
 
-def _check_pattern(pattern: object, where: str) -> None:
-    if not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN_CHARS:
-        _refuse(where, f"must be a regular expression of at most {_MAX_PATTERN_CHARS} characters")
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        _refuse(where, "is not a regular expression")
+class _Path:
+    """The position of a schema in its tool. The text is put together only for an error: names may be long."""
+
+    __slots__ = ("_name", "_parent", "_prefix", "depth")
+
+    def __init__(self, parent: _Path | None, prefix: str, name: str = "") -> None:
+        self._parent = parent
+        self._prefix = prefix
+        self._name = name
+        self.depth: int = 0 if parent is None else parent.depth + 1
+
+    def __str__(self) -> str:
+        own = self._prefix + self._name[:_MAX_NAME_CHARS]
+        return own if self._parent is None else f"{self._parent}.{own}"
 
 
 def _refuse(param: str, rule: str) -> NoReturn:

@@ -41,6 +41,8 @@ class ReplicaState(enum.StrEnum):
 
 CacheListener = Callable[[PrefixCacheUpdate], None]
 StepListener = Callable[[StepStatistics], None]
+Unsubscribe = Callable[[], None]
+"""Ends a subscription."""
 
 
 class Endpoint(Protocol):

@@ -39,6 +39,7 @@ Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
+AtLeastOne = Annotated[float, Meta(ge=1)]
 
 T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions")
 
@@ -100,7 +101,11 @@ class EngineOptions:
     pin_threads: bool = False
     """Keep each thread of the worker on a core of its own; for machines that run nothing else."""
     step_timeout: NotNegative = 300.0
-    """Seconds after which a step counts as stuck and its worker is started again."""
+    """Seconds that a step may take; after that its workers are killed and started again."""
+    worker_start_timeout: NotNegative = 600.0
+    """Seconds without progress after which workers that are starting are killed and started again."""
+    engine_timeout: AtLeastOne = 30.0
+    """Seconds of silence after which an engine that has work is killed and replaced; its requests go on."""
     seed: Seed | None = None
     """Seed of dummy weights; in generate and chat also of sampling."""
 
@@ -134,6 +139,8 @@ class EngineOptions:
             handoff=None if handoff is None else handoff.engine,
             fail_on_load_failure=options.kv_load_failure == "fail",
             step_timeout_s=options.step_timeout,
+            worker_start_timeout_s=options.worker_start_timeout,
+            engine_timeout_s=options.engine_timeout,
         )
 
     def _check_handoff(self, config: HandoffConfig) -> None:

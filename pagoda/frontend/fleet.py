@@ -11,18 +11,18 @@ from typing import Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
-from pagoda.frontend.discovery.base import Discover, Register, Registration
-from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
+from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -68,12 +68,16 @@ class Fleet(Protocol):
     async def close(self) -> None: ...
 
     def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host trace, and those after them; other hosts do not (`trace_control.Traced`)."""
+        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
         ...
 
-    async def stop_trace(self) -> list[str]: ...
+    async def stop_trace(self) -> list[str]:
+        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
+        ...
 
-    async def trace_ended(self) -> None: ...
+    async def trace_ended(self) -> None:
+        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
+        ...
 
 
 class EngineFleet:
@@ -143,7 +147,7 @@ class JoinedFleet:
         self._inner = inner
         self._tracer = tracer or Tracer("frontend")
         self._join = join
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         self.host_id = inner.router_id or new_id()
         self._door: HostServer | None = None
         self._registrations: list[Registration] = []
@@ -187,7 +191,7 @@ class JoinedFleet:
 
     async def leave(self) -> None:
         if self._door is not None:
-            await self._door.leave()
+            self._door.leave()
         await self._unregister()
 
     async def close(self) -> None:
@@ -224,6 +228,8 @@ class RouterConfig:
     policy: PolicyName = DEFAULT_POLICY
     remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
     """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
+    no_replica_timeout_s: float = DEFAULT_NO_REPLICA_TIMEOUT_S
+    """How long a request waits while no host takes requests."""
 
 
 class RoutedFleet:
@@ -233,23 +239,28 @@ class RoutedFleet:
         """`tracer` is that of this process."""
         self._config = config
         self._tracer = tracer or Tracer("router")
-        self._context = zmq.asyncio.Context()
+        self._context: Context = zmq.Context()
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self.registry: Registry | None = None
         self.router_id = new_id()
-        self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens, self._tracer)
+        self._hosts = PrefillDecodeRouter(
+            POLICIES[config.policy],
+            config.remote_prefill_min_tokens,
+            self._tracer,
+            no_replica_timeout_s=config.no_replica_timeout_s,
+        )
 
     @property
     def dispatcher(self) -> Dispatcher:
-        return self._pod.dispatcher
+        return self._hosts.dispatcher
 
     async def start(self) -> None:
         config = self._config
         start_authenticator(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
-            self._pod,
+            self._hosts,
             config.discover(self._context),
             self._context,
             config.keys,
@@ -264,7 +275,7 @@ class RoutedFleet:
     async def close(self) -> None:
         if self.registry is not None:
             await self.registry.close()
-        await self._pod.close()
+        await self._hosts.close()
         self._context.term()
 
     def start_trace(self, order: StartTrace) -> None:

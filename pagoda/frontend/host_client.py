@@ -3,57 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
-from pagoda.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineLostError,
-    OverloadedError,
-)
-from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
-from pagoda.frontend.engine_session import EngineSession
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.endpoint import ReplicaState, StepListener, Unsubscribe
+from pagoda.frontend.engine_connection import EngineConnection
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
-from pagoda.ipc.heartbeat import notice_silence
+from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.messages.frontend import (
     EngineFailed,
     EngineReady,
     FrontendMessage,
-    GenerateRequest,
     Hello,
-    PrefixCacheUpdate,
-    RequestRefused,
-    TokenChunk,
     TokenChunks,
 )
 from pagoda.messages.hosts import HostLeave, HostMessage
-from pagoda.messages.load import LoadReport
-from pagoda.messages.tracing import ClockPing, ClockPong
+from pagoda.messages.tracing import ClockPing, ClockPong, TraceStopped
 from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
 
-_HELLO_TIMEOUT_S = 10.0
-MAX_MESSAGE_BYTES = 64 * 2**20
-
-_AWAY = "it is not there, or has another --cluster-key-file, or a firewall is in between"
-
-_log = logging.getLogger(__name__)
+HELLO_TIMEOUT_S = 10.0
+"""Seconds that a host may take to answer a router's first message."""
+HANG_TIMEOUT_S = 30.0
+"""Seconds of silence after which a host that owes an answer counts as lost. Heartbeats of the socket
+(`pagoda.ipc.heartbeat`) notice a dead host or a cut line, but go on when the host's event loop hangs."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who is at one end of a connection."""
+    """One end of a connection between a router and a host."""
 
     id: str
     """New at each start."""
@@ -63,226 +45,123 @@ class Identity:
 
 
 class HostClient:
-    """The router's end: a host as a `Replica`. It is lost once and for good; what comes back is another one."""
+    """One host. A host that is lost stays lost; a host that comes back gets another `HostClient`."""
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         keys: CurveKeys,
         router: Identity,
         tracer: Tracer | None = None,
+        *,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
-        """`router` is whose end this is, and `tracer` that of this process."""
+        """`address` is `tcp://host:port`; `router` and `tracer` are those of this process.
+
+        Raises:
+            zmq.ZMQError: there is no socket left.
+        """
         self.address = address
-        self._tracer = tracer or Tracer("router")
-        self._pongs: set[asyncio.Task[None]] = set()
-        self._router = router
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        notice_silence(self._socket)
-        encrypt_client(self._socket, keys)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._encode = Codec[FrontendMessage](FrontendMessage).encode
-        self._decode = Codec[HostMessage](HostMessage).decode
-        self._session = EngineSession(self._send, self._check_open, self._tracer.clock_ns)
-        self._state = ReplicaState.STARTING
-        self._listeners: list[Callable[[], None]] = []
-        self._limits: EngineReady | None = None
-        self._started: asyncio.Future[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._loss: EngineLostError | None = None
-        self._lost = asyncio.Event()
-        self._draining = False
+        self.name = address.removeprefix("tcp://")
         self.is_leaving = False
         """The host has said that it takes no new requests."""
-
-    @property
-    def name(self) -> str:
-        return self.address.removeprefix("tcp://")
+        self._tracer = tracer or Tracer("router")
+        self._router = router
+        self._hello_timeout_s = hello_timeout_s
+        self._encode = Codec[FrontendMessage](FrontendMessage).encode
+        self._decode = Codec[HostMessage](HostMessage).decode
+        socket = host_socket(context, zmq.DEALER)
+        encrypt_client(socket, keys)
+        # The system notices at once when a process has gone; a cut line shows by missing heartbeats.
+        self._socket = EventSocket(socket, self._receive, lambda: self.lose("hung up"))
+        self.connection = connection = EngineConnection(
+            f"the host at {address}",
+            self._send,
+            self._tracer.clock_ns,
+            hang_timeout_s=hang_timeout_s,
+            on_hang=lambda: self.lose(f"did not answer for {hang_timeout_s:g} s"),
+        )
+        self.watch = connection.watch
+        self.generate = connection.generate
+        self.abort = connection.abort
+        self.load = connection.load
+        self.health = connection.health
+        self.drain = connection.drain
+        self.subscribe_cache = connection.subscribe_cache
+        self.wait_failed = connection.wait_failed
 
     @property
     def limits(self) -> EngineReady:
-        if self._limits is None:
-            raise RuntimeError("The host has not answered.")
-        return self._limits
+        return self.connection.limits
 
     @property
     def state(self) -> ReplicaState:
-        return self._state
-
-    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
-        self._listeners.append(listener)
-        return partial(self._listeners.remove, listener)
+        return self.connection.state
 
     async def start(self) -> None:
-        """Returns when the host has said what it can do.
+        """Returns when the host has said what its limits are.
 
         Raises:
-            EngineDeadError: it does not answer.
-            ConfigError: it does not speak with this router; says why.
+            EngineDeadError: the host does not answer.
+            ConfigError: the host refuses this router; says why.
         """
-        self._started = asyncio.get_running_loop().create_future()
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError:
             raise ConfigError(f"{self.address!r} is not an address like tcp://HOST:PORT.") from None
-        self._tasks = [
-            asyncio.create_task(self._receive()),
-            asyncio.create_task(self._watch_connection()),
-        ]
+        self._send(Hello(model=self._router.model, model_digest=self._router.model_digest))
         try:
-            async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                router = self._router
-                await self._send(Hello(model=router.model, model_digest=router.model_digest))
-                await self._started
+            async with asyncio.timeout(self._hello_timeout_s):
+                await self.connection.wait_open()
         except TimeoutError:
-            raise EngineDeadError(f"The host at {self.address} does not answer; {_AWAY}.") from None
+            raise EngineDeadError(
+                f"The host at {self.address} does not answer; it is not there, or has another "
+                "--cluster-key-file, or a firewall is in between."
+            ) from None
+        except EngineLostError as loss:
+            raise EngineDeadError(
+                f"{str(loss).removesuffix('.')} before it said anything; it has another "
+                "--cluster-key-file, or is no host."
+            ) from None
 
-    async def wait_failed(self) -> EngineDeadError:
-        await self._lost.wait()
-        return EngineDeadError(str(self._loss))
-
-    # ---- Endpoint
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        return self._session.generate(request)
-
-    def _check_open(self) -> None:
-        if self._draining:
-            raise OverloadedError("The server is shutting down.", retry_after_s=10)
-        if self._loss is not None:
-            raise self._loss
-
-    async def abort(self, request_id: str) -> None:
-        await self._session.abort(request_id)
-
-    async def load(self) -> LoadReport:
-        if self._loss is not None:
-            raise self._loss
-        return await self._session.load()
-
-    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
-        return self._session.subscribe_cache(listener)
-
-    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
-        """They are the host's own to tell: there may be thousands of hosts."""
+    def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
+        """Does nothing: each host shows its own steps, and a router may have thousands of hosts."""
         del listener
         return lambda: None
 
-    async def health(self) -> Health:
-        if self._loss is not None:
-            return Health(False, str(self._loss).removesuffix("."))
-        try:
-            async with asyncio.timeout(2.0):
-                report = await self.load()
-        except (TimeoutError, EngineLostError):
-            return Health(False, f"the host at {self.address} does not answer")
-        if not report.is_worker_ready:
-            return Health(False, "the worker is restarting")
-        return Health(True)
-
-    async def drain(self, timeout_s: float) -> None:
-        self._draining = True
-        await self._session.finish(timeout_s)
+    def lose(self, reason: str) -> None:
+        """Gives the host up: its requests continue at other hosts. `reason` is a clause. May be called twice."""
+        self.connection.fail(EngineLostError(f"The host at {self.address} {reason}."))
 
     async def close(self) -> None:
         self.lose("was let go")
-        try:
-            await cancel_all(self._tasks)
-        finally:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close()
+        self._socket.close()
 
-    def lose(self, reason: str) -> None:
-        """The host is gone: what was there goes on elsewhere. May be called twice."""
-        if self._loss is not None:
+    def _receive(self, frames: list[bytes]) -> None:
+        if self.connection.has_failed:
             return
-        self._loss = EngineLostError(f"The host at {self.address} {reason}.")
-        self._lost.set()
-        self._enter(ReplicaState.FAILED)
-        self._session.fail(self._loss)
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(
-                EngineDeadError(
-                    f"The host at {self.address} {reason} before it said anything; it has another "
-                    "--cluster-key-file, or is no host."
-                )
-            )
-
-    # ---- messages
-
-    async def _receive(self) -> None:
+        began = self._tracer.e2e()
         try:
-            while True:
-                payload = await self._socket.recv()
-                began = self._tracer.e2e()
-                message = self._decode(payload)
-                self._take(message)
-                if began and isinstance(message, TokenChunks):
-                    self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
+            message = self._decode(b"".join(frames))
         except msgspec.DecodeError as error:
             self.lose(f"sent what is not a message ({error})")
-        except Exception:
-            _log.exception("the host at %s cannot be listened to any more", self.address)
-            self.lose("cannot be listened to any more")
-
-    def _take(self, message: HostMessage) -> None:
+            return
         match message:
-            case TokenChunks() | RequestRefused() | PrefixCacheUpdate():
-                self._session.take(message)
-            case LoadReport():
-                self._enter(
-                    ReplicaState.READY if message.is_worker_ready else ReplicaState.DEGRADED
-                )
-                self._session.take(message)
-            case EngineReady():
-                self._take_limits(message)
             case HostLeave():
                 self.is_leaving = True
-                self._notify()
+                self.connection.notify()
             case ClockPing(number):
-                self._tell_time(number)
-            case EngineFailed():
-                if self._started is not None and not self._started.done():
-                    self._started.set_exception(ConfigError(message.error))
+                self._send(ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns()))
+            case EngineFailed(reason):
+                self.connection.fail(ConfigError(reason))
+            case TraceStopped():
+                pass  # hosts are not asked to trace
+            case _:
+                self.connection.receive(message)
+        if began and isinstance(message, TokenChunks):
+            self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
 
-    def _tell_time(self, number: int) -> None:
-        tracer = self._tracer
-        pong = ClockPong(number, tracer.process.uid, tracer.clock_ns())
-        task = asyncio.create_task(self._send(pong))
-        self._pongs.add(task)
-        task.add_done_callback(self._pongs.discard)
-
-    def _take_limits(self, limits: EngineReady) -> None:
-        self._limits = limits
-        if self._started is not None and not self._started.done():
-            self._enter(ReplicaState.READY)
-            self._session.begin()
-            self._started.set_result(None)
-        else:
-            self._notify()
-
-    async def _watch_connection(self) -> None:
-        """The system notices at once when a process is gone; a cut line shows when it is silent for too long."""
-        await recv_monitor_message(self._monitor)
-        self.lose("hung up")
-
-    def _enter(self, state: ReplicaState) -> None:
-        if state is self._state or self._state is ReplicaState.FAILED:
-            return
-        self._state = state
-        self._notify()
-
-    def _notify(self) -> None:
-        for listener in list(self._listeners):
-            listener()
-
-    async def _send(self, message: FrontendMessage) -> None:
-        if self._loss is None:
-            with contextlib.suppress(zmq.ZMQError):
-                await self._socket.send(self._encode(message))
+    def _send(self, message: FrontendMessage) -> None:
+        self._socket.send(self._encode(message))

@@ -10,15 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import cast
 
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from pagoda.errors import (
     ConfigError,
@@ -26,13 +24,13 @@ from pagoda.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from pagoda.frontend.async_utils import cancel_all, keep_going
-from pagoda.frontend.endpoint import Endpoint, ReplicaState
-from pagoda.frontend.host_client import MAX_MESSAGE_BYTES, Identity
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.endpoint import Endpoint, ReplicaState, Unsubscribe
+from pagoda.frontend.host_client import Identity
 from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_server
-from pagoda.ipc.heartbeat import notice_silence
+from pagoda.ipc.event_socket import EventSocket, host_socket
 from pagoda.ipc.machine import process_memory_bytes
 from pagoda.messages.frontend import (
     PROTOCOL_VERSION,
@@ -44,7 +42,6 @@ from pagoda.messages.frontend import (
     GenerateRequest,
     Hello,
     LoadQuery,
-    PrefixCacheUpdate,
     RequestRefused,
     SubscribeCache,
     TokenChunk,
@@ -58,22 +55,37 @@ from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 
 _PARTING_S = 0.1
-"""From when a router has hung up until messages to it come back; far more than that takes."""
-
+"""Seconds from when a router has hung up until the socket refuses messages to it; with a wide margin."""
 
 _log = logging.getLogger(__name__)
 
 
-class HostServer:
-    """The host's end: serves requests of routers with `endpoint`, as an engine serves those of frontends.
+class _Router:
+    """One router that has sent something, until it is known to have gone."""
 
-    Routers are told when `endpoint` has other limits, and when it does not compute or does so again.
+    def __init__(self, identity: bytes) -> None:
+        self.identity = identity
+        self.is_welcome = False
+        """The router has said hello and fits this host."""
+        self.requests: dict[str, asyncio.Task[None]] = {}
+        self.chunks: list[TokenChunk] = []
+        """Chunks of this turn of the event loop, which become one message."""
+        self.clocks: ClockComparison | None = None
+        """The measurement of the router's clock, while it lasts."""
+        self.unsubscribe: Unsubscribe | None = None
+        """Ends the router's subscription to the prefix cache."""
+
+
+class HostServer:
+    """Serves requests of routers with `endpoint`, as an engine serves those of frontends.
+
+    Routers are told when `endpoint` has other limits, and when it stops or resumes computing.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         keys: CurveKeys,
         identity: Identity,
@@ -84,84 +96,69 @@ class HostServer:
         process, `tracker` records each answer.
 
         Raises:
-            ConfigError: it cannot be bound.
+            ConfigError: `address` cannot be bound.
         """
         self._endpoint = endpoint
         self._identity = identity
         self._tracker = tracker or RequestTracker()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        # A router that is gone is known when something is sent to it, instead of served in silence.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        notice_silence(self._socket)
-        encrypt_server(self._socket, keys)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._tracer = tracer or Tracer("frontend")
+        self._encode = Codec[HostMessage](HostMessage).encode
+        self._decode = Codec[FrontendMessage](FrontendMessage).decode
+        self._routers: dict[bytes, _Router] = {}
+        self._leaves = False
+        self._flushing: list[_Router] = []
+        """Routers with chunks of this turn."""
+        self._reports: set[asyncio.Task[None]] = set()
+        self._parting: asyncio.TimerHandle | None = None
+        socket = host_socket(context, zmq.ROUTER)
+        # A message to a router that has gone raises an error instead of being lost in silence.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        encrypt_server(socket, keys)
+        self._socket = EventSocket(socket, self._receive, self._on_disconnect)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._hang_up()
+            self._socket.close()
             raise ConfigError(
                 f"--advertise: routers cannot be listened to on {address.removeprefix('tcp://')} "
                 f"({error.strerror}); name an address of this host, with a port that is free or without one."
             ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._encode = Codec[HostMessage](HostMessage).encode
-        self._decode = Codec[FrontendMessage](FrontendMessage).decode
-        self._tracer = tracer or Tracer("frontend")
-        self._clocks: dict[bytes, ClockComparison] = {}
-        """With the routers whose clocks are being compared."""
-        self._routers: set[bytes] = set()
-        """That have said hello and are there, as far as is known."""
-        self._leaves = False
-        self._told_limits, self._told_ready = self._limits, self._is_ready
-        endpoint.watch(self._on_change)
-        self._requests: dict[tuple[bytes, str], asyncio.Task[None]] = {}
-        self._outbox: dict[bytes, list[TokenChunk]] = {}
-        self._answers: set[asyncio.Task[None]] = set()
-        self._followed: dict[bytes, Callable[[], None]] = {}
-        """What ends the news for each router that asked for them."""
-        self._serving = asyncio.create_task(self._serve())
-        self._watching = asyncio.create_task(
-            keep_going(self._watch_connections, "the watch for routers that hang up")
-        )
+        self.port = self._socket.port
+        self._sent_limits, self._sent_ready = self._limits, self._is_ready
+        self._unwatch = endpoint.watch(self._on_change)
 
-    async def leave(self) -> None:
-        """Routers give this host nothing new from now on."""
+    @property
+    def num_requests(self) -> int:
+        """Requests of all routers that run."""
+        return sum(len(router.requests) for router in self._routers.values())
+
+    @property
+    def num_subscriptions(self) -> int:
+        """Routers that are subscribed to the prefix cache."""
+        return sum(router.unsubscribe is not None for router in self._routers.values())
+
+    def leave(self) -> None:
+        """Tells all routers to send nothing new to this host."""
         self._leaves = True
-        await asyncio.gather(*(self._send(router, HostLeave()) for router in list(self._routers)))
+        for router in self._welcome_routers():
+            self._send(router, HostLeave())
 
     def compare_clocks(self) -> None:
         """Measures how far the clocks of all routers are ahead, for the trace that has begun."""
-        for router in self._routers:
+        for router in self._welcome_routers():
             self._compare_clock(router)
 
-    def _compare_clock(self, router: bytes) -> None:
-        self._clocks[router] = ClockComparison(self._tracer.clock_ns)
-        self._ask_for_time(router)
-
-    def _ask_for_time(self, router: bytes) -> None:
-        number = self._clocks[router].next_ping()
-        if number is not None:
-            self._answer(self._send(router, ClockPing(number)))
-        else:
-            self._clocks.pop(router).note(self._tracer)
-
     async def close(self) -> None:
-        for router in list(self._followed):
-            self._unfollow(router)
-        tasks = [self._serving, self._watching, *self._requests.values(), *self._answers]
-        await cancel_all(tasks)
-        self._routers.clear()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._unwatch()
+        if self._parting is not None:
+            self._parting.cancel()
+        tasks = [task for router in self._routers.values() for task in router.requests.values()]
+        for router in list(self._routers.values()):
+            self._drop(router)
+        await cancel_all([*tasks, *self._reports])
         self._socket.close()
+
+    # ---- what routers are told
 
     @property
     def _limits(self) -> EngineReady:
@@ -173,107 +170,97 @@ class HostServer:
     def _is_ready(self) -> bool:
         return self._endpoint.state is ReplicaState.READY
 
+    def _welcome_routers(self) -> list[_Router]:
+        return [router for router in self._routers.values() if router.is_welcome]
+
     def _on_change(self) -> None:
-        """Tells what routers do not know yet."""
         limits, is_ready = self._limits, self._is_ready
-        for router in self._routers:
-            if limits != self._told_limits:
-                self._answer(self._send(router, limits))
-            if is_ready != self._told_ready:
-                self._answer(self._report(router, None))
-        self._told_limits, self._told_ready = limits, is_ready
+        has_new_limits, was_ready = limits != self._sent_limits, self._sent_ready
+        self._sent_limits, self._sent_ready = limits, is_ready
+        if not has_new_limits and is_ready == was_ready:
+            return
+        for router in self._welcome_routers():
+            if has_new_limits:
+                self._send(router, limits)
+            if is_ready != was_ready:
+                self._report(router, None)
 
-    async def _serve(self) -> None:
+    def _on_disconnect(self) -> None:
+        """The socket does not name the router that has gone, so all are sent something, once for many that go."""
+        if self._parting is None:
+            self._parting = asyncio.get_running_loop().call_later(_PARTING_S, self._find_gone)
+
+    def _find_gone(self) -> None:
+        self._parting = None
+        limits = self._limits
+        for router in list(self._routers.values()):
+            self._send(router, limits)
+
+    def _compare_clock(self, router: _Router) -> None:
+        router.clocks = ClockComparison(self._tracer.clock_ns)
+        self._ask_for_time(router, router.clocks)
+
+    def _ask_for_time(self, router: _Router, clocks: ClockComparison) -> None:
+        number = clocks.next_ping()
+        if number is not None:
+            self._send(router, ClockPing(number))
+        else:
+            clocks.note(self._tracer)
+            router.clocks = None
+
+    # ---- what routers ask for
+
+    def _receive(self, frames: list[bytes]) -> None:
+        identity, *parts = frames
         try:
-            while True:
-                router, *parts = await self._socket.recv_multipart()
-                self._take(router, b"".join(parts))
-        except Exception:
-            _log.exception("routers cannot be served any more")
-            self._socket.close()  # so that they know
-
-    async def _watch_connections(self) -> None:
-        """A router that hangs up, or whose line is cut, does not want anything any more.
-
-        That somebody is gone is told without a name: it is known when something is sent to all.
-        """
-        while True:
-            await recv_monitor_message(self._monitor)
-            await asyncio.sleep(_PARTING_S)
-            askers = {router for router, _ in self._requests}
-            for router in self._routers | self._followed.keys() | askers:
-                self._answer(self._send(router, self._limits))
-
-    def _take(self, router: bytes, payload: bytes) -> None:
-        """What a router sent, whatever it is: one of them is not to end the service of all."""
-        try:
-            self._handle(router, self._decode(payload))
+            message = self._decode(b"".join(parts))
         except msgspec.DecodeError as error:
             _log.warning("a router sent what is not a message: %s", error)
-        except Exception:
+            return
+        router = self._routers.get(identity)
+        if router is None:
+            router = self._routers[identity] = _Router(identity)
+        try:
+            self._handle(router, message)
+        except Exception:  # one router must not end the service of all
             _log.exception("what a router asks for cannot be done")
 
-    def _handle(self, router: bytes, message: FrontendMessage) -> None:
+    def _handle(self, router: _Router, message: FrontendMessage) -> None:
         match message:
             case Hello():
-                self._answer(self._welcome(router, message))
+                self._welcome(router, message)
             case GenerateRequest():
                 self._begin(router, message)
             case AbortRequests():
                 for request_id in message.request_ids:
-                    task = self._requests.get((router, request_id))
+                    task = router.requests.get(request_id)
                     if task is not None:
                         task.cancel()
             case SubscribeCache():
-                self._unfollow(router)
-                self._followed[router] = self._endpoint.subscribe_cache(partial(self._tell, router))
+                if router.unsubscribe is not None:
+                    router.unsubscribe()
+                router.unsubscribe = self._endpoint.subscribe_cache(partial(self._send, router))
             case LoadQuery():
-                self._answer(self._report(router, message.query_id))
+                self._report(router, message.query_id)
             case ClockPong():
-                clocks = self._clocks.get(router)
+                clocks = router.clocks
                 if clocks and clocks.pong(message.number, message.uid, message.now_ns):
-                    self._ask_for_time(router)
+                    self._ask_for_time(router, clocks)
 
-    def _begin(self, router: bytes, request: GenerateRequest) -> None:
-        before = self._requests.get((router, request.request_id))
-        if before is not None and not before.cancelling():
-            self._fail(router, request, "A request with this id is already running.")
-            return
-        task = asyncio.create_task(self._generate(router, request, before))
-        self._requests[router, request.request_id] = task
-
-    def _tell(self, router: bytes, news: PrefixCacheUpdate) -> None:
-        self._answer(self._send(router, news))
-
-    def _unfollow(self, router: bytes) -> None:
-        unfollow = self._followed.pop(router, None)
-        if unfollow is not None:
-            unfollow()
-
-    def _answer(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._answers.add(task)
-        task.add_done_callback(self._answered)
-
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        self._answers.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("a router cannot be answered", exc_info=task.exception())
-
-    async def _welcome(self, router: bytes, hello: Hello) -> None:
+    def _welcome(self, router: _Router, hello: Hello) -> None:
         problem = self._refusal_of(hello)
         if problem:
             _log.warning("a router is refused: %s", problem)
-            await self._send(router, EngineFailed(problem, is_user_error=True))
+            self._send(router, EngineFailed(problem, is_user_error=True))
             return
-        self._routers.add(router)
-        await self._send(router, self._limits)
+        router.is_welcome = True
+        self._send(router, self._limits)
         if self._tracer.session is not None:
             self._compare_clock(router)
         if not self._is_ready:
-            await self._report(router, None)
+            self._report(router, None)
         if self._leaves:
-            await self._send(router, HostLeave())
+            self._send(router, HostLeave())
 
     def _refusal_of(self, hello: Hello) -> str:
         own = self._identity
@@ -289,7 +276,17 @@ class HostServer:
             )
         return ""
 
-    async def _report(self, router: bytes, query_id: int | None) -> None:
+    def _report(self, router: _Router, query_id: int | None) -> None:
+        task = asyncio.create_task(self._send_report(router, query_id))
+        self._reports.add(task)
+        task.add_done_callback(self._on_reported)
+
+    def _on_reported(self, task: asyncio.Task[None]) -> None:
+        self._reports.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("a router cannot be answered", exc_info=task.exception())
+
+    async def _send_report(self, router: _Router, query_id: int | None) -> None:
         with contextlib.suppress(EngineDeadError):  # this host ends, and the router will see that
             report = await self._endpoint.load()
             report = msgspec.structs.replace(
@@ -298,7 +295,7 @@ class HostServer:
                 is_worker_ready=self._is_ready,
                 processes=(*self._own_memory(), *report.processes),
             )
-            await self._send(router, report)
+            self._send(router, report)
 
     def _own_memory(self) -> Iterator[ProcessMemory]:
         resident_bytes = process_memory_bytes(os.getpid())
@@ -306,10 +303,19 @@ class HostServer:
             role = "router" if self._identity.is_router else "frontend"
             yield ProcessMemory(role, os.getpid(), resident_bytes)
 
+    def _begin(self, router: _Router, request: GenerateRequest) -> None:
+        before = router.requests.get(request.request_id)
+        if before is not None and not before.cancelling():
+            self._fail(router, request, "A request with this id is already running.")
+            return
+        router.requests[request.request_id] = asyncio.create_task(
+            self._generate(router, request, before)
+        )
+
     async def _generate(
-        self, router: bytes, request: GenerateRequest, before: asyncio.Task[None] | None
+        self, router: _Router, request: GenerateRequest, before: asyncio.Task[None] | None
     ) -> None:
-        """`before` had the same id, and was aborted: two of them at once would not be known apart."""
+        """`before` has the same id and was aborted: chunks of the two could not be told apart."""
         record = self._open(request)
         reason, problem = str(FinishReason.ABORT), ""
         try:
@@ -325,7 +331,7 @@ class HostServer:
                     self._put(router, chunk)
         except OverloadedError as error:
             reason, problem = "refused", str(error)
-            await self._send(router, RequestRefused(request.request_id, error.retry_after_s))
+            self._send(router, RequestRefused(request.request_id, error.retry_after_s))
         except InvalidRequestError as error:
             reason, problem = str(FinishReason.ERROR), str(error)
             self._fail(router, request, problem)
@@ -337,8 +343,8 @@ class HostServer:
             self._fail(router, request, "The host failed with this request; its log says why.")
         finally:
             self._tracker.finish(record, reason, problem)
-            if self._requests.get((router, request.request_id)) is asyncio.current_task():
-                del self._requests[router, request.request_id]
+            if router.requests.get(request.request_id) is asyncio.current_task():
+                del router.requests[request.request_id]
 
     def _open(self, request: GenerateRequest) -> RequestStatistics:
         return self._tracker.start(
@@ -353,29 +359,38 @@ class HostServer:
             max_tokens=request.sampling.max_tokens or 0,
         )
 
-    def _fail(self, router: bytes, request: GenerateRequest, error: str) -> None:
+    def _fail(self, router: _Router, request: GenerateRequest, error: str) -> None:
         self._put(router, TokenChunk(request.request_id, [], FinishReason.ERROR, error=error))
 
-    def _put(self, router: bytes, chunk: TokenChunk) -> None:
-        """What comes in one turn of the loop is one message."""
-        if not self._outbox:
+    def _put(self, router: _Router, chunk: TokenChunk) -> None:
+        """Chunks of one turn of the event loop become one message."""
+        if not self._flushing:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.setdefault(router, []).append(chunk)
+        if not router.chunks:
+            self._flushing.append(router)
+        router.chunks.append(chunk)
 
     def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, {}
-        for router, chunks in outbox.items():
-            self._answer(self._send(router, TokenChunks(chunks)))
+        routers, self._flushing = self._flushing, []
+        for router in routers:
+            chunks, router.chunks = router.chunks, []
+            self._send(router, TokenChunks(chunks))
 
-    async def _send(self, router: bytes, message: HostMessage) -> None:
+    def _send(self, router: _Router, message: HostMessage) -> None:
+        if self._socket.closed:
+            return
         try:
-            await self._socket.send_multipart([router, self._encode(message)])
+            self._socket.send(router.identity, self._encode(message))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._routers.discard(router)
-            self._clocks.pop(router, None)
-            self._unfollow(router)
-            for (asker, _), task in list(self._requests.items()):
-                if asker == router:
-                    task.cancel()
+            self._drop(router)
+
+    def _drop(self, router: _Router) -> None:
+        """The router has gone: what it asked for ends. May be called twice."""
+        self._routers.pop(router.identity, None)
+        if router.unsubscribe is not None:
+            router.unsubscribe()
+            router.unsubscribe = None
+        for task in router.requests.values():
+            task.cancel()

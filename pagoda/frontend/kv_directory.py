@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from pagoda.errors import ConfigError
-from pagoda.kv.disk_quota import check_quota
+from pagoda.kv.disk_policy import check_quota
 
 
 def check_kv_directory(path: str, quota_bytes: int, model: str) -> str:

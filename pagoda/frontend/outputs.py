@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` give back, spelled as vLLM users know it."""
+"""The results of `LLM` and `AsyncLLM`, with the names of vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """The sum over the sampled tokens, where log-probabilities were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each position: the sampled token first, then the most likely ones."""
+    """Log-probabilities by token id, for each position: the sampled token first, then the most likely tokens."""
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error`; None while it grows."""
     stop_reason: int | str | None = None
@@ -63,12 +63,15 @@ class GrowingAnswer:
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
         self._last: TextDelta | None = None
+        self._output: CompletionOutput | None = None
+        """The answer so far; None after `add`."""
         self.num_cached_tokens = 0
 
     def add(self, delta: TextDelta) -> None:
         self._text.append(delta.text)
         self._token_ids += delta.token_ids
         self._last = delta
+        self._output = None
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         for token_id, entry in zip(delta.token_ids, delta.logprobs or (), strict=False):
             self._logprobs.append(self._position(token_id, entry))
@@ -80,10 +83,12 @@ class GrowingAnswer:
 
     def output(self) -> CompletionOutput:
         """The answer so far."""
+        if self._output is not None:
+            return self._output
         asked = self._request.sampling.logprobs is not None
         last = self._last
         self._text = ["".join(self._text)]
-        return CompletionOutput(
+        self._output = CompletionOutput(
             index=self._request.index,
             text=self._text[0],
             token_ids=list(self._token_ids),
@@ -93,6 +98,7 @@ class GrowingAnswer:
             stop_reason=last.stop_reason if last else None,
             error=last.error if last else None,
         )
+        return self._output
 
     def _position(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
         position = {token_id: Logprob(entry.logprob, entry.rank, self._spell(token_id))}

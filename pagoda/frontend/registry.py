@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
-from pagoda.frontend.discovery.base import Discovery
+from pagoda.frontend.discovery.base import Context, Discovery
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.host_client import HostClient, Identity
-from pagoda.frontend.pods import Members
+from pagoda.frontend.host_client import HELLO_TIMEOUT_S, HostClient, Identity
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -26,7 +25,6 @@ from pagoda.telemetry.tracer import Tracer
 
 _RETRY_S = 1.0
 _REFUSED_RETRY_S = 10.0
-_LOAD_TIMEOUT_S = 2.0
 _DISMISSAL = "It was let go with DELETE /v1/hosts; start it anew to have it back."
 _LEFT = "It has finished, and ends."
 
@@ -78,9 +76,9 @@ class Registry:
 
     def __init__(
         self,
-        members: Members,
+        members: PrefillDecodeRouter,
         discovery: Discovery,
-        context: zmq.asyncio.Context,
+        context: Context,
         keys: CurveKeys,
         router: Identity,
         tracer: Tracer | None = None,
@@ -96,9 +94,16 @@ class Registry:
         self._dismissed: set[str] = set()
         self._first = asyncio.Event()
         self._is_closed = False
+        self._block_sizes: Counter[int] = Counter()
+        """Hosts in use by the block size of their KV caches."""
         self._following = asyncio.create_task(
-            keep_going(lambda: discovery.follow(self._take), "the search for hosts")
+            keep_going(lambda: discovery.follow(self), "the search for hosts")
         )
+
+    @property
+    def num_named(self) -> int:
+        """Hosts that are named, or have not finished."""
+        return len(self._entries)
 
     async def first_host(self) -> None:
         """Returns when a host is used."""
@@ -137,8 +142,7 @@ class Registry:
             return HostReport(entry.record.host_id, entry.record.address, state, entry.problem)
         load = None
         with contextlib.suppress(TimeoutError, EngineLostError):
-            async with asyncio.timeout(_LOAD_TIMEOUT_S):
-                load = await host.load()
+            load = await host.load()
         return HostReport(
             host.limits.host_id,
             entry.record.address,
@@ -151,21 +155,24 @@ class Registry:
 
     # ---- hosts come and go
 
-    def _take(self, records: Collection[HostRecord]) -> None:
-        """These hosts there are now."""
+    def add(self, host: HostRecord) -> None:
+        """As `HostListener.add`."""
         if self._is_closed:
             return
-        for record in self._entries.keys() - set(records):
-            self._entries[record].unnamed.set()
-            self._entries[record].changed.set()
-        for record in records:
-            entry = self._entries.get(record)
-            if entry is None:
-                entry = self._entries[record] = _Entry(record)
-                entry.task = asyncio.create_task(self._keep(entry))
-            elif entry.unnamed.is_set():
-                entry.unnamed.clear()
-                entry.changed.set()
+        entry = self._entries.get(host)
+        if entry is None:
+            entry = self._entries[host] = _Entry(host)
+            entry.task = asyncio.create_task(self._keep(entry))
+        elif entry.unnamed.is_set():
+            entry.unnamed.clear()
+            entry.changed.set()
+
+    def remove(self, host: HostRecord) -> None:
+        """As `HostListener.remove`."""
+        entry = self._entries.get(host)
+        if entry is not None:
+            entry.unnamed.set()
+            entry.changed.set()
 
     async def _keep(self, entry: _Entry) -> None:
         """Uses the host whenever it can be, from when it is named until it is not any more."""
@@ -180,7 +187,12 @@ class Registry:
         """Returns after how many seconds to try again."""
         try:
             host = HostClient(
-                self._context, entry.record.address, self._keys, self._router, self._tracer
+                self._context,
+                entry.record.address,
+                self._keys,
+                self._router,
+                self._tracer,
+                hello_timeout_s=HELLO_TIMEOUT_S,
             )
         except zmq.ZMQError as error:
             self._set_problem(
@@ -232,13 +244,12 @@ class Registry:
             raise ConfigError(_DISMISSAL)
         if entry.record.host_id not in ("", limits.host_id):
             raise ConfigError(f"Another host is at {host.address} now.")
-        for other in self._entries.values():
-            if other.host is None or other.host.limits.block_size == limits.block_size:
-                continue
-            raise ConfigError(
-                f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this router "
-                f"{other.host.limits.block_size}; give all the same --block-size."
-            )
+        for block_size in self._block_sizes:
+            if block_size != limits.block_size:
+                raise ConfigError(
+                    f"The host has KV blocks of {limits.block_size} tokens, and other hosts of this router "
+                    f"{block_size}; give all the same --block-size."
+                )
 
     async def _use(self, entry: _Entry, host: HostClient) -> None:
         """Until it has finished and is to get nothing more, or is lost.
@@ -249,6 +260,9 @@ class Registry:
         """
         self._members.add(host)
         entry.host, entry.since = host, time.time()
+        block_size = host.limits.block_size
+        self._block_sizes[block_size] += 1
+        is_released = False
         self._first.set()
         _log.info("the host at %s has joined", host.address)
         try:
@@ -256,10 +270,14 @@ class Registry:
                 entry.changed.clear()
                 if self._is_wanted(entry, host):
                     self._check(entry, host)
-                    self._members.take_back(host)
+                    if is_released:
+                        self._members.take_back(host)
+                        is_released = False
                     await entry.changed.wait()
                     continue
-                self._members.release(host)
+                if not is_released:
+                    self._members.release(host)
+                    is_released = True
                 if not self._members.num_requests(host):
                     is_dismissed = host.limits.host_id in self._dismissed
                     self._set_problem(entry, _DISMISSAL if is_dismissed else _LEFT)
@@ -270,6 +288,8 @@ class Registry:
             self._set_problem(entry, _LEFT)  # it was gone before anybody looked
         finally:
             entry.host = entry.since = None
+            self._block_sizes[block_size] -= 1
+            self._block_sizes += Counter()  # drops block sizes that no host has any more
             self._members.remove(host)
 
     def _is_wanted(self, entry: _Entry, host: HostClient) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +22,7 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     id: str
     """`X-Request-Id`, or an id chosen here. Ids of the answers begin with it. Not unique: clients choose it."""
     arrived_ns: int
-    """When the first byte was read, on the clock of the tracker."""
+    """Time of the first byte, on the clock of the tracker."""
     key_name: str = ""
     """The name of the API key of the request, never the key; empty without keys."""
     traceparent: str | None = None
@@ -33,60 +33,33 @@ class ClientRequest(msgspec.Struct, kw_only=True):
     num_answers: int = 0
     """Answers started so far; the tracker counts them."""
     refusal: str = ""
-    """Why one of the answers was refused. The other answers are aborted then: the client gets an error."""
+    """The reason why one answer was refused. The other answers are aborted then: the client gets an error."""
 
 
-class RequestStatistics:
+class RequestStatistics(msgspec.Struct, kw_only=True, eq=False):
     """One answer, from the arrival of its request to the last byte. Times: nanoseconds of the tracker's clock."""
 
-    __slots__ = (
-        "client_request",
-        "ended_ns",
-        "error",
-        "finish_reason",
-        "first_token_ns",
-        "last_token_ns",
-        "max_tokens",
-        "num_cached_tokens",
-        "num_output_tokens",
-        "num_prompt_tokens",
-        "queue_time_s",
-        "request_id",
-        "started_ns",
-        "traceparent",
-        "tracestate",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        client_request: ClientRequest,
-        *,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        started_ns: int,
-    ) -> None:
-        self.request_id = request_id
-        self.client_request = client_request
-        self.traceparent = client_request.traceparent
-        """The parent span of the work for this answer: the client's span, or the span that a listener made."""
-        self.tracestate = client_request.tracestate
-        self.num_prompt_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
-        self.started_ns = started_ns
-        """When the request had been tokenized and checked, and went to an engine."""
-        self.queue_time_s: float | None = None
-        """Seconds that the answer waited for its first step, for an engine and in the engine; None until known. An
-        answer that ends before its first step waited all the time."""
-        self.first_token_ns: int | None = None
-        self.last_token_ns: int | None = None
-        self.ended_ns: int | None = None
-        self.num_output_tokens = 0
-        self.num_cached_tokens = 0
-        self.finish_reason = ""
-        """`stop`, `length`, `abort`, `error` or `refused`; empty while the answer runs."""
-        self.error = ""
-        """One sentence for the finish reasons `error` and `refused`."""
+    request_id: str
+    client_request: ClientRequest
+    num_prompt_tokens: int
+    max_tokens: int
+    started_ns: int
+    """Time at which the request had been tokenized and checked, and went to an engine."""
+    traceparent: str | None
+    """Parent span of the work for this answer: the client's span, or the span that a listener made."""
+    tracestate: str | None
+    queue_time_s: float | None = None
+    """Seconds that the answer waited for its first step, for an engine and in the engine; None until known. An
+    answer that ends before its first step waited all the time."""
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    ended_ns: int | None = None
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str = ""
+    """`stop`, `length`, `abort`, `error` or `refused`; empty while the answer runs."""
+    error: str = ""
+    """One sentence for the finish reasons `error` and `refused`."""
 
     def with_span(self, request: GenerateRequest) -> GenerateRequest:
         """Returns `request` with the parent span of this answer."""
@@ -99,10 +72,10 @@ class RequestStatistics:
 
 StatisticsListener = Callable[[RequestStatistics], None]
 TokensListener = Callable[[RequestStatistics, int, int, bool], None]
-"""Called with the number of tokens that came together, the nanoseconds that the client waited for them (since the
-tokens before them, or since the arrival of the request), and whether these are the first tokens of the answer."""
+"""Arguments: the tokens that came together, the nanoseconds that the client waited for them (since the tokens
+before them, or since the arrival of the request), and whether these are the first tokens of the answer."""
 DeliveryListener = Callable[[RequestStatistics, int, int, int], None]
-"""Called with three times of a chunk: received by the frontend, turned into text, written to the client."""
+"""Arguments: three times of a chunk: received by the frontend, turned into text, written to the client."""
 
 
 class RequestTracker:
@@ -115,6 +88,8 @@ class RequestTracker:
         self.clock_ns = clock_ns
         self.running: dict[str, RequestStatistics] = {}
         """Running answers by id, oldest first."""
+        self._running_of: dict[str, dict[str, RequestStatistics]] = {}
+        """The same, by name of the API key."""
         self.num_tokens = 0
         """Tokens of all answers so far."""
         self.delivery_listeners: list[DeliveryListener] = []
@@ -159,6 +134,10 @@ class RequestTracker:
 
         return unsubscribe
 
+    def running_of(self, key_name: str) -> Mapping[str, RequestStatistics]:
+        """Running answers by id, oldest first, whose requests came with this API key."""
+        return self._running_of.get(key_name, {})
+
     def longest_wait_ns(self) -> int:
         """The age of the oldest request that has no token yet; 0 without such a request."""
         now = self.clock_ns()
@@ -177,14 +156,17 @@ class RequestTracker:
     ) -> RequestStatistics:
         """Records that an answer goes to an engine."""
         record = RequestStatistics(
-            request_id,
-            client_request,
+            request_id=request_id,
+            client_request=client_request,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
             started_ns=self.clock_ns(),
+            traceparent=client_request.traceparent,
+            tracestate=client_request.tracestate,
         )
         client_request.num_answers += 1
         self.running[request_id] = record
+        self._running_of.setdefault(client_request.key_name, {})[request_id] = record
         for listener in self._start_listeners:
             listener(record)
         return record
@@ -193,7 +175,7 @@ class RequestTracker:
         """Records a chunk of which `num_tokens` tokens belong to the answer."""
         if chunk.queue_time_s is not None and record.first_token_ns is None:
             record.queue_time_s = chunk.queue_time_s
-        if chunk.is_news:
+        if not chunk.token_ids and chunk.finish_reason is None:
             return
         record.num_cached_tokens = chunk.num_cached_tokens
         if num_tokens:
@@ -224,6 +206,10 @@ class RequestTracker:
         record.ended_ns = self.clock_ns()
         if record.first_token_ns is None and record.queue_time_s is None:
             record.queue_time_s = (record.ended_ns - record.started_ns) / 1e9
-        self.running.pop(record.request_id, None)
+        if self.running.get(record.request_id) is record:
+            key_name = record.client_request.key_name
+            del self.running[record.request_id], self._running_of[key_name][record.request_id]
+            if not self._running_of[key_name]:
+                del self._running_of[key_name]
         for listener in self._finish_listeners:
             listener(record)

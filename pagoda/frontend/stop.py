@@ -18,7 +18,7 @@ class StopHit:
     """A stop string was completed."""
 
     text: str
-    """What remains to be emitted before the stop string."""
+    """The text before the stop string that has not been emitted yet."""
     stop: str
 
 
@@ -33,43 +33,47 @@ class _Node:
         """The longest stop string that ends here."""
 
 
-def _automaton(stops: Sequence[str]) -> _Node:
-    root = _Node(0)
-    for stop in stops:
-        node = root
-        for character in stop:
-            node = node.children.setdefault(character, _Node(node.depth + 1))
-        node.match = stop
-    queue = deque([root])
-    while queue:
-        node = queue.popleft()
-        for character, child in node.children.items():
-            child.fallback = root if node is root else _next(node.fallback, root, character)
-            child.match = child.match or child.fallback.match
-            queue.append(child)
-    return root
+class StopStrings:
+    """The automaton of some stop strings. Shared by all answers to one body: it may have thousands of states."""
 
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.root = root = _Node(0)
+        for stop in stops:
+            node = root
+            for character in stop:
+                if character not in node.children:
+                    node.children[character] = _Node(node.depth + 1)
+                node = node.children[character]
+            node.match = stop
+        queue = deque([root])
+        while queue:
+            node = queue.popleft()
+            for character, child in node.children.items():
+                child.fallback = root if node is root else self.next(node.fallback, character)
+                child.match = child.match or child.fallback.match
+                queue.append(child)
 
-def _next(node: _Node, root: _Node, character: str) -> _Node:
-    while character not in node.children and node is not root:
-        node = node.fallback
-    return node.children.get(character, root)
+    def next(self, node: _Node, character: str) -> _Node:
+        """The state behind `node` and `character`."""
+        while character not in node.children and node is not self.root:
+            node = node.fallback
+        return node.children.get(character, self.root)
 
 
 class StopMatcher:
     """Looks for stop strings in one growing text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._root = _automaton(stops)
-        self._node = self._root
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._node = stops.root
         self._held = ""
 
     def push(self, delta: str) -> str | StopHit:
         """The text that can be emitted now, or the hit that ends it; nothing may follow a hit."""
         text = self._held + delta
-        node, root = self._node, self._root
+        node = self._node
         for end, character in enumerate(delta, start=len(self._held) + 1):
-            node = _next(node, root, character)
+            node = self._stops.next(node, character)
             if node.match is not None:
                 return StopHit(text=text[: end - len(node.match)], stop=node.match)
         self._node = node
@@ -78,6 +82,6 @@ class StopMatcher:
         return text[:emitted]
 
     def flush(self) -> str:
-        """What was held back, once no more text follows."""
-        held, self._held, self._node = self._held, "", self._root
+        """The text that was held back, once no more text follows."""
+        held, self._held, self._node = self._held, "", self._stops.root
         return held

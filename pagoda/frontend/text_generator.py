@@ -1,4 +1,4 @@
-"""From text to tokens and back to text, around any endpoint. Used by the HTTP API and by `LLM` alike."""
+"""Text generation over an endpoint of tokens, for the HTTP API and for `LLM`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.frontend.async_utils import LongWork
+from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import ModelText
-from pagoda.frontend.request_tracker import ClientRequest, RequestStatistics, RequestTracker
-from pagoda.frontend.stop import StopHit, StopMatcher
+from pagoda.frontend.request_tracker import REFUSED, ClientRequest, RequestTracker
+from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import (
     FinishReason,
@@ -30,21 +34,21 @@ from pagoda.messages.frontend import (
 from pagoda.messages.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 256
-_LONG_TEXT_CHARS = 16384
-"""Texts longer than this are tokenized in a thread, so that other streams go on meanwhile."""
+LONG_TEXT_CHARS = 16384
+"""Longer texts are tokenized and rendered in a thread, so that other streams go on meanwhile."""
 _MAX_LONG_TEXTS = 2
-"""Long texts that are tokenized at once; the tokenizer takes a hundred times their size in memory."""
+"""Long texts at a time; the tokenizer takes a hundred times their size in memory."""
 
 
 class PromptTooLongError(InvalidRequestError):
     """The prompt, or the prompt with the answer that was asked for, does not fit into the context."""
 
 
-class TextDelta(msgspec.Struct, frozen=True):
-    """What one chunk of tokens adds to one answer."""
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """The part of an answer that one chunk of tokens adds."""
 
     text: str
-    """May be empty: part of a character, or held back because a stop string may begin here."""
+    """Empty if the chunk holds part of a character, or if a stop string may begin in the text."""
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -52,25 +56,27 @@ class TextDelta(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     error: str | None = None
     kv_source: KVSource | None = None
-    """In the last one, if KV of the prompt is held: where."""
+    """The place of the prompt's KV, in the last delta of a request with `holds_kv`."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One answer to one prompt: what goes to the endpoint, and how its tokens become text."""
+    """One answer to one prompt: the endpoint's request, and how its tokens become text."""
 
     request: GenerateRequest
     sampling: SamplingParams
-    """As the user gave it, with stop strings."""
+    """The user's parameters, with stop strings."""
     prompt: str | None
-    """The prompt's text, where it was given as text."""
+    """The text of the prompt; None if token ids were given."""
     client_request: ClientRequest
+    stops: StopStrings | None = None
+    """The automaton of `sampling.stop`; None without stop strings."""
     index: int = 0
-    """Which of the `sampling.n` answers to the prompt."""
+    """Index among the `sampling.n` answers to the prompt."""
 
     @property
     def is_first(self) -> bool:
-        """The one that stands for its prompt when prompt tokens are counted."""
+        """True for the answer that counts the tokens of the prompt."""
         return self.index == 0
 
     @property
@@ -84,7 +90,7 @@ async def start_generator(
     """Starts the engines and, at the same time, loads the text side of their model.
 
     Raises:
-        ConfigError: one of them says why it cannot.
+        ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
     """
     starting = asyncio.create_task(fleet.start())
     try:
@@ -98,14 +104,15 @@ async def start_generator(
 
 
 class TextGenerator:
-    """Makes requests of prompts, and text of their tokens."""
+    """Turns prompts into requests, and tokens into text."""
 
     def __init__(self, endpoint: Endpoint, text: ModelText, tracker: RequestTracker) -> None:
-        """`tracker` is told of each answer."""
+        """`tracker` records each answer."""
         self.endpoint = endpoint
         self.text = text
         self.tracker = tracker
-        self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS)
+        self.long_texts = LongWork(_MAX_LONG_TEXTS)
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt"
@@ -125,12 +132,48 @@ class TextGenerator:
                 f"hold {most} at most.",
                 param=param,
             )
-        if len(text) <= _LONG_TEXT_CHARS:
+        if len(text) <= LONG_TEXT_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        async with self._long_texts:
-            return await asyncio.to_thread(
-                tokenizer.encode, text, add_special_tokens=add_special_tokens
-            )
+        return await self.long_texts.run(
+            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        )
+
+    async def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt of a conversation; `options` are those of `render_conversation`.
+
+        Raises:
+            InvalidRequestError: a message, a tool or a switch is not as it must be.
+        """
+        work = partial(render_conversation, self.text.require_template(), messages, **options)
+        is_long = text_size(messages, options.get("tools")) > LONG_TEXT_CHARS
+        return await self.long_texts.run(work) if is_long else work()
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special tokens included."""
+        work = partial(self.text.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self.long_texts.run(work) if len(token_ids) > LONG_TEXT_CHARS else work()
+
+    def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
+
+        Raises:
+            InvalidRequestError: a value is out of range or does not fit the model; names the field.
+        """
+        sampling = sampling.checked()
+        vocab_size = self.endpoint.limits.vocab_size
+        sampling.check_vocabulary(vocab_size)
+        sampling.check_min_tokens(vocab_size, self._eos_of(sampling))
+        return sampling
+
+    def _stops_of(self, sampling: SamplingParams) -> StopStrings:
+        """The automaton of the stop strings: one for all prompts of a body."""
+        stops = self._stops.get(sampling.stop)
+        if stops is None:
+            stops = self._stops[sampling.stop] = StopStrings(sampling.stop)
+        return stops
+
+    def _eos_of(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return () if sampling.ignore_eos else self.text.eos_token_ids
 
     async def prepare(
         self,
@@ -149,41 +192,38 @@ class TextGenerator:
     ) -> list[TextRequest]:
         """The `sampling.n` requests of one prompt, checked against the endpoint's limits.
 
-        `param` is the client's name for the prompt in errors. `clamp_max_tokens` shortens an answer that would not
-        fit into the context instead of refusing it. `session` is what requests have in common that one replica
-        may serve. `holds_kv` and `kv_source` are as in `GenerateRequest`. Without a `client_request` one is
-        made here.
+        `sampling` is what `check_sampling` returned. `param` is the client's name for the prompt in errors.
+        `clamp_max_tokens` shortens an answer that would not fit into the context instead of refusing it. Requests
+        with the same `session` may be served by one replica. `holds_kv` and `kv_source` are as in
+        `GenerateRequest`. Without a `client_request` one is made here. Token ids are not copied: the caller must
+        not change them.
 
         Raises:
-            InvalidRequestError: a value is out of range or does not fit the model; names the field.
+            InvalidRequestError: the prompt does not fit the model; names the field.
         """
         limits = self.endpoint.limits
-        sampling = sampling.checked()
         if client_request is None:
             client_request = ClientRequest(id=uuid.uuid4().hex, arrived_ns=self.tracker.clock_ns())
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = (
-            await self.encode(prompt, add_special_tokens=add_special_tokens, param=param)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        text, token_ids = None, prompt
+        if isinstance(prompt, str):
+            text = prompt
+            token_ids = await self.encode(
+                prompt, add_special_tokens=add_special_tokens, param=param
+            )
+        token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        token_ids = list(token_ids)
         _check_cache_salt(cache_salt)
-        sampling.check_vocabulary(limits.vocab_size)
-        room = limits.max_model_len - len(token_ids)
-        resolved = _resolve(sampling, room, clamp=clamp_max_tokens)
+        resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
+        stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
-        eos = () if sampling.ignore_eos else self.text.eos_token_ids
-        sampling.check_min_tokens(limits.vocab_size, eos)
         return [
             TextRequest(
                 request=GenerateRequest(
-                    # Names are the clients' to choose, and may be those of others.
-                    request_id=f"{client_request.id}-{secrets.token_hex(4)}",
+                    # Clients choose their ids, so several requests may have the same.
+                    request_id=f"{client_request.id}-{secrets.token_hex(8)}",
                     prompt_token_ids=token_ids,
                     sampling=msgspec.structs.replace(resolved, seed=derive_seed(base, index)),
-                    eos_token_ids=eos,
+                    eos_token_ids=self._eos_of(sampling),
                     priority=priority,
                     cache_salt=cache_salt,
                     session=session,
@@ -195,65 +235,60 @@ class TextGenerator:
                 sampling=sampling,
                 prompt=text,
                 client_request=client_request,
+                stops=stops,
                 index=index,
             )
             for index in range(sampling.n)
         ]
 
     async def stream(self, request: TextRequest) -> AsyncGenerator[TextDelta, None]:
-        """The answer as it grows; the last delta has a finish reason. Closing it early aborts the request.
+        """The answer as it grows; the last delta has a finish reason. Closing the generator aborts the request.
 
         Raises:
             OverloadedError, EngineDeadError: as `Endpoint.generate`.
         """
+        tracker = self.tracker
         assembler = TextAssembler(self.text.tokenizer, request)
         source: KVSource | None = None
-        record = self._open(request)
+        record = tracker.start(
+            request.request.request_id,
+            request.client_request,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.request.sampling.max_tokens or 0,
+        )
         reason, error = str(FinishReason.ABORT), ""
         try:
             value = record.with_span(request.request)
             chunks = cast(AsyncGenerator[TokenChunk, None], self.endpoint.generate(value))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    source = chunk.kv_source or source
-                    if chunk.is_news:
-                        self.tracker.on_chunk(record, chunk, 0)
+                    if chunk.kv_source is not None:
+                        source = chunk.kv_source
+                    if not chunk.token_ids and chunk.finish_reason is None:
+                        tracker.on_chunk(record, chunk, 0)
                         continue
-                    deliveries = self.tracker.delivery_listeners
-                    taken_ns = self.tracker.clock_ns() if deliveries else 0
+                    received_ns = tracker.clock_ns() if tracker.delivery_listeners else 0
                     delta = assembler.push(chunk)
-                    self._note(record, chunk, delta)
-                    made_ns = self.tracker.clock_ns() if deliveries else 0
+                    tracker.on_chunk(record, chunk, len(delta.token_ids))
+                    decoded_ns = tracker.clock_ns() if received_ns else 0
                     if delta.finish_reason is not None:
                         reason, error = delta.finish_reason, delta.error or ""
                         delta = msgspec.structs.replace(delta, kv_source=source)
                     yield delta
-                    if deliveries:
-                        written_ns = self.tracker.clock_ns()
-                        for listener in list(deliveries):
-                            listener(record, taken_ns, made_ns, written_ns)
+                    if received_ns:
+                        written_ns = tracker.clock_ns()
+                        for listener in list(tracker.delivery_listeners):
+                            listener(record, received_ns, decoded_ns, written_ns)
                     if delta.finish_reason is not None:
                         return
         except OverloadedError as refusal:
-            reason, error = "refused", str(refusal)
+            reason, error = REFUSED, str(refusal)
             raise
         except EngineDeadError as death:
             reason, error = str(FinishReason.ERROR), str(death)
             raise
         finally:
-            self.tracker.finish(record, reason, error)
-
-    def _open(self, request: TextRequest) -> RequestStatistics:
-        value = request.request
-        return self.tracker.start(
-            value.request_id,
-            request.client_request,
-            num_prompt_tokens=len(value.prompt_token_ids),
-            max_tokens=value.sampling.max_tokens or 0,
-        )
-
-    def _note(self, record: RequestStatistics, chunk: TokenChunk, delta: TextDelta) -> None:
-        self.tracker.on_chunk(record, chunk, len(delta.token_ids))
+            tracker.finish(record, reason, error)
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -293,7 +328,7 @@ def _check_cache_salt(cache_salt: str | None) -> None:
 
 
 def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:
-    """What the engine needs of the parameters: a definite `max_tokens`, and nothing that is served here."""
+    """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
     max_tokens = sampling.max_tokens
     if max_tokens is None or (clamp and max_tokens > room):
         max_tokens = room
@@ -319,14 +354,17 @@ class TextAssembler:
         self._decoder = tokenizer.incremental(
             request.request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._matcher = StopMatcher(request.stops) if request.stops else None
         self._keep_stop = sampling.include_stop_str_in_output
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
-        """What `chunk` adds."""
+        """The delta of `chunk`."""
         token_ids = chunk.token_ids
         reason = chunk.finish_reason
+        if reason is None and self._matcher is None and len(token_ids) == 1:
+            text = self._decoder.push(token_ids[0])
+            return TextDelta(text, token_ids, None, None, chunk.logprobs, chunk.num_cached_tokens)
         text = ""
         # The token that ended the answer is not part of its text, as a stop string is not.
         silent_end = reason is FinishReason.STOP and not self._keep_stop

@@ -1,23 +1,30 @@
-"""The tokens of one request, from whoever receives them to whoever reads them."""
+"""The chunks of one request, from the connection that receives them to the task that reads them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Self
 
 from pagoda.messages.frontend import TokenChunk
 
 
 class TokenStream:
-    """A queue of chunks with an end: a finish reason, or an error behind the chunks that came before it."""
+    """An asynchronous iterator over chunks. The stream ends after a chunk with a finish reason, or with an error,
+    which is raised after the chunks that came before it.
 
-    def __init__(self) -> None:
+    One task reads the stream, to its end or until `aclose` (`contextlib.aclosing`).
+    """
+
+    def __init__(self, on_abandoned: Callable[[], None] | None = None) -> None:
+        """`on_abandoned` is called when the reader closes the stream before its last chunk has arrived."""
         self._chunks: deque[TokenChunk] = deque()
         self._error: Exception | None = None
+        self._on_abandoned = on_abandoned
         self._waiter: asyncio.Future[None] | None = None
         self.finished = False
-        """Nothing more will come; what has come may still be unread."""
+        """No more chunks will arrive; those that have arrived may still be unread."""
 
     def push(self, chunk: TokenChunk) -> None:
         if self.finished:
@@ -27,11 +34,22 @@ class TokenStream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
+        """`error` must be this stream's own: an exception that several tasks raise keeps the frames of all."""
         if self.finished:
             return
         self._error = error
         self.finished = True
         self._wake()
+
+    async def aclose(self) -> None:
+        """Drops what is unread. May be called twice."""
+        self._chunks.clear()
+        self._error = None
+        if not self.finished:
+            self.finished = True
+            self._wake()
+            if self._on_abandoned is not None:
+                self._on_abandoned()
 
     def __aiter__(self) -> Self:
         return self
@@ -39,7 +57,8 @@ class TokenStream:
     async def __anext__(self) -> TokenChunk:
         while not self._chunks:
             if self._error is not None:
-                raise self._error
+                error, self._error = self._error, None
+                raise error
             if self.finished:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()

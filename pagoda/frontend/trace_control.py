@@ -10,11 +10,12 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from pagoda.errors import ConfigError, PagodaError
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.request_tracing import AnswerRows
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.messages.tracing import StartTrace
@@ -31,22 +32,6 @@ _log = logging.getLogger(__name__)
 
 class TraceStateError(PagodaError):
     """Tracing cannot be started because it is on, or stopped because it is off."""
-
-
-class Traced(Protocol):
-    """Processes that trace when this one does."""
-
-    def start_trace(self, order: StartTrace) -> None:
-        """They trace from now on, and so do those that are started in their place."""
-        ...
-
-    async def stop_trace(self) -> list[str]:
-        """Returns when their fragments are closed, or some seconds later, with what went wrong: sentences."""
-        ...
-
-    async def trace_ended(self) -> None:
-        """Returns when all of them have stopped by themselves, after `StartTrace.num_steps`."""
-        ...
 
 
 class EndedTrace(msgspec.Struct, frozen=True):
@@ -68,7 +53,7 @@ class TraceControl:
         self.run = run
         self._tracer = tracer
         self._trackers = trackers
-        self._traced: Traced | None = None
+        self._fleet: Fleet | None = None
         self._is_starting = False
         self._order: StartTrace | None = None
         self._rows: list[AnswerRows] = []
@@ -83,11 +68,11 @@ class TraceControl:
         """What is being traced; None while tracing is off."""
         return None if self._order is None else self._order.session
 
-    def join(self, traced: Traced) -> None:
-        """These trace whenever this process does, from now on."""
-        self._traced = traced
+    def join(self, fleet: Fleet) -> None:
+        """The engines of `fleet` trace whenever this process does, from now on."""
+        self._fleet = fleet
         if self._order is not None:
-            traced.start_trace(self._order)
+            fleet.start_trace(self._order)
 
     async def start(
         self, level: TraceLevel, *, num_steps: int | None = None, seconds: float | None = None
@@ -118,12 +103,12 @@ class TraceControl:
         self._ended = None
         self._tracer.start(session)
         self._rows = [AnswerRows(self._tracer, tracker) for tracker in self._trackers]
-        if self._traced is not None:
-            self._traced.start_trace(order)
+        if self._fleet is not None:
+            self._fleet.start_trace(order)
         if seconds is not None:
             self._stop_after(lambda: asyncio.sleep(seconds))
-        elif num_steps is not None and self._traced is not None:
-            self._stop_after(self._traced.trace_ended)
+        elif num_steps is not None and self._fleet is not None:
+            self._stop_after(self._fleet.trace_ended)
         return session
 
     def _stop_after(self, wait: Callable[[], Awaitable[None]]) -> None:
@@ -164,7 +149,7 @@ class TraceControl:
         if self._order is None:
             raise RuntimeError("Tracing is off.")
         try:
-            problems = [] if self._traced is None else await self._traced.stop_trace()
+            problems = [] if self._fleet is None else await self._fleet.stop_trace()
             for rows in self._rows:
                 rows.close()
             problems = [*await _beside(partial(self._tracer.end(), CLOSING_S)), *problems]

@@ -199,6 +199,10 @@ class BlockPool:
         self._num_available -= 1
         self._num_evictable -= block.key is not None
 
+    def references(self) -> dict[int, int]:
+        """References by block id, of referenced blocks only; takes time in proportion to the pool."""
+        return {block.block_id: block.ref_count for block in self._blocks if block.ref_count}
+
     def check(self) -> None:
         """Verifies the pool's own bookkeeping; for tests and debugging.
 

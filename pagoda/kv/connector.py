@@ -1,11 +1,12 @@
 """Where KV can come from and go to besides the device: one interface, in two halves.
 
-The engine's half decides. It knows keys, blocks and transfers, no bytes and no torch. The worker's half copies. It
-knows bytes and places, no requests. What one asks of the other is a `Transfer` (`pagoda.messages`).
+The engine's half (`KVConnector`) decides: it knows keys, blocks and transfers, but no bytes and no torch. The
+worker's half (`TransferWorker`) copies: it knows bytes and places, but no requests. The engine asks a worker for
+`Transfer`s (`pagoda.messages.transfers`).
 
-A request that may find KV elsewhere is announced when it is queued. Once `lookup` knows how much there is, blocks
-are taken for it and a transfer fills them; meanwhile the request waits in a state of its own. What has come is
-published like computed blocks, and then the request is admitted by the common way and finds it on the device.
+`on_queued` tells connectors of a request that may find KV elsewhere. Once `lookup` knows how many blocks there
+are, blocks are allocated and a transfer fills them; meanwhile the request waits. Loaded blocks are published
+like computed ones, and the request is then admitted as usual and finds them on the device.
 """
 
 from __future__ import annotations
@@ -21,96 +22,103 @@ from pagoda.messages.transfers import KVPeer, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
 if TYPE_CHECKING:
-    from pagoda.kv.block_pool import Block  # which workers, who share this module, never see
+    from pagoda.kv.block_pool import Block  # workers, who import this module too, have no blocks
 
 
 class PrefixRequest(msgspec.Struct, frozen=True):
-    """What a request could use."""
+    """The blocks that a queued request could load."""
 
     request_id: str
     keys: Sequence[bytes]
-    """Of the full blocks of its tokens, root first, without the block of its last token, which is computed; with
-    that one where `source` says the token behind."""
+    """Keys of the full blocks of its tokens, root first. The block of the last token, which is always computed, is
+    included only with `source`: the source tells the token behind it."""
     token_ids: Sequence[int]
-    """Of these blocks, as they were when the request was queued."""
+    """Tokens of these blocks, as they were when the request was queued."""
     source: KVSource | None = None
-    """Another engine that has them, or will."""
+    """Another engine that has the blocks, or will have them."""
 
 
 class CachedBlock(NamedTuple):
-    """A block that is full and findable on the device, and that a request has just passed through."""
+    """A full block, findable on the device, that a request has just passed through."""
 
     block: Block
     key: bytes
     parent: bytes | None
-    """None for the first block of a prefix."""
+    """Key of the block before it; None for the first block of a prefix."""
     token_ids: Sequence[int]
-    """Of this block."""
+    """Tokens of this block."""
 
 
-class KVConnector(Protocol):
-    """The engine's half of one place for KV."""
+class TransferOwner(Protocol):
+    """The connector that began a transfer."""
+
+    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
+        """The transfer has ended; its device blocks are still referenced during this call."""
+        ...
+
+    def transfer_lost(self, transfer: Transfer) -> None:
+        """The workers are gone, with everything in device and host memory."""
+        ...
+
+
+class KVConnector(TransferOwner, Protocol):
+    """The engine's half of one tier."""
 
     @property
     def tier(self) -> str:
-        """Its name in metrics and logs."""
+        """Name of the tier in metrics and logs."""
         ...
 
     @property
     def has_own_timeout(self) -> bool:
-        """Whether it knows by itself how long to wait; else nobody waits longer than the stack's patience."""
+        """The connector ends its waits itself; others are ended after `LOAD_TIMEOUT_S`."""
         ...
 
     @property
     def is_cache(self) -> bool:
-        """Whether what is here was kept from before; else it was computed for whoever loads it."""
+        """Blocks were kept from earlier requests, rather than computed for the request that loads them."""
         ...
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
-        """A request is queued that finds `keys[:start]` on the device: time to look for the others.
+        """A request is queued that finds `keys[:start]` on the device. One `on_dequeued` follows."""
+        ...
 
-        Every announcement is followed by one `forget`.
-        """
+    def on_dequeued(self, request_id: str) -> None:
+        """The request is admitted, finished or aborted: no lookup for it follows."""
         ...
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
-        """How many blocks from `keys[start]` on, without a gap, can come from here; None: not known yet.
+        """Number of blocks from `keys[start]` on, without a gap, that can be loaded from here.
 
-        Where there are no such keys, 0: a request may have got further on the device than it was announced. Or
-        None while there is something else to wait for.
-
-        Free of side effects, and may be asked again.
+        None while that is not known; `poll` names the request when it may be. `start` may be at or behind the
+        end of the keys: then 0, or None while there is something else to wait for. Repeating the call changes
+        nothing.
         """
         ...
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
-        """The request cannot be loaded yet: brings what is slow to reach nearer."""
+        """The request cannot be loaded yet: moves blocks that are slow to read to a nearer tier."""
         ...
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
-        """Begins to fill `blocks` with `keys[start:]`; returns its id in the ledger: one transfer, or several.
+        """Begins to fill `blocks`, at most as many as `lookup` has just found, with `keys[start:]`.
 
-        No more blocks than `lookup` has just found. The ends of loads are for whoever asked for them, who says
-        `loaded` what became of it.
+        Returns the id in the ledger, under which the load ends. The caller reports the end to `loaded`.
         """
         ...
 
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        """A load of `keys` from here has ended; those at the indices `failed` did not come."""
+        """A load of `keys` from here has ended; `failed` are the indices of keys that did not come."""
         ...
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
-        """Blocks that may be kept here, in the order of a prefix. Whether they are is up to the connector.
+        """Keeps blocks, given in the order of a prefix, or does not.
 
-        Returns how many leading ones it is done with. It stops only where it would store more blocks than
-        `TransferLedger.store_room`; the others are offered again, while they can be found.
+        Returns the number of leading blocks that are settled. Only a lack of `TransferLedger.store_room` leaves
+        blocks over; these are given again while they can be found.
         """
-        ...
-
-    def on_dequeued(self, request_id: str) -> None:
-        """The request is admitted, finished or aborted: nothing will be asked for it any more."""
         ...
 
     def workers_ready(self, ready: WorkerReady) -> None:
@@ -118,17 +126,15 @@ class KVConnector(Protocol):
         ...
 
     def workers_lost(self) -> None:
-        """All that was in the memory of workers is gone. The ledger has dropped all transfers."""
+        """Everything in the workers' memory is gone. The ledger has dropped all transfers."""
         ...
 
-    def poll(self) -> bool | Collection[str]:
-        """Takes news from wherever the connector looks; True if any `lookup` that said None may know now, or the
-        requests whose lookups may.
-        """
+    def poll(self) -> Collection[str]:
+        """Reads what the tier has heard. Returns the requests whose lookups may have another answer now."""
         ...
 
     def pollables(self) -> list[object]:
-        """File descriptors that become readable with news."""
+        """File descriptors and sockets that become readable when `poll` has something to read."""
         ...
 
     def load_report(self) -> TierLoad: ...
@@ -136,28 +142,12 @@ class KVConnector(Protocol):
     def close(self) -> None: ...
 
 
-class LandingPlace(Protocol):
-    """Memory nearer to the device, into which a tier further off brings blocks before they are loaded.
-
-    Whoever reserves slots opens the transfer into them, and settles each when it has ended. When workers are lost,
-    reservations are gone and must not be settled.
-    """
-
-    def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
-        """A slot for the block of `prefix.keys[index]`; None if it is there or on its way, or there is no room."""
-        ...
-
-    def settle(self, key: bytes, *, is_good: bool) -> None:
-        """The transfer into the slot that was reserved for `key` has ended."""
-        ...
-
-
 class BlockMemory(Protocol):
-    """The KV tensors of one rank, registered with the worker's half."""
+    """The KV tensors of one rank, as the worker's half uses them."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all layers of this rank."""
+        """Bytes of one block in all layers of this rank."""
         ...
 
     def read(self, block_id: int, into: memoryview) -> None:
@@ -173,15 +163,15 @@ class TransferWorker(Protocol):
     """The worker's half. Copies beside the steps, in threads of its own."""
 
     def add_peers(self, peers: Sequence[KVPeer]) -> None:
-        """Transfers from now on may name these."""
+        """Transfers from now on may name these peers."""
         ...
 
     def remove_peers(self, peer_ids: Sequence[str]) -> None:
-        """No transfer names these any more; what still runs from there fails."""
+        """No transfer names these peers any more; transfers from them that are under way fail."""
         ...
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        """Begins transfers; none of them makes the caller wait."""
+        """Begins transfers; never waits for one."""
         ...
 
     def step_done(self, step: int) -> None:
@@ -189,7 +179,7 @@ class TransferWorker(Protocol):
         ...
 
     def poll(self) -> list[TransferEnd]:
-        """Those that have ended since the last call. A transfer ends when no thread touches its blocks."""
+        """Transfers that have ended since the last call. A transfer ends when no thread touches its blocks."""
         ...
 
     def close(self) -> None:

@@ -1,14 +1,51 @@
-"""Whoever looks into directories of objects for the engine, which never waits for a disk itself.
+"""The thread that looks into directories of objects: scans, probes, removes, tidies up after killed writers.
 
-Every rank has a directory of its own. What is in rank 0's stands for all: an object there that another rank lacks
-fails to load, and is removed then. Directories of other models under the same root are looked into too, since all
-share one quota.
+It works in small pieces, so that a probe, for which a request waits, never waits for a scan. It sleeps while there
+is nothing to do: it scans at the start, and again only when something was written since, not too often, and then
+only fan-out directories that have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+import logging
+import os
+import stat
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from pagoda.ipc.clock import Clock
+from pagoda.kv.objects import (
+    FAN_OUTS,
+    FoundFile,
+    list_files,
+    object_directories,
+    object_name,
+    read_manifest,
+)
+from pagoda.messages.transfers import KVDirectory
+
+logger = logging.getLogger(__name__)
+
+_MIN_SCAN_INTERVAL_S = 10.0
+_SCAN_SHARE = 20
+"""Scans take at most this part of the time."""
+_PIECE = 256
+"""Files that are looked at, or removed, before other jobs have their turn."""
+_POLL_OBJECTS = 2048
+"""Objects in the news of one `poll`."""
+_MAX_BACKLOG = 2**16
+"""Objects in news that nobody has taken yet, about; a scan waits when there are more."""
+_SAME_TICK_S = 2
+"""How coarse the times of a file system may be, and how much clocks may differ."""
+_CLOSE_TIMEOUT_S = 5.0
+_UNSURE = -1
+"""In place of a fan-out directory's time of change: it must be listed again."""
 
 OWN = 0
 """The number of the directory from which blocks can be loaded; the others under its root have higher ones."""
@@ -71,7 +108,7 @@ class DiskScanner(Protocol):
         """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         ...
 
-    def forget(self, probe_id: int) -> None:
+    def cancel_probe(self, probe_id: int) -> None:
         """Nobody waits for the answer any more: none is needed, though one may come."""
         ...
 
@@ -97,3 +134,349 @@ class DiskScanner(Protocol):
     def close(self) -> None:
         """Stops."""
         ...
+
+
+class _Removal(NamedTuple):
+    directory: int
+    keys: Sequence[bytes]
+
+
+class _Probe(NamedTuple):
+    probe_id: int
+    keys: Sequence[bytes]
+
+
+class _Directory:
+    """What the thread remembers of a directory between scans."""
+
+    def __init__(self, number: int, paths: Sequence[str], object_bytes: int) -> None:
+        self.number = number
+        self.path = paths[0]
+        self.counterparts = paths[1:]
+        """Those of the other ranks."""
+        self.object_bytes = object_bytes
+        """Of each file in `path`."""
+        self.changed_at: dict[int, int] = {}
+        """Of fan-out directories that have been listed."""
+        self.listed_at: dict[int, int] = {}
+        """When that was, in seconds since 1970."""
+
+
+class DiskScannerThread:
+    """A `DiskScanner`. The thread ends with the process, if not before."""
+
+    def __init__(self, directories: Sequence[KVDirectory], clock: Clock) -> None:
+        self._clock = clock
+        paths = [directory.path for directory in directories]
+        self._own = _Directory(OWN, paths, directories[0].object_bytes)
+        self._root = os.path.dirname(paths[0])
+        self._others: dict[str, _Directory] = {}
+        """By path."""
+        self._complaints: set[tuple[str, str]] = set()
+        """Paths and what was wrong with them when it was last told."""
+        self._misfits: list[FoundFile] = []
+        """Objects of a wrong length that this scan has removed."""
+        self._changed = threading.Condition()
+        # What both threads see, under `_changed`:
+        self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
+        self._removals: deque[_Removal] = deque()
+        self._answers: deque[News] = deque()
+        self._news: deque[News] = deque()
+        self._backlog = 0
+        self._is_scanning = True
+        self._next_scan_at = 0.0
+        self._is_closing = False
+        self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="kv-disk-scanner", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's side
+
+    def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
+        with self._changed:
+            self._probes[probe_id] = keys
+            self._changed.notify()
+
+    def cancel_probe(self, probe_id: int) -> None:
+        with self._changed:
+            self._probes.pop(probe_id, None)
+
+    def remove(self, directory: int, keys: Sequence[bytes]) -> None:
+        with self._changed:
+            self._removals.append(_Removal(directory, keys))
+            self._changed.notify()
+
+    def rescan(self) -> None:
+        with self._changed:
+            if not self._is_scanning and self._clock.now() >= self._next_scan_at:
+                self._is_scanning = True
+                self._changed.notify()
+
+    def poll(self) -> list[News]:
+        with self._changed:
+            news = list(self._answers)
+            self._answers.clear()
+            room = _POLL_OBJECTS
+            while self._news and room > 0:
+                news.append(self._news.popleft())
+                room -= _weight(news[-1])
+            self._backlog -= _POLL_OBJECTS - room
+            if news and not self._news:
+                os.eventfd_read(self._readable)
+            self._changed.notify()
+        return news
+
+    def fileno(self) -> int:
+        return self._readable
+
+    def close(self) -> None:
+        """Waits for the thread, unless the disk does not answer."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            os.close(self._readable)
+
+    # ---- the thread's side
+
+    def _run(self) -> None:
+        scan = self._scan()
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_something_to_do)
+                if self._is_closing:
+                    return
+                probe = _Probe(*self._probes.popitem(last=False)) if self._probes else None
+                removal = None
+                if probe is None and self._removals:
+                    removal = self._removals.popleft()
+            try:
+                if probe is not None:
+                    self._tell(self._answer(probe), early=True)
+                elif removal is not None:
+                    self._remove(removal)
+                elif next(scan, None) is None:
+                    scan = self._scan()
+            except Exception:
+                # What breaks one piece of work is not to end all others: requests wait for answers.
+                logger.exception("Looking into KV blocks in %s failed.", self._root)
+                if probe is not None:
+                    self._tell(ProbeAnswer(probe.probe_id, ()), early=True)
+                elif removal is not None:
+                    self._tell(Removed(removal.directory, removal.keys))
+                else:
+                    self._stop_scanning(0.0)
+                    scan = self._scan()
+
+    def _has_something_to_do(self) -> bool:
+        may_scan = self._is_scanning and self._backlog < _MAX_BACKLOG
+        return bool(self._is_closing or self._probes or self._removals or may_scan)
+
+    def _tell(self, news: News, *, early: bool = False) -> None:
+        with self._changed:
+            (self._answers if early else self._news).append(news)
+            if not early:
+                self._backlog += _weight(news)
+            os.eventfd_write(self._readable, 1)
+
+    def _answer(self, probe: _Probe) -> ProbeAnswer:
+        own = self._own
+        found = []
+        for key in probe.keys:
+            path = f"{own.path}/{object_name(key)}"
+            try:
+                status = os.stat(path, follow_symlinks=False)
+            except FileNotFoundError:
+                break
+            except OSError as error:
+                self._complain(own.path, error)
+                break
+            if not stat.S_ISREG(status.st_mode) or status.st_size != own.object_bytes:
+                break
+            found.append(key)
+        return ProbeAnswer(probe.probe_id, found)
+
+    def _remove(self, removal: _Removal) -> None:
+        """One piece of it; the rest has its turn after whatever is more urgent."""
+        piece, rest = removal.keys[:_PIECE], removal.keys[_PIECE:]
+        if removal.directory == OWN:
+            paths = [self._own.path, *self._own.counterparts]
+        else:
+            paths = [path for path, it in self._others.items() if it.number == removal.directory]
+        for path, key in itertools.product(paths, piece):
+            self._unlink(f"{path}/{object_name(key)}", path)
+        self._tell(Removed(removal.directory, piece))
+        if rest:
+            with self._changed:
+                self._removals.appendleft(removal._replace(keys=rest))
+
+    def _unlink(self, path: str, directory: str) -> None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._complain(directory, error)
+
+    # ---- scanning: generators that yield between two pieces
+
+    def _scan(self) -> Iterator[bool]:
+        started = self._clock.now()
+        yield from self._list(self._own)
+        self._tell_of_misfits()
+        for directory in self._find_others():
+            yield from self._list(directory)
+        seconds = self._clock.now() - started
+        self._stop_scanning(seconds)
+        self._tell(ScanEnded(seconds))
+
+    def _stop_scanning(self, seconds: float) -> None:
+        interval = max(_MIN_SCAN_INTERVAL_S, _SCAN_SHARE * seconds)
+        with self._changed:
+            self._is_scanning = False
+            self._next_scan_at = self._clock.now() + interval
+
+    def _find_others(self) -> list[_Directory]:
+        """Directories of other objects, those that are gone too: what was found there is not any more."""
+        own = {self._own.path, *self._own.counterparts}
+        try:
+            paths = [path for path in object_directories(self._root) if path not in own]
+        except OSError as error:
+            self._complain(self._root, error)
+            paths = []
+        for path in paths:
+            if path not in self._others:
+                self._meet(path)
+        return list(self._others.values())
+
+    def _meet(self, path: str) -> None:
+        try:
+            manifest = read_manifest(Path(path))
+        except OSError as error:
+            self._complain(path, error)
+            return
+        if manifest is None:
+            self._complain_of(path, "its manifest cannot be understood; it is not counted")
+            return
+        directory = _Directory(len(self._others) + 1, [path], manifest.object_bytes)
+        self._others[path] = directory
+        self._tell(DirectoryFound(directory.number, directory.object_bytes))
+
+    def _list(self, directory: _Directory) -> Iterator[bool]:
+        try:
+            for path in (directory.path, *directory.counterparts):
+                self._tidy(list_files(path))
+            self._recovered(directory.path)
+        except OSError as error:
+            # Another model's directory may be removed at any time, and nobody here misses it.
+            if directory.number == OWN or not isinstance(error, FileNotFoundError):
+                self._complain(directory.path, error)
+        for number, fan_out in enumerate(FAN_OUTS):
+            try:
+                yield from self._list_fan_out(directory, number, f"/{fan_out}")
+            except FileNotFoundError:
+                if directory.changed_at.pop(number, None) is not None:
+                    listed_at = int(time.time()) - _SAME_TICK_S
+                    self._tell(FanOutListed(directory.number, number, {}, listed_at))
+            except OSError as error:
+                self._complain(directory.path, error)
+            yield True
+
+    def _list_fan_out(self, directory: _Directory, number: int, fan_out: str) -> Iterator[bool]:
+        path = directory.path + fan_out
+        changed_at = os.stat(path).st_mtime_ns
+        if directory.changed_at.get(number) == changed_at:
+            return
+        now = time.time()
+        listed_at = int(now) - _SAME_TICK_S
+        last_listed_at = directory.listed_at.get(number, 0)
+        everything: dict[bytes, int] = {}
+        files = list_files(path)
+        while piece := list(itertools.islice(files, _PIECE)):
+            used_at = self._collect_objects(directory, piece, int(now))
+            everything |= used_at
+            # What is known and was not used since would only be work for the engine.
+            news = {key: at for key, at in used_at.items() if at >= last_listed_at}
+            if news:
+                self._tell(ObjectsFound(directory.number, news))
+            yield True
+        # What changes within one tick of the file system's clock shows no other time.
+        is_sure = changed_at < listed_at * 10**9
+        directory.changed_at[number] = changed_at if is_sure else _UNSURE
+        directory.listed_at[number] = listed_at
+        self._tell(FanOutListed(directory.number, number, everything, listed_at))
+        for counterpart in directory.counterparts:
+            yield True
+            self._remove_orphans(counterpart + fan_out, everything.keys())
+
+    def _collect_objects(
+        self, directory: _Directory, files: Sequence[FoundFile], now: int
+    ) -> dict[bytes, int]:
+        """The objects among `files`, and when they were last used; what is surely worthless is removed."""
+        used_at: dict[bytes, int] = {}
+        for found in files:
+            if found.key is None:
+                self._tidy([found])
+            elif directory.number == OWN and found.num_bytes != directory.object_bytes:
+                # An object appears whole; only something else than a writer can have cut it.
+                self._misfits.append(found)
+                self._unlink(found.path, directory.path)
+            else:
+                used_at[found.key] = max(0, min(int(found.used_at), now))
+        return used_at
+
+    def _tidy(self, files: Iterable[FoundFile]) -> None:
+        now = time.time()
+        for found in files:
+            if found.is_temporary and found.is_stale(now):
+                self._unlink(found.path, os.path.dirname(found.path))
+
+    def _remove_orphans(self, path: str, keys: Collection[bytes]) -> None:
+        """Removes what another rank has and rank 0 has not, since nobody ever asks for it."""
+        now = time.time()
+        with contextlib.suppress(FileNotFoundError):
+            for found in list_files(path):
+                is_orphan = found.key is not None and found.key not in keys
+                if (is_orphan or found.is_temporary) and found.is_stale(now):
+                    self._unlink(found.path, path)
+
+    # ---- warnings
+
+    def _tell_of_misfits(self) -> None:
+        misfits, self._misfits = self._misfits, []
+        if misfits:
+            logger.warning(
+                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes "
+                "instead of %d.",
+                self._own.path,
+                len(misfits),
+                misfits[0].path,
+                misfits[0].num_bytes,
+                self._own.object_bytes,
+            )
+
+    def _complain(self, path: str, error: OSError) -> None:
+        self._complain_of(path, error.strerror or str(error))
+
+    def _complain_of(self, path: str, problem: str) -> None:
+        """Once, while it lasts."""
+        if (path, problem) not in self._complaints:
+            self._complaints.add((path, problem))
+            logger.warning("KV blocks in %s: %s.", path, problem)
+
+    def _recovered(self, path: str) -> None:
+        self._complaints = {complaint for complaint in self._complaints if complaint[0] != path}
+
+
+def _weight(news: News) -> int:
+    """About how long it takes to read, in objects."""
+    match news:
+        case ObjectsFound():
+            return len(news.used_at) + 1
+        case FanOutListed():
+            return len(news.used_at) // 8 + 1
+        case Removed():
+            return len(news.keys) // 8 + 1
+        case _:
+            return 1

@@ -1,22 +1,23 @@
-"""Blocks on disk: which are there, which are worth to be written, and which must go to make room.
+"""The tier on disk: which blocks are there, which are worth writing, and which go to make room.
 
-The workers read and write the objects; a scanner looks into directories and removes. What is known here is an
-index, which may lag behind the disk: an object that has gone meanwhile fails to load, one that has come is found
-by a probe. So it does not matter who else uses the directories. Nothing is written before all that is there has
-been counted, since only then the quota can be kept.
+Workers read and write the objects; a `DiskScanner` lists directories and removes objects. The index here may lag
+behind the disk: an object that has gone fails to load, and one that has come is found by a probe. So others may
+use the directories as well. Nothing is written before the first scan has counted everything that is there, since
+the quota cannot be kept before.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
-from pagoda.kv.admission_filter import AdmissionFilter
 from pagoda.kv.block_pool import Block
-from pagoda.kv.connector import CachedBlock, LandingPlace, PrefixRequest
+from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.disk_index import DiskIndex
+from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
@@ -29,9 +30,8 @@ from pagoda.kv.disk_scanner import (
     ScanEnded,
 )
 from pagoda.kv.events import KVEventRecorder, Medium
-from pagoda.kv.evictor import Evictor
+from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
-from pagoda.kv.write_backoff import WriteBackoff
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import (
     DeviceBlocks,
@@ -43,16 +43,19 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import WorkerReady
 
+if TYPE_CHECKING:
+    from pagoda.kv.tiers import TierContext
+
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 10.0
-"""When the scanner owes an answer and has said nothing for so long, the disk hangs."""
+_SCANNER_TIMEOUT_S = 10.0
+"""Seconds of silence, while the scanner owes an answer, after which the disk counts as hanging."""
 _WARNING_INTERVAL_S = 10.0
-"""Of failed loads: a directory that was removed fails one after the other."""
+"""Seconds between warnings of failed loads: in a directory that was removed, one fails after the other."""
 
 
 class DiskTier:
-    """The engine's half of the directories of objects; every rank has the same keys in its own."""
+    """The engine's half of the directories of objects. Every rank has the same keys in its own directory."""
 
     tier = "disk"
     has_own_timeout = False
@@ -63,46 +66,64 @@ class DiskTier:
         directories: Sequence[KVDirectory],
         ledger: TransferLedger,
         clock: Clock,
-        open_scanner: Callable[[Sequence[KVDirectory]], DiskScanner],
+        open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner],
         *,
         quota_bytes: int,
         min_touches: int,
         epoch_s: float,
-        landing: LandingPlace | None = None,
+        host: HostTier | None = None,
         events: KVEventRecorder | None = None,
     ) -> None:
-        """`epoch_s` is what the clock's time lacks to seconds since 1970; prefetched blocks go to `landing`.
+        """Prefetched blocks go to `host`. `epoch_s` is the time at which the clock read 0, in seconds since 1970.
 
         Raises:
             ConfigError: the quota is too small for even one block.
         """
         self._ledger = ledger
         self._clock = clock
-        self._open_housekeeper = open_scanner
+        self._open_scanner = open_scanner
         self._quota_bytes = quota_bytes
         self._epoch_s = epoch_s
-        self._landing = landing
+        self._host = host
         self._events = events
         self._admission = AdmissionFilter(min_touches)
         self._backoff = WriteBackoff(clock)
         self._stores: dict[int, Sequence[CachedBlock]] = {}
-        """By transfer."""
+        """Blocks being written, by transfer."""
         self._storing: set[bytes] = set()
-        self._fetches: dict[int, Sequence[bytes]] = {}
-        """By transfer, into `landing`."""
+        self._prefetches: dict[int, Sequence[bytes]] = {}
+        """Keys being copied to `host`, by transfer."""
         self._next_probe = 0
         self._next_warning_at = 0.0
         self._num_stored = 0
         self._num_removed = 0
         self._num_loaded = 0
         self._num_failed = 0
-        self._look_into(directories)
+        self._open_directories(directories)
 
-    def _look_into(self, directories: Sequence[KVDirectory]) -> None:
-        """Begins with what is in these directories, of which nothing is known yet."""
+    @classmethod
+    def build(cls, context: TierContext) -> DiskTier | None:
+        """Returns the tier if the workers have directories."""
+        config, directories = context.config, context.ready.kv_directories
+        if config is None or not directories:
+            return None
+        return cls(
+            directories,
+            context.ledger,
+            context.clock,
+            context.open_scanner,
+            quota_bytes=config.disk_bytes,
+            min_touches=config.disk_min_touches,
+            epoch_s=context.epoch_s,
+            host=context.host,
+            events=context.events,
+        )
+
+    def _open_directories(self, directories: Sequence[KVDirectory]) -> None:
+        """Starts anew with directories of which nothing is known yet."""
         self._directories = directories
         self._block_bytes = sum(directory.object_bytes for directory in directories)
-        """Of one block, on all ranks together."""
+        """Bytes of one block, on all ranks together."""
         if self._block_bytes > self._quota_bytes:
             raise ConfigError(
                 f"--kv-disk-bytes {self._quota_bytes} is too small: one KV block of this model "
@@ -112,12 +133,17 @@ class DiskTier:
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
         self._probes: dict[int, str] = {}
-        """Probe to request."""
+        """Requests by probe."""
         self._probing: dict[str, int] = {}
+        """Probes by request."""
         self._unheard_since: float | None = None
-        """When the scanner was asked, or last said anything; None if it owes no answer."""
-        self._scanner = self._open_housekeeper(directories)
-        self._evictor = Evictor(self._index, self._scanner, self._quota_bytes, self._forget_object)
+        """Time at which the scanner was asked or last said anything; None if it owes no answer."""
+        self._is_hang_known = False
+        """`poll` has named the requests whose probes the hanging disk does not answer."""
+        self._scanner = self._open_scanner(directories, self._clock)
+        self._evictor = Evictor(
+            self._index, self._scanner.remove, self._quota_bytes, self._forget_object
+        )
 
     # ---- what requests find
 
@@ -132,6 +158,14 @@ class DiskTier:
         self._scanner.probe(self._next_probe, unknown)
         self._next_probe += 1
 
+    def on_dequeued(self, request_id: str) -> None:
+        probe_id = self._probing.pop(request_id, None)
+        if probe_id is not None:
+            del self._probes[probe_id]
+            self._scanner.cancel_probe(probe_id)
+            if not self._probes and not self._is_hanging():
+                self._unheard_since = None
+
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         for index in range(start, len(prefix.keys)):
             if not self._has(prefix.keys[index]):
@@ -140,15 +174,15 @@ class DiskTier:
         return max(0, len(prefix.keys) - start)
 
     def _is_hanging(self) -> bool:
-        """Whether the disk does not answer. Until it does, what is not known counts as not there."""
+        """True while the disk does not answer: what is not known counts as not there."""
         since = self._unheard_since
-        return since is not None and self._clock.now() - since >= _PATIENCE_S
+        return since is not None and self._clock.now() - since >= _SCANNER_TIMEOUT_S
 
     def _has(self, key: bytes) -> bool:
         return self._index.find(OWN, key)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
-        if self._landing is None:
+        if self._host is None:
             return
         keys: list[bytes] = []
         slots: list[int] = []
@@ -156,14 +190,14 @@ class DiskTier:
             key = prefix.keys[index]
             if not self._has(key):
                 break
-            slot = self._landing.reserve(prefix, index)
+            slot = self._host.reserve(prefix, index)
             if slot is not None:
                 keys.append(key)
                 slots.append(slot)
         if keys:
             self._use(keys)
             transfer_id = self._ledger.open(self, DiskObjects(keys), HostSlots(slots))
-            self._fetches[transfer_id] = keys
+            self._prefetches[transfer_id] = keys
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
@@ -177,58 +211,45 @@ class DiskTier:
         self._num_loaded += len(keys) - len(failed)
         self._num_failed += len(failed)
 
-    def on_dequeued(self, request_id: str) -> None:
-        probe_id = self._probing.pop(request_id, None)
-        if probe_id is not None:
-            del self._probes[probe_id]
-            self._scanner.forget(probe_id)
-            if not self._probes and not self._is_hanging():
-                self._unheard_since = None
-
     # ---- what is kept
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         if not self._is_indexed:
             self._scanner.rescan()  # if the first scan has failed
-        may_store = self._may_store()
+        may_store = self._is_indexed and not self._backoff.is_on
         room = self._ledger.store_room
         known: list[bytes] = []
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
         for cached in cached_blocks:
-            is_kept = self._has(cached.key)
-            is_worth_it = self._admission.touch(cached.key, cached.parent, is_kept=is_kept)
+            key = cached.key
+            is_kept = self._has(key)
+            is_worth_it = self._admission.touch(key, cached.parent, is_kept=is_kept)
             if is_kept:
-                known.append(cached.key)
-            elif is_worth_it and may_store and self._is_absent(cached.key):
-                if len(wanted) == room and cached.key not in wanted:
+                known.append(key)
+            elif is_worth_it and may_store and self._is_absent(key):
+                if len(wanted) == room and key not in wanted:
                     break
-                wanted[cached.key] = cached
+                wanted[key] = cached
             num_done += 1
         self._use(known)
         self._store(list(wanted.values()))
         return num_done
 
-    def _may_store(self) -> bool:
-        return self._is_indexed and not self._backoff.is_on
-
     def _is_absent(self, key: bytes) -> bool:
-        """Whether it is neither being written nor being removed."""
+        """True if the object is neither being written nor being removed."""
         return key not in self._storing and not self._evictor.is_removing(OWN, key)
 
-    def _store(self, cached_blocks: Sequence[CachedBlock]) -> None:
-        if not cached_blocks:
+    def _store(self, saved: Sequence[CachedBlock]) -> None:
+        if saved:
+            saved = saved[: self._evictor.make_room(len(saved), len(self._storing))]
+        if not saved:
             return
-        cached_blocks = cached_blocks[
-            : self._evictor.make_room(len(cached_blocks), len(self._storing))
-        ]
-        if not cached_blocks:
-            return
-        keys = [cached.key for cached in cached_blocks]
-        blocks = [cached.block for cached in cached_blocks]
+        keys = [cached.key for cached in saved]
+        blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         transfer_id = self._ledger.open(self, source, DiskObjects(keys), blocks)
-        self._stores[transfer_id] = cached_blocks
+        self._stores[transfer_id] = saved
         self._storing.update(keys)
 
     def _forget_object(self, directory: int, key: bytes) -> None:
@@ -238,7 +259,7 @@ class DiskTier:
                 self._events.remove(key, Medium.DISK)
 
     def _use(self, keys: Sequence[bytes]) -> None:
-        """They go last, the end of a prefix before its beginning."""
+        """Marks objects as used now; the end of a prefix is evicted before its beginning."""
         now = self._now()
         for key in reversed(keys):
             self._index.touch(OWN, key, now)
@@ -249,36 +270,36 @@ class DiskTier:
     # ---- transfers
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        cached_blocks = self._stores.pop(transfer.transfer_id, None)
-        if cached_blocks is not None:
-            self._store_ended(cached_blocks, end)
+        saved = self._stores.pop(transfer.transfer_id, None)
+        if saved is not None:
+            self._store_ended(saved, end)
             return
         if end.failed and isinstance(transfer.source, DiskObjects):
             self._warn_of_loads(end)
             self._give_up(transfer.source.keys, end)
-        fetched = self._fetches.pop(transfer.transfer_id, None)
-        if fetched is not None and self._landing is not None:
+        prefetched = self._prefetches.pop(transfer.transfer_id, None)
+        if prefetched is not None and self._host is not None:
             failed = set(end.failed)
-            for index, key in enumerate(fetched):
-                self._landing.settle(key, is_good=index not in failed)
+            for index, key in enumerate(prefetched):
+                self._host.settle(key, is_good=index not in failed)
 
     def _give_up(self, keys: Sequence[bytes], end: TransferEnd) -> None:
-        """Removes what is not good. What may be is only forgotten: a probe, or a scan, finds it again."""
+        """Removes bad objects. Unreadable ones are only forgotten: a probe or a scan finds them again."""
         unreadable = set(end.unreadable)
         for index in end.unreadable:
             self._forget_object(OWN, keys[index])
         self._evictor.discard([keys[index] for index in end.failed if index not in unreadable])
 
     def transfer_lost(self, transfer: Transfer) -> None:
-        """What was written of a store is found by a later scan."""
-        self._fetches.pop(transfer.transfer_id, None)
+        """A later scan finds what was written."""
+        self._prefetches.pop(transfer.transfer_id, None)
         for cached in self._stores.pop(transfer.transfer_id, ()):
             self._storing.discard(cached.key)
 
-    def _store_ended(self, cached_blocks: Sequence[CachedBlock], end: TransferEnd) -> None:
-        self._storing.difference_update(cached.key for cached in cached_blocks)
+    def _store_ended(self, saved: Sequence[CachedBlock], end: TransferEnd) -> None:
+        self._storing.difference_update(cached.key for cached in saved)
         failed = set(end.failed)
-        good = [cached for index, cached in enumerate(cached_blocks) if index not in failed]
+        good = [cached for index, cached in enumerate(saved) if index not in failed]
         now = self._now()
         for cached in reversed(good):
             self._index.add(OWN, cached.key, now)
@@ -290,7 +311,7 @@ class DiskTier:
         if failed:
             self._stores_failed(end.error)
             if len(self._directories) > 1:  # some ranks may have written theirs
-                self._evictor.discard([cached_blocks[index].key for index in end.failed])
+                self._evictor.discard([saved[index].key for index in end.failed])
         elif self._backoff.succeeded():
             logger.info("KV blocks are written to %s again.", self._path)
         if good:
@@ -329,25 +350,41 @@ class DiskTier:
             self._scanner.rescan()  # some stores may have ended unseen
         else:
             self._scanner.close()
-            self._look_into(ready.kv_directories)
+            self._open_directories(ready.kv_directories)
 
     def workers_lost(self) -> None:
-        """What is on disk outlives the workers."""
+        """Objects outlive the workers."""
 
-    def poll(self) -> bool:
-        num_probing = len(self._probing)
+    def poll(self) -> Collection[str]:
+        changed: set[str] = set()
         everything = self._scanner.poll()
         for news in everything:
-            self._apply(news)
+            if isinstance(news, ProbeAnswer):
+                changed.update(self._apply_probe_answer(news))
+            else:
+                self._apply(news)
         if everything:
             self._unheard_since = self._clock.now() if self._probing else None
-        self._evictor.go_on(len(self._storing))
-        return len(self._probing) < num_probing or (num_probing > 0 and self._is_hanging())
+        self._evictor.evict(len(self._storing))
+        is_hanging = self._is_hanging()
+        if is_hanging and not self._is_hang_known:
+            changed.update(self._probing)
+        self._is_hang_known = is_hanging
+        return changed
+
+    def _apply_probe_answer(self, answer: ProbeAnswer) -> Collection[str]:
+        """Returns the request that waited for the answer, if it still does."""
+        now = self._now()
+        for key in answer.found:
+            self._found(OWN, key, now)
+        request_id = self._probes.pop(answer.probe_id, None)
+        if request_id is None:
+            return ()
+        del self._probing[request_id]
+        return (request_id,)
 
     def _apply(self, news: News) -> None:
         match news:
-            case ProbeAnswer():
-                self._apply_probe_answer(news)
             case ObjectsFound():
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)
@@ -360,20 +397,12 @@ class DiskTier:
             case ScanEnded():
                 self._scan_ended(news)
 
-    def _apply_probe_answer(self, answer: ProbeAnswer) -> None:
-        now = self._now()
-        for key in answer.found:
-            self._found(OWN, key, now)
-        request_id = self._probes.pop(answer.probe_id, None)
-        if request_id is not None:
-            del self._probing[request_id]
-
     def _found(self, directory: int, key: bytes, used_at: int) -> None:
         if not self._evictor.is_removing(directory, key):
             self._index.add(directory, key, used_at)
 
     def _compare(self, listed: FanOutListed) -> None:
-        """Takes in what is there and not known, and forgets what is known and not there."""
+        """Adds objects that are there and unknown; forgets those that are known and not there."""
         directory, fan_out, keys = listed.directory, listed.fan_out, listed.used_at.keys()
         for key in self._index.unknown(directory, fan_out, keys):
             self._found(directory, key, listed.used_at[key])

@@ -1,14 +1,15 @@
-"""Blocks in host memory: which of them lies in which slot of the workers' arenas.
+"""The tier in host memory: which blocks lie in which slots of the workers' arenas.
 
-Slots are managed as device blocks are, by a `BlockPool`: those in use by a transfer are referenced, the others
-are evicted in the order in which requests last passed through them. Workers take the arena with them when they are
-lost.
+A `BlockPool` manages slots like device blocks: transfers reference the slots that they use, and the others are
+evicted in the order in which requests last passed through them. Arenas are lost with their workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
@@ -18,31 +19,37 @@ from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
+if TYPE_CHECKING:
+    from pagoda.kv.tiers import TierContext
+
 _PREFETCH_SHARE = 4
-"""At most this part of the slots is waiting for a slower tier to fill it."""
+"""At most 1 / this of the slots are reserved for slower tiers."""
 _PREFETCH_BYTES = 2**30
-"""And at most so much of one rank's memory, about a second of reading: whoever gets room meanwhile and wants the
-last of it waits for all of it."""
+"""At most these bytes of one rank are reserved, about a second of reading: a request for which there is room
+meanwhile waits until the last of its blocks is here."""
 
 
 class _Copy(NamedTuple):
-    """Slots that a transfer reads or writes."""
+    """A transfer from or to slots."""
 
     slots: list[Block]
-    cached_blocks: Sequence[CachedBlock]
-    """What is stored in them; empty for a load."""
+    saved: Sequence[CachedBlock]
+    """Blocks that are stored in the slots; empty for a load."""
 
 
-class _Landing(NamedTuple):
-    """A slot into which a slower tier brings a block."""
+@dataclass(eq=False)
+class _Reservation:
+    """A slot into which a slower tier copies a block."""
 
     slot: Block
     parent: bytes | None
     token_ids: Sequence[int]
+    waiters: set[str]
+    """Requests to look up again when the copy has ended."""
 
 
 class HostTier:
-    """The engine's half of the arenas; every rank has the same slots."""
+    """The engine's half of the arenas. Every rank has the same slots."""
 
     tier = "host"
     has_own_timeout = False
@@ -55,63 +62,86 @@ class HostTier:
         ledger: TransferLedger,
         events: KVEventRecorder | None = None,
     ) -> None:
+        self.pool = BlockPool(num_slots, events, Medium.HOST)
+        """The slots, by the keys of the blocks that they hold."""
         self._block_size = block_size
         self._ledger = ledger
         self._events = events
-        self._slots = BlockPool(num_slots, events, Medium.HOST)
-        self._most_landing = max(1, num_slots // _PREFETCH_SHARE)
+        self._max_reserved = max(1, num_slots // _PREFETCH_SHARE)
         self._copies: dict[int, _Copy] = {}
-        """By transfer."""
-        self._landing: dict[bytes, _Landing] = {}
-        """By key."""
+        """Copies by transfer id."""
+        self._reserved: dict[bytes, _Reservation] = {}
+        """Reservations by key."""
+        self._refused: set[str] = set()
+        """Requests that got no reservation since the last one ended."""
         self._storing: set[bytes] = set()
-        self._has_news = False
+        self._changed: set[str] = set()
+        """Requests whose lookup may have another answer now."""
         self._num_loaded = 0
         self._num_failed = 0
 
-    @property
-    def pool(self) -> BlockPool:
-        """Its slots, by the keys of the blocks that they hold."""
-        return self._slots
+    @classmethod
+    def build(cls, context: TierContext) -> HostTier | None:
+        """Returns the tier if the workers have arenas."""
+        ready = context.ready
+        if not ready.kv_host_slots:
+            return None
+        return cls(ready.kv_host_slots, ready.block_size, context.ledger, context.events)
+
+    def check(self) -> None:
+        """Verifies that slots are referenced by copies and reservations alone; for tests.
+
+        Raises:
+            ValueError: an invariant is broken.
+        """
+        self.pool.check()
+        used = Counter(slot.block_id for copy in self._copies.values() for slot in copy.slots)
+        used.update(reserved.slot.block_id for reserved in self._reserved.values())
+        if self.pool.references() != used:
+            raise ValueError("Slots are referenced by something else than copies and reservations.")
 
     # ---- what requests find
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
-        """What is here is known at any time."""
+        """The tier knows its blocks at any time."""
+
+    def on_dequeued(self, request_id: str) -> None:
+        """The tier keeps nothing about requests."""
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
-        """None where the next block is on its way from a slower tier: it will soon be nearer than it is there."""
+        """None if a slower tier is copying the next block here: loading it from here will be faster."""
         for index in range(start, len(prefix.keys)):
             key = prefix.keys[index]
-            if self._slots.find(key) is None:
-                return None if key in self._landing else index - start
+            if self.pool.find(key) is None:
+                reserved = self._reserved.get(key)
+                if reserved is None:
+                    return index - start
+                reserved.waiters.add(prefix.request_id)
+                return None
         return max(0, len(prefix.keys) - start)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
-        """There is nothing nearer to bring blocks to."""
+        """No tier is nearer."""
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
-        found = [self._slots.find(key) for key in prefix.keys[start : start + len(blocks)]]
+        found = [self.pool.find(key) for key in prefix.keys[start : start + len(blocks)]]
         slots = [slot for slot in found if slot is not None]
         if len(slots) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks are wanted, {len(slots)} are here.")
         source = HostSlots([slot.block_id for slot in slots])
         target = DeviceBlocks([block.block_id for block in blocks])
-        self._slots.share(slots)
-        transfer = self._ledger.open(self, source, target, blocks, after_step=after_step)
-        self._copies[transfer] = _Copy(slots, ())
-        return transfer
+        self.pool.share(slots)
+        transfer_id = self._ledger.open(self, source, target, blocks, after_step=after_step)
+        self._copies[transfer_id] = _Copy(slots, ())
+        return transfer_id
 
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
         self._num_loaded += len(keys) - len(failed)
         self._num_failed += len(failed)
         for index in failed:
-            self._slots.discard(keys[index])
-
-    def on_dequeued(self, request_id: str) -> None:
-        """Nothing is remembered of requests."""
+            self.pool.discard(keys[index])
 
     # ---- what is kept
 
@@ -121,79 +151,84 @@ class HostTier:
         wanted: dict[bytes, CachedBlock] = {}
         num_done = 0
         for cached in cached_blocks:
-            slot = self._slots.find(cached.key)
+            key = cached.key
+            slot = self.pool.find(key)
             if slot is not None:
                 known.append(slot)
-            elif not (
-                cached.key in wanted or cached.key in self._storing or cached.key in self._landing
-            ):
+            elif not (key in wanted or key in self._storing or key in self._reserved):
                 if len(wanted) == room:
                     break
-                wanted[cached.key] = cached
+                wanted[key] = cached
             num_done += 1
-        self._slots.share(
-            known
-        )  # what a request passes through is evicted last, ends of prefixes first
-        self._store(list(wanted.values())[: self._slots.num_available])
-        self._slots.release(known)
+        # Sharing and releasing moves the slots to the end of the order of eviction, ends of prefixes first.
+        self.pool.share(known)
+        self._store(list(wanted.values())[: self.pool.num_available])
+        self.pool.release(known)
         return num_done
 
-    def _store(self, cached_blocks: Sequence[CachedBlock]) -> None:
-        if not cached_blocks:
+    def _store(self, saved: Sequence[CachedBlock]) -> None:
+        if not saved:
             return
-        slots = self._slots.allocate(len(cached_blocks))
-        blocks = [cached.block for cached in cached_blocks]
+        slots = self.pool.allocate(len(saved))
+        blocks = [cached.block for cached in saved]
         source = DeviceBlocks([block.block_id for block in blocks])
         target = HostSlots([slot.block_id for slot in slots])
-        self._storing.update(cached.key for cached in cached_blocks)
-        self._copies[self._ledger.open(self, source, target, blocks)] = _Copy(slots, cached_blocks)
+        self._storing.update(cached.key for cached in saved)
+        self._copies[self._ledger.open(self, source, target, blocks)] = _Copy(slots, saved)
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
         copy = self._copies.pop(transfer.transfer_id)
         failed = set(end.failed)
-        for index, (slot, cached) in enumerate(zip(copy.slots, copy.cached_blocks, strict=False)):
+        for index, (slot, cached) in enumerate(zip(copy.slots, copy.saved, strict=False)):
             self._storing.discard(cached.key)
             if index in failed:
                 self._num_failed += 1
             else:
                 self._publish(slot, cached.key, cached.parent, cached.token_ids)
-        self._slots.release(copy.slots)
+        self.pool.release(copy.slots)
 
     def transfer_lost(self, transfer: Transfer) -> None:
-        """Its slots are free again; `workers_lost` forgets what they hold."""
-        copy = self._copies.pop(transfer.transfer_id)
-        self._slots.release(copy.slots)
+        """Releases the slots; `workers_lost` forgets their blocks."""
+        self.pool.release(self._copies.pop(transfer.transfer_id).slots)
 
     def _publish(
         self, slot: Block, key: bytes, parent: bytes | None, token_ids: Sequence[int]
     ) -> None:
-        if self._slots.publish(slot, key) and self._events is not None:
+        if self.pool.publish(slot, key) and self._events is not None:
             self._events.store(key, parent, token_ids, Medium.HOST)
 
-    # ---- what a slower tier brings
+    # ---- what a slower tier copies here before it is loaded
 
     def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
+        """Returns a slot for the block of `prefix.keys[index]`.
+
+        None if the block is here or on its way, or if there is no room. The caller opens the transfer into the
+        slot and calls `settle` when that has ended, unless the workers are lost before.
+        """
         key = prefix.keys[index]
-        is_known = self._slots.find(key) is not None or key in self._landing
-        if is_known or key in self._storing or len(self._landing) >= self._most_landing:
+        if self.pool.find(key) is not None or key in self._reserved or key in self._storing:
             return None
-        if not self._slots.num_available:
+        if len(self._reserved) >= self._max_reserved or not self.pool.num_available:
+            self._refused.add(prefix.request_id)
             return None
-        (slot,) = self._slots.allocate(1)
+        (slot,) = self.pool.allocate(1)
         parent = prefix.keys[index - 1] if index else None
-        start = index * self._block_size
-        token_ids = prefix.token_ids[start : start + self._block_size]
-        self._landing[key] = _Landing(slot, parent, token_ids)
+        first = index * self._block_size
+        token_ids = prefix.token_ids[first : first + self._block_size]
+        self._reserved[key] = _Reservation(slot, parent, token_ids, {prefix.request_id})
         return slot.block_id
 
     def settle(self, key: bytes, *, is_good: bool) -> None:
-        landing = self._landing.pop(key)
+        """The transfer into the slot that was reserved for `key` has ended."""
+        reserved = self._reserved.pop(key)
         if is_good:
-            self._publish(landing.slot, key, landing.parent, landing.token_ids)
+            self._publish(reserved.slot, key, reserved.parent, reserved.token_ids)
         else:
             self._num_failed += 1
-        self._slots.release([landing.slot])
-        self._has_news = True
+        self.pool.release([reserved.slot])
+        self._changed |= reserved.waiters
+        self._changed |= self._refused
+        self._refused.clear()
 
     # ---- the workers, and the engine's loop
 
@@ -202,24 +237,24 @@ class HostTier:
         Raises:
             RuntimeError: the arenas are smaller than those of the workers before.
         """
-        if ready.kv_host_slots < self._slots.num_blocks:
+        if ready.kv_host_slots < self.pool.num_blocks:
             raise RuntimeError(
                 f"The arenas in host memory have {ready.kv_host_slots} slots, "
-                f"those before had {self._slots.num_blocks}."
+                f"those before had {self.pool.num_blocks}."
             )
         each = max((directory.object_bytes for directory in ready.kv_directories), default=1)
-        most = min(self._slots.num_blocks // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
-        self._most_landing = max(1, most)
+        most = min(self.pool.num_blocks // _PREFETCH_SHARE, _PREFETCH_BYTES // each)
+        self._max_reserved = max(1, most)
 
     def workers_lost(self) -> None:
-        self._slots.release([landing.slot for landing in self._landing.values()])
-        self._landing.clear()
+        self.pool.release([reserved.slot for reserved in self._reserved.values()])
+        self._reserved.clear()
         self._storing.clear()
-        self._slots.clear_cache()
+        self.pool.clear_cache()
 
-    def poll(self) -> bool:
-        has_news, self._has_news = self._has_news, False
-        return has_news
+    def poll(self) -> Collection[str]:
+        changed, self._changed = self._changed, set()
+        return changed
 
     def pollables(self) -> list[object]:
         return []
@@ -227,13 +262,13 @@ class HostTier:
     def load_report(self) -> TierLoad:
         return TierLoad(
             name=self.tier,
-            num_blocks=self._slots.num_cached,
-            num_total_blocks=self._slots.num_blocks,
-            num_stored=self._slots.num_stored,
-            num_removed=self._slots.num_removed,
+            num_blocks=self.pool.num_cached,
+            num_total_blocks=self.pool.num_blocks,
+            num_stored=self.pool.num_stored,
+            num_removed=self.pool.num_removed,
             num_loaded=self._num_loaded,
             num_failed=self._num_failed,
         )
 
     def close(self) -> None:
-        """The arenas are the workers'."""
+        """The workers free the arenas."""

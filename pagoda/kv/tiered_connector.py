@@ -1,15 +1,16 @@
-"""All connectors of an engine, as the scheduler sees them: one place for KV besides the device.
+"""All KV connectors of an engine behind one interface, nearest first, as the scheduler uses them.
 
-A prefix is looked up in one connector after the other, as far as any of them goes on; what each has becomes one
-transfer of the request's load. The load has ended when all of them have, and what counts is how many leading
-blocks came. Two loads never bring the same block: a request whose next block is under way waits for it.
+A prefix is looked up in one connector after the other, as far as any of them goes on. Each part that one
+connector has becomes one transfer of the request's load. A load ends when all its transfers have ended, and its
+leading blocks that came count. Two loads never bring the same block: a request whose next block is being loaded
+waits for that load.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
@@ -21,21 +22,21 @@ from pagoda.messages.transfers import Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
 LOAD_TIMEOUT_S = 10.0
-"""A request that has waited so long for an answer, or for its blocks, goes on without."""
+"""Seconds that a request waits for a lookup, or for its blocks, before it goes on without them."""
 
 
 class LoadEnd(NamedTuple):
-    """What became of a request's wait."""
+    """The end of a request's wait for KV."""
 
     request_id: str
     num_loaded: int
-    """Leading blocks that came."""
+    """Leading blocks that were loaded."""
     failure: str | None = None
-    """Why the request fails, in a sentence; None if it goes on by computing what did not come."""
+    """Sentence that says why the request fails; None if it goes on and computes what is missing."""
 
 
 class Segment(NamedTuple):
-    """A part of a prefix, and who has it."""
+    """Blocks `start` to `end` of a prefix, which one connector has."""
 
     connector: KVConnector
     start: int
@@ -43,19 +44,19 @@ class Segment(NamedTuple):
 
 
 class PendingLookup(NamedTuple):
-    """Somebody may have a part of a prefix, which will be known later."""
+    """A lookup that cannot be answered yet."""
 
-    whom: KVConnector
-    """Who does not say, or is just loading it for another request."""
+    connector: KVConnector
+    """The connector that does not know yet, or that is loading the next block for another request."""
 
 
 class TierMatch(NamedTuple):
-    """What can be loaded of a prefix from `start` on."""
+    """Blocks of a prefix that can be loaded, from block `start` on."""
 
     prefix: PrefixRequest
     start: int
     segments: Sequence[Segment]
-    """Without a gap."""
+    """Adjacent segments, in order."""
 
     @property
     def num_blocks(self) -> int:
@@ -63,34 +64,43 @@ class TierMatch(NamedTuple):
 
     @property
     def num_cached(self) -> int:
-        """Leading ones of them that were not computed for the request."""
+        """Leading blocks that were cached before, rather than computed for this request."""
         cached = [segment.end for segment in self.segments if segment.connector.is_cache]
         return cached[-1] - self.start if cached else 0
 
 
-@dataclass
-class _Load:
-    request_id: str | None
-    """None when nobody waits for it any more."""
-    keys: Sequence[bytes]
-    num_open: int
-    """Transfers that have not ended."""
-    num_good: int
-    error: str | None = None
-
-
-class _Part(NamedTuple):
-    """One transfer of a load."""
+@dataclass(eq=False)
+class _Part:
+    """One transfer of a load: its keys `first` to `end`."""
 
     load: _Load
     connector: KVConnector
     first: int
-    """Index into the load's keys."""
     end: int
+    is_overdue: bool = False
+    """The load timed out while this transfer was under way."""
+
+
+@dataclass(eq=False)
+class _Load:
+    request_id: str | None
+    """None once no request waits for the load."""
+    keys: Sequence[bytes]
+    num_good: int
+    """Leading blocks that have not failed."""
+    error: str | None = None
+    parts: dict[int, _Part] = field(default_factory=dict)
+    """Transfers that have not ended, by id."""
+    waiters: set[str] = field(default_factory=set)
+    """Other requests whose next block this load brings."""
 
 
 class TieredKVConnector:
-    """Asks connectors from the nearest to the farthest, and keeps the books of loads and stores."""
+    """Asks connectors from the nearest to the farthest, and keeps track of loads and saves.
+
+    Every `on_queued` is followed by one `on_dequeued`. Every `wait` and `load` is followed by one `LoadEnd`,
+    unless `abandon` or `workers_lost` comes first.
+    """
 
     def __init__(
         self,
@@ -102,54 +112,85 @@ class TieredKVConnector:
         near_pools: Sequence[BlockPool] = (),
         fail_on_load_failure: bool = False,
     ) -> None:
+        self.connectors = connectors
         self.near_pools = near_pools
-        """Where a block is found that is nearly as good as one on the device."""
-        self._connectors = connectors
+        """Pools from which a block is loaded at next to no cost."""
         self._pool = pool
         self._ledger = ledger
         self._clock = clock
         self._fail_on_load_failure = fail_on_load_failure
         self._parts: dict[int, _Part] = {}
-        """By transfer."""
-        self._overdue: dict[int, KVConnector] = {}
-        """Transfers of loads that nobody had the patience to wait for, and who began them."""
+        """Loading transfers by id, abandoned ones included."""
+        self._num_overdue: Counter[KVConnector] = Counter()
+        """Overdue transfers by connector. A connector that has any is not asked: it could come to hold all
+        blocks."""
         self._loads: dict[str, _Load] = {}
-        """Those that a request waits for."""
-        self._loading: dict[bytes, KVConnector] = {}
-        """The keys of these, and where they come from."""
+        """Loads by the request that waits for them."""
+        self._loading: dict[bytes, _Part] = {}
+        """Transfers of these loads by key."""
         self._deadlines: dict[str, float] = {}
-        """When a request that waits stops doing so, the earliest first; not of those who wait for a connector that
-        gives up by itself."""
-        self._ended: list[LoadEnd] = []
+        """Time at which a waiting request times out, earliest first."""
+        self._ended: dict[str, LoadEnd] = {}
+        """Ends to be drained, by request."""
         self._backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
-        """What each connector was offered when there was no room for stores."""
-        self._behind: set[str] = set()
-        """Requests that found a block on its way for another one."""
-        self._told: set[str] = set()
+        """Blocks to save, by connector, for which there was no room among the stores."""
+        self._changed: set[str] = set()
+        """Requests whose lookup may have another answer now."""
         self._has_workers = False
+
+    @property
+    def is_idle(self) -> bool:
+        """No transfer is under way, no request waits and no block is to be saved."""
+        books = (self._parts, self._loads, self._loading, self._deadlines, self._ended)
+        is_overdue = any(self._num_overdue.values())
+        return not (any(books) or is_overdue or self.num_to_save or self._ledger.num_open)
+
+    @property
+    def loading(self) -> Collection[str]:
+        """Requests whose blocks are being filled."""
+        return self._loads.keys()
+
+    @property
+    def timed(self) -> Collection[str]:
+        """Requests that wait and have a deadline."""
+        return self._deadlines.keys()
+
+    @property
+    def num_to_save(self) -> int:
+        """Blocks that wait for room among the stores; each connector has a queue of its own."""
+        return sum(map(len, self._backlog))
+
+    def held_blocks(self) -> Iterable[Block]:
+        """Device blocks that transfers reference, once for each reference."""
+        return self._ledger.held_blocks()
+
+    def is_abandoned(self, transfer_id: int) -> bool:
+        """True if a transfer is under way for which no request waits any more."""
+        part = self._parts.get(transfer_id)
+        return part is not None and part.load.request_id is None
 
     # ---- requests that could use KV
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
-        """A request is queued that finds `keys[:start]` on the device. `forget` follows."""
-        for connector in self._connectors:
+        """A request is queued; the device has its blocks up to `start`."""
+        for connector in self.connectors:
             connector.on_queued(prefix, start)
 
     def on_dequeued(self, request_id: str) -> None:
-        """Nothing will be asked for the request any more."""
-        for connector in self._connectors:
+        """The request is admitted, finished or aborted: no lookup for it follows."""
+        for connector in self.connectors:
             connector.on_dequeued(request_id)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> bool:
-        """The request must wait: brings what it will need nearer. Returns whether all of it is at the nearest.
+        """Moves blocks of a request for which there is no room yet to nearer tiers.
 
-        If not, it is worth while to ask again when `poll` has news.
+        Returns whether the nearest tier has all of them; if not, call again when `poll` names any request.
         """
         is_near = self._has_workers
-        for index, connector in enumerate(self._connectors if self._has_workers else ()):
+        for index, connector in enumerate(self.connectors if self._has_workers else ()):
             if start >= len(prefix.keys):
                 break
-            if connector in self._overdue.values():
+            if self._num_overdue[connector]:
                 is_near = False
                 continue
             connector.prefetch(prefix, start)
@@ -159,17 +200,18 @@ class TieredKVConnector:
         return is_near
 
     def lookup(self, prefix: PrefixRequest, start: int) -> TierMatch | PendingLookup:
-        """What can be loaded from `keys[start]` on; if it is unknown, ask again when `poll` says so."""
+        """Finds what can be loaded from `keys[start]` on. Repeat a pending lookup when `poll` names the
+        request."""
         segments: list[Segment] = []
         end = start
         while self._has_workers and (end < len(prefix.keys) or not segments):
             segment = self._next_segment(prefix, end)
             if isinstance(segment, PendingLookup):
                 return segment
-            loader = self._loader(prefix.keys[segment.start : segment.end + 1])
-            if loader is not None:
-                self._behind.add(prefix.request_id)
-                return PendingLookup(loader)
+            loading = self._loading_part(prefix.keys[segment.start : segment.end + 1])
+            if loading is not None:
+                loading.load.waiters.add(prefix.request_id)
+                return PendingLookup(loading.connector)
             if segment.end == end:
                 break
             segments.append(segment)
@@ -177,87 +219,89 @@ class TieredKVConnector:
         return TierMatch(prefix, start, segments)
 
     def _next_segment(self, prefix: PrefixRequest, start: int) -> Segment | PendingLookup:
-        """What the first connector that has `keys[start]` has; empty if none has.
-
-        One that still holds blocks of an overdue load is not asked: it would come to hold all of them.
-        """
-        for connector in self._connectors:
-            if connector in self._overdue.values():
+        """The segment of the first connector that has `keys[start]`; an empty one if none has."""
+        for connector in self.connectors:
+            if self._num_overdue[connector]:
                 continue
             count = connector.lookup(prefix, start)
             if count is None:
                 return PendingLookup(connector)
             if count:
                 return Segment(connector, start, start + count)
-        return Segment(self._connectors[-1], start, start)
+        return Segment(self.connectors[-1], start, start)
 
-    def _loader(self, keys: Sequence[bytes]) -> KVConnector | None:
-        """Where the first of `keys` comes from that is on its way."""
+    def _loading_part(self, keys: Sequence[bytes]) -> _Part | None:
+        """The transfer that brings the first of `keys` that is being loaded."""
         if not self._loading:
             return None
         return next((self._loading[key] for key in keys if key in self._loading), None)
 
     # ---- waiting
 
-    def wait(self, request_id: str, unknown: PendingLookup) -> None:
-        """The request waits for an answer to `lookup`, with patience that began when it first did."""
-        if unknown.whom.has_own_timeout:
+    def wait(self, request_id: str, pending: PendingLookup) -> None:
+        """The request waits for `pending`, at most `LOAD_TIMEOUT_S` from its first wait on."""
+        if pending.connector.has_own_timeout:
             self.stop_waiting(request_id)
         else:
-            self._begin_patience(request_id)
+            self._start_timeout(request_id)
 
-    def _begin_patience(self, request_id: str) -> None:
+    def _start_timeout(self, request_id: str) -> None:
         self._deadlines.setdefault(request_id, self._clock.now() + LOAD_TIMEOUT_S)
 
-    def load(self, found: TierMatch, blocks: Sequence[Block]) -> None:
-        """Fills `blocks` with what `lookup` has just found. A `LoadEnd` follows.
+    def load(self, match: TierMatch, blocks: Sequence[Block]) -> None:
+        """Fills `blocks` with what `lookup` has just found.
 
         Raises:
-            ValueError: these are not as many.
+            ValueError: the number of blocks is not `match.num_blocks`.
         """
-        prefix, start, segments = found
-        if not blocks or len(blocks) != found.num_blocks:
+        prefix, start, segments = match
+        if not blocks or len(blocks) != match.num_blocks:
             raise ValueError(
-                f"{found.num_blocks} blocks were found, {len(blocks)} are to be filled."
+                f"{match.num_blocks} blocks were found, {len(blocks)} are to be filled."
             )
         keys = prefix.keys[start : start + len(blocks)]
-        load = _Load(prefix.request_id, keys, len(segments), len(blocks))
+        load = _Load(prefix.request_id, keys, len(blocks))
         for segment in segments:
             first, end = segment.start - start, segment.end - start
-            part = blocks[first:end]
-            after_step = max(block.used_by for block in part)
-            transfer_id = segment.connector.load(prefix, segment.start, part, after_step)
-            self._parts[transfer_id] = _Part(load, segment.connector, first, end)
-            self._loading.update(dict.fromkeys(keys[first:end], segment.connector))
+            targets = blocks[first:end]
+            after_step = max(block.used_by for block in targets)
+            transfer_id = segment.connector.load(prefix, segment.start, targets, after_step)
+            part = _Part(load, segment.connector, first, end)
+            self._parts[transfer_id] = load.parts[transfer_id] = part
+            self._loading.update(dict.fromkeys(keys[first:end], part))
         self._loads[prefix.request_id] = load
         self.stop_waiting(prefix.request_id)
         if not all(segment.connector.has_own_timeout for segment in segments):
-            self._begin_patience(prefix.request_id)
+            self._start_timeout(prefix.request_id)
 
     def abandon(self, request_id: str) -> None:
-        """The request waits no longer. Blocks under transfer stay referenced until it has ended."""
+        """The request no longer waits; an end that was not drained yet is dropped.
+
+        Blocks under transfer stay referenced until their transfers have ended.
+        """
         self.stop_waiting(request_id)
+        self._ended.pop(request_id, None)
         load = self._loads.pop(request_id, None)
         if load is not None:
             load.request_id = None
             for key in load.keys:
                 self._loading.pop(key, None)
-            self._told |= self._behind | {request_id}
-            self._behind.clear()
+            self._changed |= load.waiters
+            self._changed.add(request_id)
 
     def stop_waiting(self, request_id: str) -> None:
-        """Patience begins anew when the request waits again."""
+        """Ends the request's time-out; the next wait starts a new one."""
         self._deadlines.pop(request_id, None)
 
     def drain_load_ends(self) -> list[LoadEnd]:
-        """Requests that need not wait any more, since the last call."""
+        """Ends of waits since the last call, without those of abandoned requests."""
         for end in self._ledger.drain_settled():
             self._apply_end(end)
-        self._run_out_of_patience()
-        ended, self._ended = self._ended, []
-        return ended
+        self._expire_waits()
+        ended, self._ended = self._ended, {}
+        return list(ended.values())
 
-    def _run_out_of_patience(self) -> None:
+    def _expire_waits(self) -> None:
         now = self._clock.now()
         while self._deadlines:
             request_id, deadline = next(iter(self._deadlines.items()))
@@ -266,122 +310,114 @@ class TieredKVConnector:
             load = self._loads.get(request_id)
             if load is None:
                 self.abandon(request_id)
-                self._ended.append(LoadEnd(request_id, 0))
+                self._ended[request_id] = LoadEnd(request_id, 0)
                 continue
-            missing = {i: part for i, part in self._parts.items() if part.load is load}
-            overdue = [i for i, part in missing.items() if not part.connector.has_own_timeout]
+            missing = load.parts.values()
+            overdue = [part for part in missing if not part.connector.has_own_timeout]
             if not overdue:
                 self.stop_waiting(request_id)
                 continue
-            self.abandon(request_id)
-            self._overdue.update((i, missing[i].connector) for i in overdue)
-            num_loaded = min(load.num_good, *(part.first for part in missing.values()))
+            for part in overdue:
+                part.is_overdue = True
+                self._num_overdue[part.connector] += 1
+            load.num_good = min(load.num_good, *(part.first for part in missing))
             load.error = load.error or f"it took longer than {LOAD_TIMEOUT_S:g} s"
-            self._end_load(request_id, num_loaded, load.error)
+            self._end_load(request_id, load)
 
-    def _end_load(self, request_id: str, num_loaded: int, error: str | None) -> None:
+    def _end_load(self, request_id: str, load: _Load) -> None:
+        self.abandon(request_id)
         failure = None
-        if error is not None and self._fail_on_load_failure:
-            failure = f"KV that was found for this request could not be loaded: {error}."
-        self._ended.append(LoadEnd(request_id, num_loaded, failure))
+        if load.error is not None and self._fail_on_load_failure:
+            failure = f"KV that was found for this request could not be loaded: {load.error}."
+        self._ended[request_id] = LoadEnd(request_id, load.num_good, failure)
 
     # ---- blocks to keep
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> None:
-        """A request has passed through these blocks of a prefix."""
+        """A request has passed through these blocks of a prefix; each connector may keep them."""
         if not self._has_workers:
             return
-        for connector, backlog in zip(self._connectors, self._backlog, strict=True):
+        for connector, backlog in zip(self.connectors, self._backlog, strict=True):
             num_done = 0 if backlog else connector.save(cached_blocks)
             room = self._pool.num_blocks - len(backlog)
             backlog.extend(cached_blocks[num_done : num_done + room])
-        self._offer_again()
+        self._save_backlog()
 
-    def _offer_again(self) -> None:
-        for connector, backlog in zip(self._connectors, self._backlog, strict=True):
+    def _save_backlog(self) -> None:
+        for connector, backlog in zip(self.connectors, self._backlog, strict=True):
             while backlog and (room := self._ledger.store_room) > 0:
                 oldest = [backlog.popleft() for _ in range(min(room, len(backlog)))]
-                cached_blocks = [o for o in oldest if self._pool.find(o.key) is o.block]
-                connector.save(
-                    cached_blocks
-                )  # is done with all of them, since there is room for as many
+                # There is room for all of them, so the connector leaves none over.
+                connector.save([it for it in oldest if self._pool.find(it.key) is it.block])
 
     # ---- transfers
 
     def drain_transfers(self) -> list[Transfer]:
-        """What was begun since the last call."""
+        """Transfers begun since the last call."""
         return self._ledger.drain()
 
     def transfer_ended(self, end: TransferEnd) -> None:
-        """Takes what the executor says; ends that do not count are ignored."""
+        """Applies an end that the executor reports; a repeated one, or one of lost workers, is ignored."""
         if self._ledger.close(end):
             self._apply_end(end)
 
     def _apply_end(self, end: TransferEnd) -> None:
-        self._overdue.pop(end.transfer_id, None)
         part = self._parts.pop(end.transfer_id, None)
         if part is not None:
+            self._num_overdue[part.connector] -= part.is_overdue
             self._end_part(part, end)
-        self._offer_again()
+        self._save_backlog()
 
     def _end_part(self, part: _Part, end: TransferEnd) -> None:
-        load, connector, first, last = part
-        connector.loaded(load.keys[first:last], end.failed)
+        load = part.load
+        part.connector.loaded(load.keys[part.first : part.end], end.failed)
         if end.failed:
-            good = first + min(end.failed)
+            good = part.first + min(end.failed)
             if good < load.num_good:
                 load.num_good, load.error = good, end.error
-        load.num_open -= 1
-        if load.num_open == 0 and load.request_id is not None:
-            request_id = load.request_id
-            self.abandon(request_id)
-            self._end_load(request_id, load.num_good, load.error)
+        del load.parts[end.transfer_id]
+        if not load.parts and load.request_id is not None:
+            self._end_load(load.request_id, load)
 
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
-        for connector in self._connectors:
+        for connector in self.connectors:
             connector.workers_ready(ready)
         self._has_workers = True
 
     def workers_lost(self) -> None:
-        """All loads and stores are gone; nobody waits any more, and nobody is told so."""
+        """All loads and stores are gone. No request waits any more, and no `LoadEnd` follows."""
         self._has_workers = False
         self._ledger.drop_all()
-        for connector in self._connectors:
+        for connector in self.connectors:
             connector.workers_lost()
         self._parts.clear()
-        self._overdue.clear()
+        self._num_overdue.clear()
         self._loads.clear()
         self._loading.clear()
         self._deadlines.clear()
         self._ended.clear()
-        self._behind.clear()
         for backlog in self._backlog:
             backlog.clear()
 
-    def poll(self) -> bool | Collection[str]:
-        """Takes news; True if any `lookup` that was unknown may be known now, or the requests whose may be."""
-        told, self._told = self._told, set()
-        is_news_for_all = False
-        for connector in self._connectors:
-            news = connector.poll()
-            if isinstance(news, bool):
-                is_news_for_all |= news
-            else:
-                told.update(news)
-        return is_news_for_all or told
+    def poll(self) -> Collection[str]:
+        """Reads what connectors have heard. Returns the requests whose lookups may have another answer now."""
+        changed, self._changed = self._changed, set()
+        for connector in self.connectors:
+            changed.update(connector.poll())
+        return changed
 
     def pollables(self) -> list[object]:
-        return [source for connector in self._connectors for source in connector.pollables()]
+        return [source for connector in self.connectors for source in connector.pollables()]
 
     def next_event_at(self) -> float | None:
-        """When patience ends next."""
+        """Time at which the next wait times out."""
         return next(iter(self._deadlines.values()), None)
 
     def load_report(self) -> tuple[TierLoad, ...]:
-        return tuple(connector.load_report() for connector in self._connectors)
+        return tuple(connector.load_report() for connector in self.connectors)
 
     def close(self) -> None:
-        for connector in self._connectors:
+        for connector in self.connectors:
             connector.close()

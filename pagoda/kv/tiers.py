@@ -1,16 +1,20 @@
-"""Which connectors an engine has, from its configuration and from what its workers have."""
+"""The registry of KV tiers, and the connector over those that an engine has.
+
+To add a tier: write a `KVConnector` with a function that builds it, and name that function in `TIERS`; the
+worker's half copies its blocks (`pagoda.worker.kv`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
-from pagoda.kv.disk_scan import DiskScannerThread
-from pagoda.kv.disk_scanner import DiskScanner
+from pagoda.kv.disk_scanner import DiskScanner, DiskScannerThread
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.host_tier import HostTier
@@ -18,6 +22,31 @@ from pagoda.kv.tiered_connector import TieredKVConnector
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import KVDirectory
 from pagoda.messages.worker import WorkerReady
+
+
+@dataclass(frozen=True)
+class TierContext:
+    """What a tier is built from: the engine's configuration, its workers, and the tiers nearer to the device."""
+
+    config: KVTiersConfig | None
+    ready: WorkerReady
+    ledger: TransferLedger
+    clock: Clock
+    events: KVEventRecorder | None
+    open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner]
+    epoch_s: float
+    """Time at which the clock read 0, in seconds since 1970."""
+    nearer: list[KVConnector] = field(default_factory=list)
+    """Tiers built so far, nearest first."""
+
+    @property
+    def host(self) -> HostTier | None:
+        """The tier in host memory, if it is nearer."""
+        return next((tier for tier in self.nearer if isinstance(tier, HostTier)), None)
+
+
+TIERS: Sequence[Callable[[TierContext], KVConnector | None]] = (HostTier.build, DiskTier.build)
+"""Functions that build the tiers of one engine, nearest first; None from one that this engine does not have."""
 
 RemoteOpener = Callable[[TransferLedger], KVConnector]
 """Makes the connector to other engines, the farthest of all."""
@@ -32,58 +61,22 @@ def build_tiers(
     remote: RemoteOpener | None = None,
     *,
     fail_on_load_failure: bool = False,
+    open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner] = DiskScannerThread,
+    epoch_s: float | None = None,
 ) -> TieredKVConnector | None:
-    """The tiers below `pool`, nearest first; None if the workers have none, and there is no `remote` one."""
+    """Returns the tiers below `pool`; None if the workers have none and there is no `remote` one.
 
-    def open_scanner(directories: Sequence[KVDirectory]) -> DiskScanner:
-        return DiskScannerThread(directories, clock)
-
-    epoch_s = time.time() - clock.now()
-    return stack_tiers(
-        config,
-        ready,
-        pool,
-        clock,
-        events,
-        open_scanner,
-        epoch_s,
-        remote,
-        fail_on_load_failure=fail_on_load_failure,
-    )
-
-
-def stack_tiers(
-    config: KVTiersConfig | None,
-    ready: WorkerReady,
-    pool: BlockPool,
-    clock: Clock,
-    events: KVEventRecorder | None,
-    open_scanner: Callable[[Sequence[KVDirectory]], DiskScanner],
-    epoch_s: float,
-    remote: RemoteOpener | None = None,
-    *,
-    fail_on_load_failure: bool = False,
-) -> TieredKVConnector | None:
-    """`build_tiers`, with who looks at the disk, and with what the clock's time lacks to seconds since 1970."""
+    `epoch_s` is the time at which the clock read 0, in seconds since 1970; None asks the system.
+    """
     ledger = TransferLedger(pool)
-    connectors: list[KVConnector] = []
-    host = None
-    if ready.kv_host_slots:
-        host = HostTier(ready.kv_host_slots, ready.block_size, ledger, events)
-        connectors.append(host)
-    if config is not None and ready.kv_directories:
-        disk = DiskTier(
-            ready.kv_directories,
-            ledger,
-            clock,
-            open_scanner,
-            quota_bytes=config.disk_bytes,
-            min_touches=config.disk_min_touches,
-            epoch_s=epoch_s,
-            landing=host,
-            events=events,
-        )
-        connectors.append(disk)
+    if epoch_s is None:
+        epoch_s = time.time() - clock.now()
+    context = TierContext(config, ready, ledger, clock, events, open_scanner, epoch_s)
+    for build in TIERS:
+        tier = build(context)
+        if tier is not None:
+            context.nearer.append(tier)
+    connectors = [*context.nearer]
     if remote is not None:
         connectors.append(remote(ledger))
     if not connectors:
@@ -93,6 +86,6 @@ def stack_tiers(
         pool,
         ledger,
         clock,
-        near_pools=[] if host is None else [host.pool],
+        near_pools=[] if context.host is None else [context.host.pool],
         fail_on_load_failure=fail_on_load_failure,
     )

@@ -7,26 +7,15 @@ and one of workers that are gone change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
+from pagoda.kv.connector import TransferOwner
 from pagoda.messages.transfers import DeviceBlocks, Transfer, TransferEnd, TransferPlace
 
 _STORE_SHARE = 8
 """Stores hold at most this part of the pool: requests that need blocks must not have to wait for a slow disk."""
-
-
-class TransferOwner(Protocol):
-    """Whoever began a transfer."""
-
-    def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        """Its device blocks are still referenced while this is called."""
-        ...
-
-    def transfer_lost(self, transfer: Transfer) -> None:
-        """The workers are gone, and with them what they had in device and host memory."""
-        ...
 
 
 class _Open(NamedTuple):
@@ -55,6 +44,13 @@ class TransferLedger:
     @property
     def num_open(self) -> int:
         return len(self._open) + len(self._held)
+
+    def held_blocks(self) -> Iterator[Block]:
+        """Device blocks of open and held transfers, once for each reference."""
+        for entry in self._open.values():
+            yield from entry.blocks
+        for blocks in self._held.values():
+            yield from blocks
 
     @property
     def store_room(self) -> int:

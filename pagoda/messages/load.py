@@ -63,8 +63,8 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     submit_s: float = 0.0
     """The engine hands plans over."""
     wait_s: float = 0.0
-    """From handing a plan over until its result is there, without computing: the step waits for the one before,
-    and messages are on their way."""
+    """Time from handing a plan over until its result is there, without computing: the step waits for the one
+    before, and messages are on their way."""
     prepare_s: float = 0.0
     """Workers make inputs of plans."""
     forward_s: float = 0.0
@@ -85,7 +85,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
     """The memory of one process on its host."""
 
     role: str
-    """Such as `engine dp0` or `worker dp0 tp1 pp0`."""
+    """The part of the server, for example `engine dp0` or `worker dp0 tp1 pp0`."""
     pid: int
     resident_bytes: int
     """Memory that several processes share counts in each."""
@@ -210,7 +210,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
             label="expert",
         ),
     ] = []
-    """By expert; see `StepResult`."""
+    """Counts by expert; see `StepResult`."""
     expert_rank_tokens: Annotated[
         list[int],
         counter(
@@ -219,7 +219,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
             label="rank",
         ),
     ] = []
-    """By tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
+    """Counts by tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
     steps: Annotated[StepTotals, counter(merge=_merged_steps)] = StepTotals()
     tiers: Annotated[tuple[TierLoad, ...], counter(merge=_merged_tiers)] = ()
     """Tiers below the device, nearest first; other engines, from which KV is fetched, are the last."""
@@ -234,7 +234,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How full one tier is, and what it has done since the start."""
+    """Blocks of one tier, and its counters."""
 
     name: str
     num_blocks: Annotated[

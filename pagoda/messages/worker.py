@@ -152,4 +152,18 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
 
 WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
 """What an engine says to a worker that knows its peers."""
-WorkerMessage = WorkerHello | WorkerReady | WorkerFailed | StepResult | ClockPing | TraceStopped
+
+
+class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """The worker, which is starting, has loaded more weights. Sent once a second at most."""
+
+
+WorkerMessage = (
+    WorkerHello
+    | WorkerProgress
+    | WorkerReady
+    | WorkerFailed
+    | StepResult
+    | ClockPing
+    | TraceStopped
+)

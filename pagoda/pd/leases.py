@@ -7,7 +7,8 @@ somebody last said that he wants it, and never before the prompt is computed: th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import Block, BlockPool
@@ -46,6 +47,10 @@ class LeaseBook:
     def blocks(self, transfer_id: str) -> Sequence[Block]:
         """Those that it holds, from the beginning of the prompt on; empty for what has ended."""
         return self._blocks.get(transfer_id, ())
+
+    def held_blocks(self) -> Iterator[Block]:
+        """Blocks of all leases, once for each reference."""
+        return chain.from_iterable(self._blocks.values())
 
     def open(self, transfer_id: str) -> None:
         self._blocks[transfer_id] = []

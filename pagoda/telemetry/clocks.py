@@ -1,7 +1,8 @@
-"""How far the clock of another process is ahead of this one's, measured by asking it.
+"""Measures how far another process's clock is ahead, by asking that process.
 
-A question is sent, and the answer says what the other clock showed in between: half-way, as far as is known, so
-the error is at most half of the round trip. Of some round trips the shortest counts (Cristian 1989).
+A question is sent, and the answer holds the time that the other clock showed in between. That instant is taken to
+lie half-way, so the error is at most half of the round trip. The shortest of some round trips counts (Cristian
+1989).
 """
 
 from __future__ import annotations

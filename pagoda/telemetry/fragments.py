@@ -28,9 +28,9 @@ FRAGMENT_SUFFIX = ".fragment.jsonl"
 MAX_FRAGMENT_BYTES = 2 * 2**30
 """A trace that was forgotten does not fill the disk."""
 MAX_QUEUED_BYTES = 64 * 2**20
-"""Of memory, for what is not written yet: a disk that does not keep up ends tracing before it is full."""
+"""Memory for events that are not written yet. A disk that does not keep up ends tracing before memory is full."""
 CLOSING_S = 5.0
-"""How long a slow disk may take for what is left at the end."""
+"""Seconds that a slow disk may take to write the rest at the end."""
 _PERIOD_S = 0.25
 _BATCH = 1000
 """Events that are written together."""
@@ -49,14 +49,22 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
     clock_ns: int = 0
     """The process's own clock at the start of the fragment."""
     wall_ns: int = 0
-    """At the same moment, since 1970; of clocks that nobody compared, the best there is."""
+    """The time of day at the start of the fragment, since 1970."""
+    clock_id: str = ""
+    """Processes with the same id read the same clock; empty if unknown."""
 
     @classmethod
-    def of_this_process(cls, role: str) -> ProcessHeader:
-        return cls(uid=secrets.token_hex(8), pid=os.getpid(), role=role, host=socket.gethostname())
+    def of_this_process(cls, role: str, clock_ns: Callable[[], int]) -> ProcessHeader:
+        return cls(
+            uid=secrets.token_hex(8),
+            pid=os.getpid(),
+            role=role,
+            host=socket.gethostname(),
+            clock_id=_clock_id() if clock_ns is time.perf_counter_ns else "",
+        )
 
     def began(self, run: str, level: str, clock_ns: int) -> ProcessHeader:
-        """That of one fragment."""
+        """The header of a fragment that begins now."""
         return msgspec.structs.replace(
             self, run=run, level=level, clock_ns=clock_ns, wall_ns=time.time_ns()
         )
@@ -68,8 +76,17 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
         return f"{run_prefix(self.run)}{role}.{self.uid}.{self.clock_ns}{FRAGMENT_SUFFIX}"
 
 
+def _clock_id() -> str:
+    """The boot of the kernel and the time namespace, which have one CLOCK_MONOTONIC; empty if they are unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return ""
+
+
 def run_prefix(run: str) -> str:
-    """What the names of a run's fragments begin with."""
+    """The beginning of the names of a run's fragments."""
     name = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in run)
     return f"{name}."
 
@@ -99,14 +116,14 @@ class FragmentWriter:
         self._lines: deque[bytes] = deque()
         self._num_queued_bytes = 0
         self._lock = threading.Lock()
-        """Of both."""
+        """Guards the lines and their size."""
         self._ends = threading.Event()
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self.append({"fragment": msgspec.to_builtins(header)})
 
     def append(self, event: dict[str, Any]) -> None:
-        """What is to be written; any thread may say so. It is kept as JSON, whose size is known."""
+        """Queues an event, as JSON, whose size is known. Any thread may call this."""
         try:
             line = self._encode(event)
         except Exception as error:  # tracing ends, serving goes on

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Histogram:
-    """How many values there were up to each of some bounds, and their sum. Belongs to one thread."""
+    """Counts of values in classes between ascending bounds, and the sum of the values. Belongs to one thread."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -15,7 +15,8 @@ class Histogram:
         """`bounds` ascend."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """Of values up to each bound and above the one before; the last are above all."""
+        """Counts of values up to each bound and above the one before; the last count is of values above all
+        bounds."""
         self.sum = 0.0
 
     def observe(self, value: float) -> None:

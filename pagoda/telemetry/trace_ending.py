@@ -13,7 +13,7 @@ from pagoda.telemetry.fragments import CLOSING_S
 from pagoda.telemetry.tracer import Tracer
 
 EXIT_S = 2.0
-"""How long a process that ends waits for its disk."""
+"""Seconds that a process which ends waits for its disk."""
 
 
 class TraceEnding:
@@ -22,16 +22,16 @@ class TraceEnding:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._number = 0
-        """Of the trace whose end is waited for; what is said of earlier ones is not heard."""
+        """Number of the trace whose end is waited for; reports of earlier traces are dropped."""
         self._is_under_way = False
         self._ended: queue.SimpleQueue[tuple[int, list[str]]] = queue.SimpleQueue()
         self._bell: int | None = None
         self._lock = threading.Lock()
-        """Of the bell, which threads that wait for a hanging disk may ring at any time."""
+        """Guards the bell: threads that wait for a hanging disk may ring it at any time."""
 
     @property
     def pollables(self) -> list[object]:
-        """What is readable once `take` has something to tell; nothing if no trace ends."""
+        """The bell, which is readable once `take` has news; nothing if no trace ends."""
         return [self._bell] if self._is_under_way else []
 
     def begin(self) -> None:
@@ -56,8 +56,8 @@ class TraceEnding:
                 os.eventfd_write(self._bell, 1)
 
     def take(self) -> list[str] | None:
-        """Why the fragment that is closed now lacks something, sentences; None if none was closed since the last
-        call."""
+        """Sentences about what is missing in the fragment that is closed now; None if none was closed since the
+        last call."""
         if not self._is_under_way or self._bell is None:
             return None
         with contextlib.suppress(BlockingIOError):

@@ -36,18 +36,18 @@ MAIN_ROW = 0
 """The row of what a process does by itself: one thing at a time."""
 
 Args = Mapping[str, Any]
-"""What is said of an event; values are what JSON has."""
+"""Arguments of an event; values are those of JSON."""
 
 
 class TraceLevel(enum.IntEnum):
-    """How much is traced; each level has all of those before it."""
+    """Levels of detail; each includes the levels before it."""
 
     E2E = 1
     """Requests and steps."""
     KERNEL = 2
-    """And the operations of each forward pass."""
+    """Operations of each forward pass."""
     VERBOSE = 3
-    """And each token on its way out."""
+    """Each token on its way out."""
 
 
 LEVELS = {level.name.lower(): level for level in TraceLevel}
@@ -58,7 +58,7 @@ class TraceSession(msgspec.Struct, frozen=True, kw_only=True):
 
     level: TraceLevel
     directory: str
-    """Of the fragments, on the host of each process."""
+    """The directory of fragments on the host of each process."""
     run: str
     """Tells the fragments of this server from those of others in the directory."""
 
@@ -78,22 +78,22 @@ class Tracer:
         """
         self.role = role
         self.clock_ns = clock_ns
-        self.process = ProcessHeader.of_this_process(role)
+        self.process = ProcessHeader.of_this_process(role, clock_ns)
         self.e2e: Callable[[], int] = _off
         self.kernel: Callable[[], int] = _off
         self.verbose: Callable[[], int] = _off
         self._session: TraceSession | None = None
         self.problems: list[str] = []
-        """Why tracing ended by itself since it was last started: sentences."""
+        """Sentences about why tracing has ended by itself since its last start."""
         self._writer: FragmentWriter | None = None
         self._lock = threading.Lock()
-        """Of what is on or off: a writer that fails says so in a thread of its own."""
+        """Guards session, writer and problems: a writer that fails says so in a thread of its own."""
         self._rows: dict[int, str] = {MAIN_ROW: "main"}
         self._row_numbers = itertools.count(1)
 
     @property
     def session(self) -> TraceSession | None:
-        """What is being traced; None while tracing is off."""
+        """The running session; None while tracing is off."""
         return self._session
 
     # ---- on and off
@@ -144,7 +144,7 @@ class Tracer:
         self.e2e = self.kernel = self.verbose = _off
 
     def _fail(self, writer: FragmentWriter, reason: str) -> None:
-        """Called by any thread. What a writer of an earlier fragment says is not about this one."""
+        """Ends tracing, in any thread. Failures of an earlier fragment's writer are ignored."""
         with self._lock:
             if writer is not self._writer or self.problems:
                 return
@@ -186,7 +186,7 @@ class Tracer:
         row: int = MAIN_ROW,
         ended: int | None = None,
     ) -> None:
-        """From `began` to `ended` (now), both in nanoseconds of the clock. Nothing if `began` is 0.
+        """Emits a span from `began` to `ended` (now), both in nanoseconds of the clock; nothing if `began` is 0.
 
         Spans of a row nest: of two that overlap, one has the other within it.
         """
@@ -220,7 +220,7 @@ class Tracer:
         self._emit(event)
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """What some figures are from now on; those of one name are drawn together."""
+        """Emits values that hold from now on; values of one name are drawn together."""
         if self._session is None:
             return
         at = self.clock_ns() / 1000
@@ -232,7 +232,7 @@ class Tracer:
             self._emit({"ph": "M", "name": name, "tid": MAIN_ROW, "args": args})
 
     def clock_offset(self, peer: str, offset_ns: int, round_trip_ns: int) -> None:
-        """Was measured: the clock of the process `peer` (`ProcessHeader.uid`) is ahead of this one's by
+        """Writes a measurement: the clock of the process `peer` (`ProcessHeader.uid`) is ahead of this one's by
         `offset_ns`, give or take half of `round_trip_ns`."""
         if self._session is not None:
             clock = {"peer": peer, "offset_ns": offset_ns, "round_trip_ns": round_trip_ns}

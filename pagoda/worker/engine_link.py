@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,19 @@ import zmq
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
-from pagoda.messages.worker import StepPlan, WorkerHello, WorkerMessage, WorkerOrder, WorkerPeers
+from pagoda.messages.worker import (
+    StepPlan,
+    WorkerHello,
+    WorkerMessage,
+    WorkerOrder,
+    WorkerPeers,
+    WorkerProgress,
+)
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.tracer import Tracer
 
+_PROGRESS_S = 1.0
 _FAREWELL_MS = 5000
 """How long a last message may wait for the engine to fetch it."""
 _PONG_MS = 1000
@@ -35,6 +44,7 @@ class EngineLink:
         self._socket = connect(context, address, config, str(rank))
         self._encode = Codec[WorkerMessage](WorkerMessage).encode
         self._decode = Codec[WorkerOrder](WorkerOrder).decode
+        self._next_progress_at = 0.0
         self._kept: deque[Order] = deque()
         """What came while the clocks were compared."""
 
@@ -43,6 +53,13 @@ class EngineLink:
 
     def send(self, message: WorkerMessage) -> None:
         self._socket.send(self._encode(message))
+
+    def report_progress(self) -> None:
+        """Tells the engine that the worker, which is starting, does not hang; at most once in `_PROGRESS_S`."""
+        now = time.monotonic()
+        if now >= self._next_progress_at:
+            self._next_progress_at = now + _PROGRESS_S
+            self.send(WorkerProgress())
 
     def meet_peers(self, hello: WorkerHello) -> WorkerPeers:
         """Waits until all workers of the replica have said hello."""

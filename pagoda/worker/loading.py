@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -146,10 +146,12 @@ def load_runner(
     tracer: Tracer,
     num_blocks: int | None = None,
     group: Collectives | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> LoadedWorker:
     """Loads weights and allocates a KV cache of `num_blocks`, by default as large as there is room for.
 
-    `group` holds the tensor-parallel ranks of the stage; None where this rank is alone.
+    `group` holds the tensor-parallel ranks of the stage; None where this rank is alone. `on_progress` is called
+    after each weight.
 
     Raises:
         ConfigError: a file does not hold what it should.
@@ -174,7 +176,7 @@ def load_runner(
     ]
     tracer.span("allocate kv cache", began)
     with (
-        loading_weights(config.place, plan.weight_bytes) as on_loaded,
+        loading_weights(config.place, plan.weight_bytes, on_progress) as on_loaded,
         _weights(plan, backend) as source,
     ):
         model = Decoder(shard, backend, source, plan.dtype, caches, tracer, on_loaded)

@@ -145,7 +145,7 @@ def _start(
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = settle(config)
         if config.parallel.replica_size == 1:
-            worker, plan, loaded = _start_alone(config, tracer)
+            worker, plan, loaded = _start_alone(config, engine, tracer)
         else:
             worker, plan, loaded = _start_with_peers(config, engine, context, address, tracer)
         if config.has_transfer_link:
@@ -162,13 +162,15 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_alone(config: WorkerConfig, tracer: Tracer) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+def _start_alone(
+    config: WorkerConfig, engine: EngineLink, tracer: Tracer
+) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
     began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
-    loaded = load_runner(plan, tracer)
+    loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
     return _Worker(loaded.runner, loaded.ready, loaded.description), plan, loaded
 
 
@@ -192,7 +194,7 @@ def _start_with_peers(
     peers = engine.meet_peers(meeting.hello(plan.num_blocks))
     group = meeting.form_group(peers)
     tracer.span("meet peers", began)
-    loaded = load_runner(plan, tracer, peers.num_blocks, group)
+    loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
     parallel, place = config.parallel, config.place
     worker = _Worker(
         loaded.runner,

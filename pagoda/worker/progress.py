@@ -28,24 +28,31 @@ _log = logging.getLogger("pagoda.worker")
 def loading_weights(
     place: RankPlace,
     total_bytes: int,
+    on_progress: Callable[[], None] = lambda: None,
     *,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[int], None]]:
-    """Gives what is to be told the bytes of each weight when it is ready; `total_bytes` are expected.
+    """Yields a function to call with the bytes of each weight that is loaded; `total_bytes` are expected.
 
-    Of several workers the first one shows a bar for all, as they load alike.
+    `on_progress` is called with each weight. Of several workers the first one shows a bar for all, as they load
+    alike.
     """
     stream = stream or sys.stderr
     began = clock()
-    if place == RankPlace() and _can_move_cursor(stream):
-        bar = _Bar(stream, total_bytes, clock)
-        try:
-            yield bar.advance
-        finally:
+    is_shown = place == RankPlace() and _can_move_cursor(stream)
+    bar = _Bar(stream, total_bytes, clock) if is_shown else None
+
+    def on_loaded(num_bytes: int) -> None:
+        on_progress()
+        if bar is not None:
+            bar.advance(num_bytes)
+
+    try:
+        yield on_loaded
+    finally:
+        if bar is not None:
             bar.close()
-    else:
-        yield _ignore
     seconds = max(clock() - began, 1e-3)
     _log.info(
         "loaded %s of weights in %.1f s, %s/s",
@@ -59,10 +66,6 @@ def _can_move_cursor(stream: TextIO) -> bool:
     if not stream.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return shutil.get_terminal_size().columns >= _LINE_COLUMNS
-
-
-def _ignore(num_bytes: int) -> None:
-    """There is nobody to show it to."""
 
 
 class _Bar:

@@ -72,7 +72,7 @@ async def test_a_host_is_listed_with_what_is_known_of_it(serve_api: Any) -> None
 
 async def test_a_host_that_is_let_go_finishes_what_it_has(serve_api: Any) -> None:
     async with routed(serve_api) as (api, host):
-        endpoint = host.door._endpoint
+        endpoint = host.endpoint
         endpoint.pause_after = 2
         asking = asyncio.create_task(api.complete(max_tokens=20))
         await endpoint.paused.wait()
@@ -109,7 +109,7 @@ async def test_when_all_hosts_are_full_clients_are_told_when_to_come_again(
     serve_api: Any,
 ) -> None:
     async with routed(serve_api) as (api, host):
-        host.door._endpoint.raises = OverloadedError("Full.", retry_after_s=7)
+        host.endpoint.raises = OverloadedError("Full.", retry_after_s=7)
         answer = await api.complete()
         assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
         assert answer.error()["message"] == "The waiting queue is full."

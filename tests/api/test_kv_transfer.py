@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagoda.api.kv_transfer import handoff_of
-from pagoda.api.protocol import CompletionRequest
+from pagoda.api.protocol import CompletionRequest, parse_body
 from pagoda.errors import InvalidRequestError
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
@@ -36,6 +37,11 @@ GIVEN = {
 }
 IPV6 = ["::1", "[::1]", "fe80::1%eth0"]
 SOURCE = KVSource(address="tcp://10.0.0.1:5700", engine_id="e1", transfer_id="t1")
+
+
+def body_with(params: dict[str, Any]) -> CompletionRequest:
+    body = {"prompt": "x", "kv_transfer_params": params}
+    return parse_body(msgspec.json.encode(body), CompletionRequest)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -104,7 +110,7 @@ async def test_parameters_that_ask_for_nothing_change_nothing(api, params: Any) 
     [("tcp://10.0.0.9:5700", "10.0.0.9"), ("tcp://prefill-0.pods:5700", "prefill-0.pods")],
 )
 def test_addresses_of_all_kinds(address: str, host: str) -> None:
-    body = CompletionRequest(prompt="x", kv_transfer_params={**GIVEN, "remote_host": host})
+    body = body_with({**GIVEN, "remote_host": host})
     source = handoff_of(body, Role.DECODE).kv_source
     assert source is not None
     assert source.address == address
@@ -154,8 +160,8 @@ async def test_a_wrong_field_is_refused_by_name(
     ]:
         assert answer.status == 400
         error = answer.error()
-        assert error["param"] == f"kv_transfer_params.{name}"
-        assert error["message"].startswith(f"kv_transfer_params.{name} ")
+        assert error["param"].startswith(f"kv_transfer_params.{name}")
+        assert error["message"].startswith(error["param"])
         assert len(error["message"]) < 500
     assert api.endpoint.requests == []
 
@@ -225,8 +231,8 @@ JSON = st.recursive(
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(st.sampled_from([*GIVEN, "dp_rank", "other"]), JSON, max_size=9))
 def test_any_parameters_give_a_handoff_or_a_sentence(params: dict[str, Any]) -> None:
-    body = CompletionRequest(prompt="x", kv_transfer_params=params)
     with suppress(InvalidRequestError):
+        body = body_with(params)
         source = handoff_of(body, Role.BOTH).kv_source
         if params.get("do_remote_prefill"):
             assert source is not None

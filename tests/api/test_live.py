@@ -293,7 +293,7 @@ async def test_a_request_is_cancelled_by_its_id(serve_api, by_name: bool) -> Non
     await ask
 
 
-async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
+async def test_a_key_sees_and_ends_only_its_own_requests(serve_api) -> None:
     api = await serve_api("abcdef", api_keys=ApiKeys(["alice:=a", "bob:=b"]))
     api.endpoint.pause_after = 1
     aborted: list[str] = []
@@ -309,10 +309,14 @@ async def test_a_name_means_the_requests_of_the_same_key(serve_api) -> None:
         asks.append(asyncio.create_task(api.post("/v1/completions", body, headers=headers)))
         await until(lambda number=number: len(api.service.tracker.running) == number)
     of_alice, of_bob = api.service.tracker.running
+    listed = (await api.get("/v1/requests", headers=bob)).json()
+    assert (listed["total"], [answer["id"] for answer in listed["data"]]) == (1, [of_bob])
+    async with watching(api, **alice) as snapshots:
+        told = await anext(snapshots)
+    assert (told["num_answers"], [answer["id"] for answer in told["answers"]]) == (1, [of_alice])
+    assert (await api.request("DELETE", f"/v1/requests/{of_alice}", headers=bob)).status == 404
     answer = await api.request("DELETE", "/v1/requests/job1", headers=bob)
     assert answer.json()["cancelled"] == aborted == [of_bob]
-    answer = await api.request("DELETE", f"/v1/requests/{of_alice}", headers=bob)
-    assert answer.json()["cancelled"] == [of_alice], "an id is the operator's"
     api.endpoint.go_on.set()
     await asyncio.gather(*asks)
     assert (await api.request("DELETE", "/v1/requests/job1", headers=bob)).status == 404

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from counted_text import assert_linear_copies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.api.output_parser import OutputParser
+from pagoda.api.output_parser import MAX_HEAD_CHARS, OutputParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": "}\\""}}}\n</tool_call>'
 
@@ -163,3 +165,39 @@ def test_does_not_depend_on_how_the_text_is_cut(
     options = {"thinks": thinks, "in_reasoning": thinks and opened, "calls_tools": tools}
     assert parse(deltas, **options).as_tuple() == parse([text], **options).as_tuple()
     assert parse(list(text), **options).as_tuple() == parse([text], **options).as_tuple()
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        ("<tool_call>", "x" * 2000),
+        ("<tool_call>", " " * 2000),
+        ('<tool_call>{"name": "', "{" * 2000),
+        ('<tool_call>{"name": "f", "arguments": {}}', "y" * 2000),
+        ('<tool_call>{"name": "f", "arguments": {"a": "', "z" * 2000),
+        ("<think>", "\n" * 2000),
+        ("", "\n" * 2000),
+        ("a", " " * 2000),
+        ("a", "<tool_call" * 200),
+    ],
+)
+def test_work_is_linear_in_a_text_that_is_held_back(begin: str, more: str) -> None:
+    def feed(pieces: Iterable[str]) -> None:
+        parser = OutputParser(thinks=True, calls_tools=True)
+        parser.push(begin)
+        for piece in pieces:
+            parser.push(piece)
+        parser.flush()
+
+    assert_linear_copies(feed, more)
+
+
+def test_a_name_with_an_escape_that_json_does_not_know_is_content() -> None:
+    text = '<tool_call>{"name": "\\q", "arguments": {"a": 1}}</tool_call>'
+    assert parse([text], calls_tools=True).content == text
+
+
+def test_a_head_that_is_too_long_to_be_one_is_still_a_call() -> None:
+    text = "<tool_call>" + " " * MAX_HEAD_CHARS + '{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    for deltas in ([text], list(text)):
+        assert parse(deltas, calls_tools=True).calls == [["f", '{"a": 1}']]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,10 +47,44 @@ class PodProcesses:
         return self._stack.enter_context(process)
 
     def route(self, *flags: str) -> ServerProcess:
-        """A router, when a host has joined it."""
+        """Returns a router that a host has joined."""
         listen = ["--join-listen", self._join, "--cluster-key-file", str(self._key)]
         few = ["--remote-prefill-min-tokens", "32", "--policy", "round-robin"]
         return self._stack.enter_context(server_process([*listen, *few, *QUIET, *flags], "route"))
+
+
+class Crowd:
+    """Some hosts of each role behind a router. Tests kill them and fill the gaps."""
+
+    def __init__(self, pod: PodProcesses, sizes: Mapping[str, int]) -> None:
+        """`sizes` gives the number of hosts of each role."""
+        self._pod = pod
+        self._sizes = sizes
+        self.hosts: dict[str, list[ServerProcess]] = {role: [] for role in sizes}
+        self.fill()
+        self.router = pod.route()
+
+    def fill(self) -> None:
+        """Starts others for hosts that were killed."""
+        for role, size in self._sizes.items():
+            while len(self.hosts[role]) < size:
+                self.hosts[role].append(self._pod.host(role))
+
+    def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.hosts[role].pop(0).pid, number)
+
+    def kill_router(self) -> None:
+        os.kill(self.router.pid, signal.SIGKILL)
+
+    def restart_router(self) -> None:
+        self.router = self._pod.route()
+
+    async def until_all_joined(self) -> None:
+        await until_hosts(self.router.base_url, len(self.urls))
+
+    @property
+    def urls(self) -> list[str]:
+        return [host.base_url for hosts in self.hosts.values() for host in hosts]
 
 
 class Standing(NamedTuple):
@@ -81,13 +117,13 @@ async def until_hosts(url: str, count: int) -> None:
 
 
 def is_free(load: dict[str, Any]) -> bool:
-    """Whether nothing runs, waits or is held, and every block is free."""
+    """Returns True if nothing runs, waits or is held, and every block is free."""
     names = ("num_running", "num_waiting", "num_awaiting_kv", "num_leases", "num_leased_blocks")
     return not any(load[name] for name in names) and load["num_free_blocks"] == load["num_blocks"]
 
 
-async def until_free(urls: Sequence[str], limit_s: float = LEASE_S + 2) -> None:
-    """Raises TimeoutError when something is held for longer than a lease lasts."""
+async def until_free(urls: Sequence[str], limit_s: float = 60.0) -> None:
+    """Waits until no host holds anything. Raises TimeoutError if that takes far longer than a lease."""
     async with asyncio.timeout(limit_s):
         for url in urls:
             while not is_free(await load_of(url)):

@@ -15,18 +15,18 @@ import pagoda
 HELD_OUT = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny" / "heldout.jsonl"
 
 Disturb = Callable[[Callable[[], int]], Awaitable[None]]
-"""Harms the server; it is told how many events have arrived so far."""
+"""Harms the server; the argument returns the number of events that have arrived so far."""
 
 
-def bodies(count: int, max_tokens: int = 160) -> list[dict[str, object]]:
-    """Half greedy, half sampled, every one with a seed of its own."""
+def bodies(count: int, max_tokens: int, temperature: float = 1.0) -> list[dict[str, object]]:
+    """Requests, each with a seed of its own: half of them greedy, half sampled at `temperature`."""
     questions = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     step = len(questions) // count
     return [
         {
             "model": "pagoda-tiny",
             "messages": question["messages"],
-            "temperature": [0, 1.0][index % 2],
+            "temperature": [0, temperature][index % 2],
             "seed": index,
             "max_tokens": max_tokens,
             "ignore_eos": True,
@@ -39,7 +39,7 @@ def bodies(count: int, max_tokens: int = 160) -> list[dict[str, object]]:
 async def stream_all(
     base_url: str, requests: list[dict[str, object]], disturb: Disturb | None = None
 ) -> list[tuple[str, str]]:
-    """Text and finish reason of each; the streams must still run when `disturb` has done its work."""
+    """Returns text and finish reason of each; streams must still run when `disturb` has done its work."""
     texts: list[list[str]] = [[] for _ in requests]
     async with aiohttp.ClientSession(base_url, connector=aiohttp.TCPConnector(limit=0)) as session:
         streams = asyncio.gather(
@@ -55,7 +55,7 @@ async def stream_all(
 async def _stream(
     session: aiohttp.ClientSession, body: dict[str, object], received: list[str]
 ) -> str:
-    """The finish reason; the text goes piece by piece into `received`."""
+    """Returns the finish reason, and appends the text piece by piece to `received`."""
     reason = ""
     async with session.post("/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()

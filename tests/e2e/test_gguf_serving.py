@@ -107,11 +107,8 @@ def test_a_dense_file_gives_the_same_answers(of_directory: list[Grade], tmp_path
     assert [grade.answer for grade in found] == [grade.answer for grade in of_directory]
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_1], ids=lambda kind: kind.name)
-def test_quantized_files_are_about_as_right(
-    kind: Kind, of_directory: list[Grade], tmp_path: Path
-) -> None:
-    path = write_tiny(tmp_path / "tiny.gguf", kind)
+def test_a_quantized_file_is_about_as_right(of_directory: list[Grade], tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", Kind.Q5_1)
     found = answers([str(path)], "tiny", some_questions())
     right = [sum(grade.correct for grade in grades) for grades in (found, of_directory)]
     assert right[0] >= right[1] - 0.05 * len(found)
@@ -120,9 +117,7 @@ def test_quantized_files_are_about_as_right(
 def test_generate_and_doctor_take_a_file(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", Kind.Q8_0)
     question = ["generate", "What is 17 + 25?", "--temperature", "0"]
-    expected = _pagoda([*question, "--model", "pagoda-tiny"])
-    assert _pagoda([*question, "--model", str(path)]) == expected
-    assert "42" in expected
+    assert "42" in _pagoda([*question, "--model", str(path)])
     assert "Q8_0" in _pagoda(["doctor", str(path)])
 
 

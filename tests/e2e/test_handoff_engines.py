@@ -1,6 +1,6 @@
-"""Prefill here, decode there: tokens and log-probabilities are those of one engine, whatever the two look like.
+"""An engine for prefill and one for decode give the tokens and log-probabilities of a single engine.
 
-The embedded model in real engine and worker processes, in pods of the test's own process.
+The embedded model runs in real engine and worker processes, the pod in the process of the test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pagoda.messages.frontend import GenerateRequest
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINES: dict[str, dict[str, object]] = {
-    "one": {"role": "none"},
     "P": {"role": "prefill"},
     "P small steps": {"role": "prefill", "max_num_batched_tokens": 56},
     "P tp2": {"role": "prefill", "tp": 2},
@@ -41,7 +40,6 @@ ENGINES: dict[str, dict[str, object]] = {
     "D small steps": {"role": "decode", "max_num_batched_tokens": 40},
     "D tp2": {"role": "decode", "tp": 2},
     "D over tcp": {"role": "decode", "transports": "tcp"},
-    "one int8": {"role": "none", "kv_cache_dtype": "int8"},
     "P int8": {"role": "prefill", "kv_cache_dtype": "int8"},
     "D int8": {"role": "decode", "kv_cache_dtype": "int8"},
 }
@@ -74,7 +72,8 @@ def asked() -> list[GenerateRequest]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def expected(engines: Engines, asked: list[GenerateRequest]) -> list[Answer]:
-    return await ask_all(engines["one"], asked)
+    """Answers of one engine that computes the prompts itself."""
+    return await ask_all(engines["D"], asked, "alone")
 
 
 def num_full_blocks(asked: list[GenerateRequest]) -> int:
@@ -115,7 +114,7 @@ async def test_answers_are_those_of_one_engine(
 
 async def test_quantised_kv(engines: Engines, asked: list[GenerateRequest]) -> None:
     members = [engines["P int8"], engines["D int8"]]
-    expected = await ask_all(engines["one int8"], asked)
+    expected = await ask_all(engines["D int8"], asked, "alone")
     async with pod_of(members) as pod:
         assert await ask_all(pod.dispatcher, asked, "int8") == expected
     assert (await fetched(members[1])).num_loaded > 0
@@ -135,8 +134,8 @@ async def test_kv_of_another_kind_is_not_used(
 
 async def test_sixty_four_at_a_time(engines: Engines) -> None:
     many = requests(64, max_tokens=12)
-    expected = await ask_all(engines["one"], many, "64")
     members = [engines["P"], engines["D"]]
+    expected = await ask_all(engines["D"], many, "64 alone")
     async with pod_of(members) as pod:
         assert await ask_all(pod.dispatcher, many, "64") == expected
     await until_free(members)
@@ -163,30 +162,39 @@ def worker_pid(engine: EngineClient) -> int:
     return worker.pid
 
 
-DEATHS = ("before", "during", "after")
-
-
-@pytest.mark.parametrize("when", DEATHS)
-@pytest.mark.parametrize("who", ["engine", "worker"])
-@pytest.mark.parametrize("name", ["P", "D"])
+@pytest.mark.parametrize(
+    ("name", "process", "share"),
+    [
+        ("P", "engine", 0.0),
+        ("P", "engine", 0.5),
+        ("P", "worker", 0.5),
+        ("P", "worker", 0.9),
+        ("D", "engine", 0.5),
+        ("D", "engine", 0.9),
+        ("D", "worker", 0.0),
+        ("D", "worker", 0.5),
+    ],
+)
 async def test_a_death_on_either_side_changes_no_token(
     engines: Engines,
     asked: list[GenerateRequest],
     expected: list[Answer],
     name: str,
-    who: str,
-    when: str,
+    process: str,
+    share: float,
 ) -> None:
-    """Before, while and after KV goes from one to the other."""
+    """A process is killed when this share of the KV has gone from one side to the other."""
     members = [engines["P"], engines["D"]]
     before = (await fetched(engines["D"])).num_loaded
-    wanted = {"before": 0, "during": 1, "after": 0.9 * num_full_blocks(asked)}[when]
+    wanted = share * num_full_blocks(asked)
     async with pod_of(members) as pod:
-        asking = asyncio.create_task(ask_all(pod.dispatcher, asked, f"{who} of {name} {when}"))
+        asking = asyncio.create_task(
+            ask_all(pod.dispatcher, asked, f"{process} of {name} at {share}")
+        )
         while (await fetched(engines["D"])).num_loaded < before + wanted:
             await asyncio.sleep(0.001)
         assert not asking.done()
-        victim = engines[name].engine_pid if who == "engine" else worker_pid(engines[name])
+        victim = engines[name].engine_pid if process == "engine" else worker_pid(engines[name])
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
         assert await asking == expected

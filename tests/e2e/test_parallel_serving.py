@@ -1,4 +1,4 @@
-"""A server over several ranks and replicas answers as one device does, whatever is killed meanwhile."""
+"""A server over several ranks and replicas answers as one device does, also when some of them are killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 from streams import bodies, children, stream_all, until_more
@@ -17,65 +18,71 @@ from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import server_process
 
 FLAGS = ["--dtype", "float32", "--log-level", "warning", "--max-model-len", "1536"]
-TOPOLOGIES = ["--tp 2", "--tp 4", "--pp 2", "--pp 3", "--tp 2 --pp 2", "--dp 2 --tp 2"]
+NUM_STREAMS = 48
+MAX_TOKENS = 40
+
+
+class Victim(NamedTuple):
+    """One of the server's processes of a kind, in the order in which they were started."""
+
+    module: str
+    index: int
+
+
+ENGINE, WORKER = "pagoda.engine.main", "pagoda.worker.main"
+TOPOLOGIES: dict[str, list[Victim]] = {
+    "--tp 2": [Victim(WORKER, 1), Victim(WORKER, 0)],
+    "--tp 4": [],
+    "--pp 2": [Victim(WORKER, 0), Victim(WORKER, 1)],
+    "--pp 3": [],
+    "--dp 2 --tp 2": [Victim(ENGINE, 1), Victim(WORKER, 3)],
+}
 
 
 def some_questions() -> list[Question]:
-    """Three of each skill, in turn."""
+    """Three questions of each skill, in turn."""
     by_skill = itertools.groupby(load_questions(None, ()), key=lambda question: question.skill)
     some = [list(itertools.islice(group, 3)) for _, group in by_skill]
     return [question for group in zip(*some, strict=True) for question in group]
 
 
-def answers(*flags: str) -> list[tuple[str, bool]]:
-    async def ask(url: str) -> list[tuple[str, bool]]:
-        async with OpenAIClient(url) as client:
-            questions = some_questions()
-            grades = await grade_all(client, "pagoda-tiny", questions, 16, lambda: None)
+def answers(base_url: str) -> list[tuple[str, bool]]:
+    """Returns each answer and whether it is right."""
+
+    async def ask() -> list[tuple[str, bool]]:
+        async with OpenAIClient(base_url) as client:
+            grades = await grade_all(client, "pagoda-tiny", some_questions(), 16, lambda: None)
         return [(grade.answer, grade.correct) for grade in grades]
 
-    with server_process([*FLAGS, *flags]) as server:
-        return asyncio.run(ask(server.base_url))
+    return asyncio.run(ask())
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[tuple[str, bool]]:
-    single = answers()
+@pytest.fixture(scope="session")
+def expected(plain_url: str) -> list[tuple[str, bool]]:
+    single = answers(plain_url)
     assert sum(correct for _, correct in single) >= 0.95 * len(single)
     return single
 
 
 @pytest.mark.parametrize("flags", TOPOLOGIES)
-def test_accuracy_at_every_topology(flags: str, expected: list[tuple[str, bool]]) -> None:
-    assert answers(*flags.split()) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "module", "victim"),
-    [
-        ("--tp 2", "pagoda.worker.main", 1),
-        ("--tp 2", "pagoda.worker.main", 0),
-        ("--pp 2", "pagoda.worker.main", 0),
-        ("--pp 2", "pagoda.worker.main", 1),
-        ("--dp 2", "pagoda.engine.main", 1),
-        ("--dp 2", "pagoda.worker.main", 1),
-    ],
-    ids=["follower", "leader", "first-stage", "last-stage", "replica", "worker-of-a-replica"],
-)
-async def test_100_streams_survive_a_kill_token_for_token(
-    flags: str, module: str, victim: int
+def test_answers_at_every_topology_and_through_kills(
+    flags: str, expected: list[tuple[str, bool]]
 ) -> None:
-    requests = bodies(100, max_tokens=60)
-
-    async def kill(received: Callable[[], int]) -> None:
-        await until_more(received, 1000)
-        pid = children(server.pid, module)[victim]
-        os.kill(pid, signal.SIGKILL)
-        await until_more(received, 1)
-
     with server_process([*FLAGS, *flags.split()]) as server:
-        undisturbed = await stream_all(server.base_url, requests)
-        disturbed = await stream_all(server.base_url, requests, kill)
-    assert disturbed == undisturbed
-    assert len(disturbed) == 100
-    assert {reason for _, reason in disturbed} == {"length"}
+        assert answers(server.base_url) == expected
+        if TOPOLOGIES[flags]:
+            asyncio.run(stream_and_kill(server.base_url, server.pid, TOPOLOGIES[flags]))
+
+
+async def stream_and_kill(base_url: str, server_pid: int, victims: list[Victim]) -> None:
+    requests = bodies(NUM_STREAMS, MAX_TOKENS)
+    undisturbed = await stream_all(base_url, requests)
+    assert {reason for _, reason in undisturbed} == {"length"}
+    for victim in victims:
+
+        async def kill(received: Callable[[], int], victim: Victim = victim) -> None:
+            await until_more(received, NUM_STREAMS * MAX_TOKENS // 5)
+            os.kill(children(server_pid, victim.module)[victim.index], signal.SIGKILL)
+            await until_more(received, 1)
+
+        assert await stream_all(base_url, requests, kill) == undisturbed

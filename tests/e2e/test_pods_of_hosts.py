@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +13,7 @@ import aiohttp
 import pytest
 from network_hosts import missing_for_namespaces, two_hosts
 from pod_processes import (
+    Crowd,
     PodProcesses,
     Standing,
     ask_both,
@@ -25,9 +24,7 @@ from pod_processes import (
     until_free,
     until_hosts,
 )
-from streams import HELD_OUT, stream_all, until_more
-
-from pagoda.cli.server_process import ServerProcess
+from streams import HELD_OUT, Disturb, stream_all, until_more
 
 CUT_S = 5
 
@@ -38,20 +35,14 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
         yield standing
 
 
-@pytest.fixture
-def pod(tmp_path: Path) -> Iterator[PodProcesses]:
-    with ExitStack() as stack:
-        yield PodProcesses(tmp_path, stack)
-
-
 def long_questions(count: int) -> list[dict[str, Any]]:
-    """Of some hundred tokens."""
+    """Questions of some hundred tokens."""
     questions = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     return [question for question in questions if question["skill"] == "recall_40"][:count]
 
 
 def bodies(count: int, max_tokens: int = 40, **fields: Any) -> list[dict[str, Any]]:
-    """Half greedy, half sampled, every one with a seed of its own."""
+    """Requests, half of them greedy, half sampled, each with a seed of its own."""
     return [
         {
             "messages": question["messages"],
@@ -106,7 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 ENDS_AT_ONCE = ("stop", "one token")
-"""With the first token, so that nobody needs the KV any more."""
+"""Cases whose answer ends with the first token, so that no host needs the KV any more."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -186,44 +177,23 @@ async def fetched(url: str) -> int:
 # ---- deaths
 
 
-class Crowd:
-    """Two hosts of either kind behind a router."""
-
-    def __init__(self, pod: PodProcesses) -> None:
-        self._pod = pod
-        self.hosts: dict[str, list[ServerProcess]] = {"prefill": [], "decode": []}
-        self.fill()
-        self.router = pod.route().base_url
-
-    def fill(self) -> None:
-        """Starts others for those that were killed."""
-        for role, hosts in self.hosts.items():
-            while len(hosts) < 2:
-                hosts.append(self._pod.host(role))
-
-    def kill(self, role: str) -> None:
-        os.kill(self.hosts[role].pop(0).pid, signal.SIGKILL)
-
-    @property
-    def urls(self) -> list[str]:
-        return [host.base_url for hosts in self.hosts.values() for host in hosts]
-
-
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
     with ExitStack() as stack:
-        yield Crowd(PodProcesses(tmp_path_factory.mktemp("crowd"), stack))
+        pod = PodProcesses(tmp_path_factory.mktemp("crowd"), stack)
+        yield Crowd(pod, {"prefill": 2, "decode": 2})
 
 
-@pytest.mark.parametrize("num_events", [0, 1, 200])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "num_events"), [("prefill", 0), ("prefill", 200), ("decode", 1), ("decode", 200)]
+)
 def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int) -> None:
-    """Before, while and after its KV goes: some prompts are always on their way."""
+    """Some prompts have their KV before them, on its way or behind them whenever a host is killed."""
     asked = [{**body, "stream": True} for body in bodies(24, 60)]
     crowd.fill()
 
     async def ask() -> None:
-        await until_hosts(crowd.router, 4)
+        await crowd.until_all_joined()
         alone = [{**body, "cache_salt": "alone"} for body in asked]
         expected = await stream_all(crowd.hosts["decode"][1].base_url, alone)
 
@@ -232,37 +202,32 @@ def test_a_host_is_killed(crowd: Crowd, role: str, num_events: int) -> None:
             crowd.kill(role)
 
         salted = [{**body, "cache_salt": f"{role} {num_events}"} for body in asked]
-        assert await stream_all(crowd.router, salted, kill) == expected
+        assert await stream_all(crowd.router.base_url, salted, kill) == expected
         await until_free(crowd.urls)
-        await until_hosts(crowd.router, 3)
+        await crowd.until_all_joined()
 
     asyncio.run(ask())
 
 
-def test_a_router_is_killed_and_started_again(pod: PodProcesses) -> None:
-    hosts = [pod.host("prefill"), pod.host("decode")]
-    asked = [{**body, "stream": True} for body in bodies(8, 200)]
+def test_a_router_is_killed_and_started_again(crowd: Crowd) -> None:
+    crowd.fill()
 
-    async def ask(router: ServerProcess) -> list[tuple[str, str]]:
-        await until_hosts(router.base_url, 2)
-        return await stream_all(router.base_url, asked)
+    async def ask(salt: str, kill: Disturb | None = None) -> list[tuple[str, str]]:
+        await crowd.until_all_joined()
+        asked = [{**body, "stream": True, "cache_salt": salt} for body in bodies(8, 200)]
+        return await stream_all(crowd.router.base_url, asked, kill)
 
-    async def break_off(router: ServerProcess) -> None:
-        async def kill(received: Callable[[], int]) -> None:
-            await until_more(received, 20)
-            os.kill(router.pid, signal.SIGKILL)
-            raise ConnectionError
+    async def kill(received: Callable[[], int]) -> None:
+        await until_more(received, 20)
+        crowd.kill_router()
+        raise ConnectionError
 
-        with pytest.raises(ConnectionError):
-            await stream_all(router.base_url, asked, kill)
-        await until_free([host.base_url for host in hosts])
-
-    router = pod.route()
-    expected = asyncio.run(ask(router))
-    asked = [{**body, "cache_salt": "second"} for body in asked]
-    asyncio.run(break_off(router))
-    asked = [{**body, "cache_salt": "third"} for body in asked]
-    assert asyncio.run(ask(pod.route())) == expected
+    expected = asyncio.run(ask("before"))
+    with pytest.raises(ConnectionError):
+        asyncio.run(ask("broken off", kill))
+    asyncio.run(until_free(crowd.urls))
+    crowd.restart_router()
+    assert asyncio.run(ask("after")) == expected
 
 
 @pytest.mark.skipif(missing_for_namespaces() is not None, reason=str(missing_for_namespaces()))

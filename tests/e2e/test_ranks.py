@@ -1,4 +1,4 @@
-"""A model split over worker processes: the same tokens, whichever rank is killed, on one host and on two."""
+"""A model split over worker processes gives the same tokens when a rank is killed, on one host and on two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REQUESTS = [
 
 
 class TwoHosts:
-    """Ranks of a stage are on different hosts, as far as they can tell."""
+    """A launcher that gives the ranks of a stage different addresses, as on different hosts."""
 
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> LocalWorkers:
         placed = [
@@ -73,7 +73,7 @@ class Replica:
             self._wait()
 
     def answer(self, victims: Sequence[str] = ()) -> list[list[int]]:
-        """Tokens of all requests, while one worker after the other is killed."""
+        """Returns the tokens of all requests; `victims` are killed one after the other meanwhile."""
         tokens: dict[str, list[int]] = {request.request_id: [] for request in REQUESTS}
         for request in REQUESTS:
             self._core.add(request)
@@ -107,26 +107,30 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
-    """What one device answers."""
+    """Tokens of one device."""
     directory = tmp_path_factory.mktemp("one")
     replica = Replica(ParallelConfig(), LocalLauncher(), f"ipc://{directory / 'w'}")
     yield replica.answer()
     replica.close()
 
 
-@pytest.mark.timeout(300)
-def test_any_rank_may_be_killed(expected: list[list[int]], tmp_path: Path) -> None:
-    replica = Replica(SQUARE, LocalLauncher(), f"ipc://{tmp_path / 'w'}")
+@pytest.mark.parametrize(
+    ("launcher", "address", "victim"),
+    [
+        (LocalLauncher(), None, "worker pp0 tp1"),
+        (TwoHosts(), "tcp://127.0.0.1", "worker pp1 tp0"),
+    ],
+    ids=["one host", "two hosts"],
+)
+def test_a_rank_is_killed(
+    launcher: Launcher,
+    address: str | None,
+    victim: str,
+    expected: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    replica = Replica(SQUARE, launcher, address or f"ipc://{tmp_path / 'w'}")
     try:
-        assert replica.answer(["worker pp0 tp1", "worker pp1 tp0"]) == expected
-    finally:
-        replica.close()
-
-
-@pytest.mark.timeout(300)
-def test_ranks_on_two_hosts(expected: list[list[int]]) -> None:
-    replica = Replica(SQUARE, TwoHosts(), "tcp://127.0.0.1")
-    try:
-        assert replica.answer(["worker pp0 tp0"]) == expected
+        assert replica.answer([victim]) == expected
     finally:
         replica.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import aiohttp
 import pytest
-from greedy_streams import stream_all
 from ray_nodes import QUICK_TO_NOTICE, ray_cluster
+from streams import bodies, stream_all, until_more
 
 from pagoda.cli.server_process import server_process
 
@@ -19,32 +20,29 @@ NUM_STREAMS = 8
 MAX_TOKENS = 200
 
 
-async def wait_until_lost(session: aiohttp.ClientSession) -> str:
-    """What `/health/ready` says when the workers are being replaced."""
-    while True:
-        async with session.get("/health/ready") as response:
-            if response.status == 503:
-                return str(await response.json())
-        await asyncio.sleep(0.02)
+async def until_not_ready(base_url: str) -> str:
+    """Returns what `/health/ready` says once workers are being replaced."""
+    async with aiohttp.ClientSession(base_url) as session:
+        while True:
+            async with session.get("/health/ready") as response:
+                if response.status == 503:
+                    return str(await response.json())
+            await asyncio.sleep(0.02)
 
 
-@pytest.mark.timeout(180)
-async def test_a_node_is_killed_and_replaced_and_all_streams_complete_with_the_same_tokens() -> (
-    None
-):
-    with server_process(["--dtype", "float32"]) as server:
-        expected = await stream_all(server.base_url, NUM_STREAMS, MAX_TOKENS)
+@pytest.mark.timeout(240)
+async def test_a_node_is_killed_and_replaced_and_all_streams_complete(plain_url: str) -> None:
+    requests = bodies(NUM_STREAMS, MAX_TOKENS, temperature=0)
     with ray_cluster(HEAD, QUICK_TO_NOTICE) as cluster:
         second = cluster.add(SECOND)
         flags = ["--executor", "ray", "--ray-address", cluster.address, "--tp", "2"]
         with server_process([*flags, "--dtype", "float32"]) as server:
 
-            async def replace_the_second_node(session: aiohttp.ClientSession) -> None:
+            async def replace_the_second_node(received: Callable[[], int]) -> None:
+                await until_more(received, 2 * NUM_STREAMS)
                 second.kill()
-                assert "worker is restarting" in await wait_until_lost(session)
+                assert "worker is restarting" in await until_not_ready(server.base_url)
                 await asyncio.to_thread(cluster.add, SECOND)
 
-            texts = await stream_all(
-                server.base_url, NUM_STREAMS, MAX_TOKENS, replace_the_second_node
-            )
-    assert texts == expected
+            disturbed = await stream_all(server.base_url, requests, replace_the_second_node)
+    assert disturbed == await stream_all(plain_url, requests)

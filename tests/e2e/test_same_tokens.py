@@ -1,7 +1,7 @@
-"""One request, one seed, one answer: whatever else runs, however it is cut up, whatever dies.
+"""One request and one seed give one answer, whatever else runs, is cached, is cut up or dies.
 
-The embedded model in a real worker process, in fp32 on both backends; in bf16, with int8 and int4 weights and
-with an int8 cache on the one with kernels.
+The embedded model runs in a real worker process: in float32 on both backends, in other formats on the CPU kernels.
+Plain PyTorch is slow and gets fewer requests; tests/worker compares it with the kernels.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
 import pytest
+import pytest_asyncio
 
 import pagoda
 from pagoda.engine.config import EngineConfig
@@ -29,21 +31,38 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 MODEL = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
-MAX_TOKENS = {"cpu": 32, "reference": 20}
-"""Of each answer; plain PyTorch is slow."""
-NUM_REQUESTS = 32
+FORMATS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4, int8 KV": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int8"},
+}
+
+
+class Load(NamedTuple):
+    """Size of what is asked on a backend, and the blocks of a device on which that is preempted."""
+
+    num_requests: int
+    max_tokens: int
+    few_blocks: int
+
+
+LOADS = {"cpu": Load(32, 24, 128), "reference": Load(12, 8, 96)}
 
 
 @pytest.fixture(scope="module")
 def requests(backend: str) -> list[GenerateRequest]:
-    """Half greedy, half sampled hot, with penalties and without; on questions of very different lengths."""
+    """Half greedy, half sampled hot, with penalties and without, on questions of 14 to 1,274 tokens."""
     text = load_model_text(MODEL)
     assert text.chat_template is not None
+    load = LOADS[backend]
     questions = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
-    step = len(questions) // NUM_REQUESTS
+    step = len(questions) // load.num_requests
     made = []
-    for index, question in enumerate(questions[::step][:NUM_REQUESTS]):
+    for index, question in enumerate(questions[::step][: load.num_requests]):
         prompt = text.chat_template.render(question["messages"], tools=question.get("tools"))
         sampling = SamplingParams(
             temperature=[0.0, 1.3][index % 2],
@@ -51,7 +70,7 @@ def requests(backend: str) -> list[GenerateRequest]:
             top_k=[0, 40][index // 4 % 2],
             repetition_penalty=[1.0, 1.1][index // 8 % 2],
             seed=1000 + index,
-            max_tokens=MAX_TOKENS[backend],
+            max_tokens=load.max_tokens,
             ignore_eos=True,
         )
         made.append(
@@ -64,37 +83,25 @@ def requests(backend: str) -> list[GenerateRequest]:
     return made
 
 
-FORMATS: dict[str, dict[str, str]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-    "int8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-}
-
-
 @pytest.fixture(scope="module", params=FORMATS)
 def worker(request: pytest.FixtureRequest, backend: str) -> WorkerConfig:
     if backend == "reference" and request.param != "float32":
-        pytest.skip("plain PyTorch is slow in these, and tested in tests/worker")
+        pytest.skip("plain PyTorch is slow in these formats")
     return WorkerConfig(
         model=str(MODEL),
         backend=backend,
-        max_model_len=2048,
+        max_model_len=1536,
         num_blocks=4096,
         **FORMATS[request.param],
     )
 
 
-def engine_config(worker: WorkerConfig, **fields: object) -> EngineConfig:
-    num_blocks = fields.pop("num_blocks", worker.num_blocks)
-    worker = msgspec.structs.replace(worker, num_blocks=num_blocks)
-    return EngineConfig(worker=worker, **fields)  # type: ignore[arg-type]
-
-
 @asynccontextmanager
 async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[Dispatcher]:
-    dispatcher = EngineFleet(engine_config(worker, **fields)).dispatcher
+    num_blocks = fields.pop("num_blocks", worker.num_blocks)
+    worker = msgspec.structs.replace(worker, num_blocks=num_blocks)
+    config = EngineConfig(worker=worker, **fields)  # type: ignore[arg-type]
+    dispatcher = EngineFleet(config).dispatcher
     await dispatcher.start()
     try:
         yield dispatcher
@@ -102,83 +109,107 @@ async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[Dispat
         await dispatcher.close()
 
 
-async def answer(dispatcher: Dispatcher, request: GenerateRequest) -> list[int]:
+async def answer(dispatcher: Dispatcher, request: GenerateRequest, salt: str) -> list[int]:
+    salted = msgspec.structs.replace(
+        request, request_id=f"{request.request_id} {salt}", cache_salt=salt
+    )
     tokens: list[int] = []
-    async for chunk in dispatcher.generate(request):
+    async for chunk in dispatcher.generate(salted):
         assert chunk.finish_reason in (None, FinishReason.LENGTH), chunk.error
         tokens += chunk.token_ids
     return tokens
 
 
-async def answers(dispatcher: Dispatcher, requests: Sequence[GenerateRequest]) -> list[list[int]]:
-    return list(await asyncio.gather(*(answer(dispatcher, request) for request in requests)))
+async def answers(
+    dispatcher: Dispatcher, requests: Sequence[GenerateRequest], salt: str
+) -> list[list[int]]:
+    """The tokens of requests that are sent at once. They find cached what requests of the same salt left."""
+    return list(await asyncio.gather(*(answer(dispatcher, each, salt) for each in requests)))
 
 
-@pytest.fixture(scope="module")
-def alone(worker: WorkerConfig, requests: list[GenerateRequest]) -> list[list[int]]:
-    """Every request by itself, without the prefix cache: what all other ways are compared with."""
-
-    async def run() -> list[list[int]]:
-        async with engine(worker, max_num_seqs=1, enable_prefix_caching=False) as dispatcher:
-            return [await answer(dispatcher, request) for request in requests]
-
-    return asyncio.run(run())
-
-
-async def test_in_a_batch_of_32(
-    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
-) -> None:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def large(worker: WorkerConfig) -> AsyncIterator[Dispatcher]:
+    """An engine with room for all requests."""
     async with engine(worker) as dispatcher:
-        assert await answers(dispatcher, requests) == alone
+        yield dispatcher
 
 
-async def test_from_the_prefix_cache(
-    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def alone(large: Dispatcher, requests: list[GenerateRequest]) -> list[list[int]]:
+    """The tokens of each request by itself, nothing cached: what all other ways are compared with."""
+    return [await answer(large, each, f"alone {each.request_id}") for each in requests]
+
+
+async def test_in_a_batch_and_from_the_prefix_cache(
+    large: Dispatcher, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker) as dispatcher:
-        await answers(dispatcher, requests)
-        again = [msgspec.structs.replace(r, request_id=f"again-{r.request_id}") for r in requests]
-        assert await answers(dispatcher, again) == alone
-        report = await dispatcher.load()
-        assert report.num_prefix_hit_tokens > report.num_prompt_tokens // 3
+    assert await answers(large, requests, "batch") == alone
+    before = await large.load()
+    again = [msgspec.structs.replace(r, request_id=f"{r.request_id} again") for r in requests]
+    assert await answers(large, again, "batch") == alone
+    after = await large.load()
+    num_hit = after.num_prefix_hit_tokens - before.num_prefix_hit_tokens
+    assert num_hit > (after.num_prompt_tokens - before.num_prompt_tokens) * 2 // 3
 
 
 async def test_in_chunks_of_7_tokens(
     worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
     async with engine(worker, max_num_batched_tokens=7) as dispatcher:
-        assert await answers(dispatcher, requests[:8]) == alone[:8]
+        assert await answers(dispatcher, requests[:8], "chunks") == alone[:8]
 
 
 async def test_preempted(
-    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]], backend: str
 ) -> None:
-    async with engine(worker, num_blocks=128) as dispatcher:
-        assert await answers(dispatcher, requests) == alone
+    async with engine(worker, num_blocks=LOADS[backend].few_blocks) as dispatcher:
+        assert await answers(dispatcher, requests, "few blocks") == alone
         assert (await dispatcher.load()).num_preemptions > 0
 
 
 async def test_worker_and_engine_killed(
-    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]]
+    large: Dispatcher, requests: list[GenerateRequest], alone: list[list[int]]
 ) -> None:
-    async with engine(worker) as dispatcher:
-        streams = asyncio.gather(*(answer(dispatcher, request) for request in requests))
+    [replica] = large.replicas
+    assert isinstance(replica, EngineClient)
+    engine_pid = replica.engine_pid
+    assert engine_pid is not None
+    states: list[ReplicaState] = []
+    settled = asyncio.Event()
+
+    def on_state() -> None:
+        states.append(replica.state)
+        if states == [ReplicaState.DEGRADED, ReplicaState.READY]:
+            os.kill(engine_pid, signal.SIGKILL)
+        elif len(states) == 4:
+            settled.set()
+
+    replica.watch(on_state)
+    streams = asyncio.gather(*(answer(large, request, "killed") for request in requests))
+    (child,) = psutil.Process(engine_pid).children()
+    os.kill(child.pid, signal.SIGKILL)
+    assert await streams == alone
+    await settled.wait()
+    assert states[2:] == [ReplicaState.STARTING, ReplicaState.READY]
+
+
+async def test_an_engine_that_stands_still_is_replaced(
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]], backend: str
+) -> None:
+    if (backend, worker.dtype) != ("cpu", "float32"):
+        pytest.skip("the watchdog knows nothing of formats")
+    async with engine(worker, engine_timeout_s=2.0) as dispatcher:
         [replica] = dispatcher.replicas
         assert isinstance(replica, EngineClient)
-        assert replica.engine_pid is not None
-        states: list[ReplicaState] = []
-        replica.watch(lambda: states.append(replica.state))
-        (child,) = psutil.Process(replica.engine_pid).children()
-        os.kill(child.pid, signal.SIGKILL)
-        while (await dispatcher.load()).num_worker_restarts == 0:
+        stopped = replica.engine_pid
+        assert stopped is not None
+        [worker_process] = psutil.Process(stopped).children()
+        streams = asyncio.gather(*(answer(dispatcher, request, "stopped") for request in requests))
+        while (await dispatcher.load()).num_prompt_tokens == 0:
+            await asyncio.sleep(0)
+        os.kill(stopped, signal.SIGSTOP)
+        later = await answer(dispatcher, requests[0], "later")  # which the stopped engine owes
+        assert [*await streams, later] == [*alone, alone[0]]
+        assert replica.engine_pid not in (None, stopped)
+        while worker_process.is_running():
             await asyncio.sleep(0.01)
-        while (await dispatcher.load()).num_running == 0:
-            await asyncio.sleep(0.01)
-        os.kill(replica.engine_pid, signal.SIGKILL)
-        assert await streams == alone
-        assert states == [
-            ReplicaState.DEGRADED,
-            ReplicaState.READY,
-            ReplicaState.STARTING,
-            ReplicaState.READY,
-        ]

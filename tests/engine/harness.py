@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from kv_subscriber import CacheView
@@ -17,20 +18,21 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.engine.core import EngineCore
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.request import OrderKey, RequestState, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
 from pagoda.executor.sim import SimExecutor, SimNeighbours, TransferFate, sim_token
-from pagoda.ipc.clock import Clock, VirtualClock
-from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.events import KVEventBatch, KVEventRecorder
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.events import KVEventBatch
 from pagoda.kv.host_tier import HostTier
+from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
-from pagoda.kv.tiers import RemoteOpener, stack_tiers
+from pagoda.kv.tiers import build_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.transfers import KVDirectory, Transfer
-from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.pd.links import HandoffLinks
@@ -63,6 +65,21 @@ def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> lis
         if token in stops and len(output) >= sampling.min_tokens:
             break
     return output
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    prefix_caching: bool = True,
+    order: Callable[[GenerateRequest, int], OrderKey] = order_key,
+    **limits: object,
+) -> Scheduler:
+    merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
+    return Scheduler(
+        SchedulerLimits(**merged),  # type: ignore[arg-type]
+        KVManager(num_blocks, 4, prefix_caching=prefix_caching),
+        VirtualClock(),
+        order=order,
+    )
 
 
 class Harness:
@@ -131,7 +148,9 @@ class Harness:
             trace=trace,
         )
         self.tracer = Tracer("engine dp0", clock_ns=self._clock_ns)
-        self.core = EngineCore(config, executor, self.clock, self._build_tiers, links, self.tracer)
+        disk = self.disk or SimDisk()
+        build = partial(build_tiers, open_scanner=lambda _, clock: disk.open(clock), epoch_s=1e9)
+        self.core = EngineCore(config, executor, self.clock, build, links, self.tracer)
         self.cached = CacheView()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, TokenChunk] = {}
@@ -141,50 +160,26 @@ class Harness:
         """Virtual time, in which nothing that is computed takes any; 0 would mean that nothing is traced."""
         return 1 + round(self.clock.now() * 1e9)
 
-    def _build_tiers(
-        self,
-        config: KVTiersConfig | None,
-        ready: WorkerReady,
-        pool: BlockPool,
-        clock: Clock,
-        events: KVEventRecorder | None,
-        remote: RemoteOpener | None,
-        *,
-        fail_on_load_failure: bool,
-    ) -> TieredKVConnector | None:
-        disk = self.disk or SimDisk()
-        return stack_tiers(
-            config,
-            ready,
-            pool,
-            clock,
-            events,
-            lambda _: disk.open(clock),
-            1e9,
-            remote,
-            fail_on_load_failure=fail_on_load_failure,
-        )
-
     @property
     def tiers(self) -> TieredKVConnector:
-        assert self.core._tiers is not None
-        return self.core._tiers
+        assert self.scheduler.tiers is not None
+        return self.scheduler.tiers
 
     @property
-    def scheduler(self):  # type: ignore[no-untyped-def]
-        assert self.core._scheduler is not None
-        return self.core._scheduler
+    def scheduler(self) -> Scheduler:
+        assert self.core.scheduler is not None
+        return self.core.scheduler
 
     def add(self, request: GenerateRequest) -> None:
         self.tokens[request.request_id] = list(request.output_token_ids)
         answer = self.core.add(request)
         assert isinstance(answer, list)
-        self._record(answer)
+        self.record(answer)
         self.step()
 
     def step(self) -> list[TokenChunk]:
         chunks = self.core.step()
-        self._record(chunks)
+        self.record(chunks)
         self._apply_kv_events()
         return chunks
 
@@ -193,7 +188,7 @@ class Harness:
         batch = KVEventBatch(self.clock.now(), self.core.take_kv_events(), 0)
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
-            assert self.cached.keys == self.scheduler.kv.pool._by_key.keys()
+            assert self.cached.keys == self.scheduler.kv.pool.keys()
             report = self.core.load()
             assert report.num_blocks_stored - report.num_blocks_removed == len(self.cached.keys)
             for tier in report.tiers:
@@ -201,7 +196,7 @@ class Harness:
                     assert tier.num_blocks == len(self.cached.host_keys)
                     assert tier.num_stored - tier.num_removed == tier.num_blocks
 
-    def _record(self, chunks: list[TokenChunk]) -> None:
+    def record(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             assert chunk.request_id not in self.finished
             self.tokens[chunk.request_id] += chunk.token_ids
@@ -233,60 +228,69 @@ class Harness:
         assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
         assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
         assert scheduler.num_awaiting_kv == 0
-        if self.core._tiers is not None:
+        if scheduler.tiers is not None:
             check_books(scheduler)
-            assert_nothing_under_way(self.core._tiers)
-        assert not scheduler._requests
-        assert not scheduler._suspects
-        assert sorted(scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs))
+            assert_nothing_under_way(scheduler.tiers)
+        assert not scheduler.requests
+        assert not scheduler.quarantined
+        check_sums(scheduler)
 
 
 def check_books(scheduler: Scheduler) -> None:
     """A block's references are those of requests and of open transfers; nobody is in two places or in none."""
-    kv_waiting = scheduler._kv_waiting
-    assert kv_waiting is not None
-    tiers = kv_waiting._tiers
+    check_sums(scheduler)
+    tiers = scheduler.tiers
+    assert tiers is not None
     held = Counter(
-        block.block_id for request in scheduler._requests.values() for block in request.table.blocks
+        block.block_id for request in scheduler.requests.values() for block in request.table.blocks
     )
-    held.update(block.block_id for entry in tiers._ledger._open.values() for block in entry.blocks)
-    held.update(block.block_id for blocks in tiers._ledger._held.values() for block in blocks)
-    if scheduler._exporter is not None:
-        leases = scheduler._exporter.leases._blocks.values()
-        held.update(block.block_id for blocks in leases for block in blocks)
+    held.update(block.block_id for block in tiers.held_blocks())
+    if scheduler.exporter is not None:
+        held.update(block.block_id for block in scheduler.exporter.leases.held_blocks())
     pool = scheduler.kv.pool
     pool.check()
-    assert {block.block_id: block.ref_count for block in pool._blocks if block.ref_count} == held
-    for tier in tiers._connectors:
+    assert pool.references() == held
+    for tier in tiers.connectors:
         if isinstance(tier, HostTier):
-            slots = Counter(slot.block_id for copy in tier._copies.values() for slot in copy.slots)
-            slots.update(landing.slot.block_id for landing in tier._landing.values())
-            tier._slots.check()
-            assert {s.block_id: s.ref_count for s in tier._slots._blocks if s.ref_count} == slots
-    loading, unanswered = kv_waiting._loading, kv_waiting._unanswered
-    assert len(scheduler._running) + len(loading) <= scheduler.limits.max_num_seqs
-    assert len(unanswered) <= scheduler.limits.max_num_seqs
-    waiting = {*loading, *unanswered}
-    if any(tier.has_own_timeout for tier in tiers._connectors):
-        assert tiers._deadlines.keys() <= waiting
+            tier.check()
+    loading = in_state(scheduler, RequestState.LOADING)
+    awaiting = in_state(scheduler, RequestState.AWAITING_KV)
+    assert scheduler.num_running + len(loading) <= scheduler.limits.max_num_seqs
+    assert len(awaiting) <= scheduler.limits.max_num_seqs
+    waiting = loading | awaiting
+    if any(tier.has_own_timeout for tier in tiers.connectors):
+        assert set(tiers.timed) <= waiting
     else:
-        assert sorted(waiting) == sorted(tiers._deadlines)
-    assert loading.keys() == tiers._loads.keys()
-    places = [*scheduler._running, *scheduler._waiting, *loading.values(), *unanswered.values()]
-    assert sorted(r.request_id for r in places) == sorted(scheduler._requests)
-    assert tiers._ledger.store_room >= 0
-    assert all(it in scheduler._waiting for it in kv_waiting._in_line.values())
+        assert sorted(waiting) == sorted(tiers.timed)
+    assert loading == tiers.loading
+
+
+def check_sums(scheduler: Scheduler) -> None:
+    """What the scheduler counts as it goes is what there is."""
+    requests = scheduler.requests.values()
+    holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
+    assert scheduler.reserved.num_seqs == len(holders)
+    assert scheduler.reserved.num_blocks == sum(it.reserved_blocks for it in holders)
+    for request in requests:
+        missing = scheduler.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
+        is_awaiting = request.state is RequestState.AWAITING_KV
+        assert request.reserved_blocks == (0 if is_awaiting else max(0, missing) + 1)
+    pending = sum(request.num_tokens - request.num_computed_tokens for request in requests)
+    assert scheduler.num_pending_tokens == pending
+    assert scheduler.num_running == len(in_state(scheduler, RequestState.RUNNING))
+    assert scheduler.num_waiting == len(in_state(scheduler, RequestState.WAITING))
+    elsewhere = len(requests) - scheduler.num_running - scheduler.num_waiting
+    assert scheduler.num_awaiting_kv == elsewhere
+
+
+def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:
+    """Ids of the requests in this state."""
+    return {it.request_id for it in scheduler.requests.values() if it.state is state}
 
 
 def assert_nothing_under_way(tiers: TieredKVConnector) -> None:
-    assert tiers._ledger.num_open == 0
-    assert tiers._ledger.drain() == []
-    assert not tiers._parts
-    assert not tiers._overdue
-    assert not tiers._loads
-    assert not tiers._loading
-    assert not tiers._deadlines
-    assert not any(tiers._backlog)
+    assert tiers.drain_transfers() == []
+    assert tiers.is_idle
 
 
 def assert_complete(

@@ -25,17 +25,17 @@ class SimDisk:
     def __init__(self, delay_s: Callable[[], float] = lambda: 0.001) -> None:
         self.objects: dict[bytes, Cells] = {}
         self._delay_s = delay_s
-        self._housekeeper: SimHousekeeper | None = None
+        self._scanner: SimScanner | None = None
 
-    def open(self, clock: Clock) -> SimHousekeeper:
-        self._housekeeper = SimHousekeeper(self.objects, clock, self._delay_s)
-        return self._housekeeper
+    def open(self, clock: Clock) -> SimScanner:
+        self._scanner = SimScanner(self.objects, clock, self._delay_s)
+        return self._scanner
 
     def next_event_at(self) -> float | None:
-        return None if self._housekeeper is None else self._housekeeper.next_event_at()
+        return None if self._scanner is None else self._scanner.next_event_at()
 
 
-class SimHousekeeper:
+class SimScanner:
     """Looks at objects when asked, and gives its answers later."""
 
     def __init__(
@@ -74,7 +74,7 @@ class SimHousekeeper:
 
         self._later(answer)
 
-    def forget(self, probe_id: int) -> None:
+    def cancel_probe(self, probe_id: int) -> None:
         """Answers anyway."""
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:

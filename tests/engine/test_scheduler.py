@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from harness import Harness, assert_complete, expected_tokens, make_request
+from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
 
-from pagoda.engine.scheduler import MAX_STRIKES, Scheduler, SchedulerLimits
-from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.manager import KVManager
-from pagoda.messages.frontend import FinishReason
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.quarantine import MAX_CRASHES
+from pagoda.engine.request import OrderKey
+from pagoda.engine.scheduler import Scheduler
+from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import Capabilities, StepPlan, StepResult
 
@@ -15,17 +16,6 @@ from pagoda.messages.worker import Capabilities, StepPlan, StepResult
 @pytest.fixture
 def harness() -> Harness:
     return Harness()
-
-
-def make_scheduler(
-    num_blocks: int = 64, prefix_caching: bool = True, **limits: object
-) -> Scheduler:
-    merged = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
-    return Scheduler(
-        SchedulerLimits(**merged),  # type: ignore[arg-type]
-        KVManager(num_blocks, 4, prefix_caching=prefix_caching),
-        VirtualClock(),
-    )
 
 
 def plan_of(scheduler: Scheduler) -> StepPlan:
@@ -75,15 +65,18 @@ def test_without_mixed_steps_kinds_take_turns() -> None:
 
 
 def chunk_before_decodes(num_decodes: int, priority: int, **limits: object) -> Scheduler:
-    """A prompt of 40 tokens, half admitted, of better rank than requests that decode."""
-    scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, **limits)
+    """A prompt of 40 tokens, half admitted, in front of requests that decode."""
+
+    def order(message: GenerateRequest, arrival: int) -> OrderKey:
+        return (priority, -1) if message.request_id == "long" else (message.priority, arrival)
+
+    scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, order=order, **limits)
     for index in range(num_decodes):
         scheduler.add(make_request(f"d{index}", [index], priority=1))
     while scheduler.num_waiting:
         plan = plan_of(scheduler)
         scheduler.update(answer(plan, plan.slots))
     scheduler.add(make_request("long", list(range(40)), priority=1))
-    scheduler._waiting[0].rank = (priority, -1)
     plan = plan_of(scheduler)
     scheduler.update(
         answer(plan, [s for s, n in zip(plan.slots, plan.num_tokens, strict=True) if n == 1])
@@ -126,12 +119,12 @@ def test_nobody_yields_to_a_request_that_still_waits_for_its_last_sample() -> No
     scheduler.add(make_request("low", [1, 2, 3], priority=1))
     plan_of(scheduler)
     scheduler.add(make_request("high", [1, 2, 3], priority=0))
-    scheduler._waiting[0].num_pending_samples = 1
+    scheduler.requests["high"].num_pending_samples = 1
     assert plan_of(scheduler).starts == []
-    assert scheduler.num_preemptions == 0
-    scheduler._waiting[0].num_pending_samples = 0
+    assert scheduler.counters.num_preemptions == 0
+    scheduler.requests["high"].num_pending_samples = 0
     assert len(plan_of(scheduler).starts) == 1
-    assert scheduler.num_preemptions == 1
+    assert scheduler.counters.num_preemptions == 1
 
 
 def test_a_budget_below_the_batch_multiple_is_raised_to_it() -> None:
@@ -239,7 +232,7 @@ def test_higher_priority_preempts_lower_and_both_complete() -> None:
         assert harness.tick()
     assert list(harness.finished) == ["high"]
     harness.run()
-    assert harness.scheduler.num_preemptions == 1
+    assert harness.scheduler.counters.num_preemptions == 1
     assert_complete(harness, [low, high])
     harness.check_nothing_left()
 
@@ -250,7 +243,7 @@ def test_when_blocks_run_out_the_latest_is_preempted_and_keeps_its_tokens() -> N
     for request in requests:
         harness.add(request)
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.counters.num_preemptions > 0
     assert next(iter(harness.finished)) == "r0"
     assert_complete(harness, requests)
     harness.check_nothing_left()
@@ -343,7 +336,7 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
         plan = scheduler.schedule()
         if plan is None:
             break
-        shares = scheduler._in_flight[-1].shares
+        shares = scheduler.in_flight[-1].scheduled
         if any(
             share.request.request_id == "poison"
             and share.request.num_scheduled_tokens > 10 * deadly_chunk
@@ -359,15 +352,15 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
         "good": FinishReason.LENGTH,
         "better": FinishReason.LENGTH,
     }
-    assert num_deaths <= MAX_STRIKES
+    assert num_deaths <= MAX_CRASHES
     assert not scheduler.has_requests()
-    assert not scheduler._suspects
+    assert not scheduler.quarantined
 
 
 def test_strikes_are_forgotten_once_a_request_gets_further() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     scheduler.add(make_request("a", list(range(8)), max_tokens=50))
-    for _ in range(3 * MAX_STRIKES):
+    for _ in range(3 * MAX_CRASHES):
         plan_of(scheduler)
         assert scheduler.recover() == []
         for _ in range(2):
@@ -425,7 +418,7 @@ def test_single_tokens_of_prompts_are_not_held_back_by_stages() -> None:
 
 def test_a_preempted_request_comes_back_with_all_its_tokens() -> None:
     scheduler = decoding(1, num_stages=2)
-    scheduler._preempt(scheduler._running[0])
+    scheduler.preempt(next(iter(scheduler.requests.values())))
     plan = plan_of(scheduler)
     assert [start.token_ids for start in plan.starts] == [[0, 1, 2, 7]]
     assert plan.appended == []
@@ -485,5 +478,5 @@ def test_waiting_after_a_preemption_is_not_waiting_for_the_first_step() -> None:
         harness.clock.advance_to(harness.core.next_wakeup() or 0.0)
         for chunk in harness.step():
             told[chunk.request_id] += [] if chunk.queue_time_s is None else [chunk.queue_time_s]
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.counters.num_preemptions > 0
     assert [len(times) for times in told.values()] == [1, 1]

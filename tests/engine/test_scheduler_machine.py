@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 
 import msgspec
-from harness import VOCAB_SIZE, expected_tokens
+from harness import VOCAB_SIZE, check_sums, expected_tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
 
 from pagoda.engine.config import SimConfig
-from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.events import KVEventBatch, KVEventRecorder
@@ -151,10 +152,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.kv.pool.check()
         self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
         assert self.cached.keys == scheduler.kv.pool._by_key.keys()
-        assert len(scheduler._running) + len(scheduler._free_slots) == self.limits.max_num_seqs
-        assert set(scheduler._requests) == set(self.requests)
+        check_sums(scheduler)
+        assert set(scheduler.requests) == set(self.requests)
         held: dict[int, int] = {}
-        for request in scheduler._requests.values():
+        for request in scheduler.requests.values():
             assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
             assert request.num_computed_tokens <= request.num_tokens <= MAX_MODEL_LEN
             assert request.num_pending_samples <= (4 if self.limits.num_stages == 1 else 1)

@@ -50,7 +50,7 @@ def live(seed: int, num_stages: int = 1) -> Harness:
                 harness.core.abort(victim)
                 aborted.add(victim)
         harness.scheduler.kv.pool.check()
-        for running in harness.scheduler._running:
+        for running in harness.scheduler.requests.values():
             assert 0 <= running.num_computed_tokens <= running.num_tokens <= max_model_len
     harness.run()
     for request_id, request in requests.items():
@@ -100,8 +100,8 @@ def test_the_same_seed_is_the_same_life() -> None:
 
 def test_the_seeds_meet_preemption_prefix_hits_and_lost_workers() -> None:
     lives = [live(seed) for seed in range(40)]
-    assert sum(h.scheduler.num_preemptions for h in lives) > 0
-    assert sum(h.scheduler.num_prefix_hit_tokens for h in lives) > 0
+    assert sum(h.scheduler.counters.num_preemptions for h in lives) > 0
+    assert sum(h.scheduler.counters.num_prefix_hit_tokens for h in lives) > 0
     assert sum(h.core.load().num_worker_restarts for h in lives) > 0
     errors = [chunk.error for h in lives for chunk in h.finished.values() if chunk.error]
     assert errors

@@ -157,7 +157,7 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
             await asyncio.gather(ask("c"), ask("d"))
             await heard["0"].wait()
         unfollow()
-        assert first._session._step_listeners == []
+        assert first.connection.num_subscribers == 0
     finally:
         await dispatcher.close()
 

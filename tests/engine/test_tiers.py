@@ -85,7 +85,7 @@ class Tiered(Harness):
         return self.finished[request_id].num_cached_tokens
 
     def tick_until_started(self, request_id: str) -> None:
-        while self.scheduler._requests[request_id].slot is None:
+        while self.scheduler.requests[request_id].slot is None:
             assert self.tick()
 
 
@@ -174,7 +174,7 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
     high = make_request("high", [2] * 56, max_tokens=4)
     it.add(high)
     it.run()
-    assert it.scheduler.num_preemptions == 1
+    assert it.scheduler.counters.num_preemptions == 1
     assert_complete(it, [low, high])
     assert len(it.fates.loads()) == 1
     it.check_nothing_left()
@@ -188,14 +188,14 @@ def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed(
     it.add(low)
     for _ in range(4):
         it.tick()
-    table = it.scheduler._requests["low"].table
+    table = it.scheduler.requests["low"].table
     computed = {block.block_id for block in table.blocks[: table.num_published]}
     first, second = make_request("first", [8] * 20, max_tokens=1), document("second", 1)
     for request in (first, second):  # the first takes what the step under way writes to
         it.tokens[request.request_id] = []
         assert it.core.add(request) == []
-    while it.scheduler.num_preemptions == 0:
-        last_step = it.scheduler._step - 1
+    while it.scheduler.counters.num_preemptions == 0:
+        last_step = it.scheduler.next_step - 1
         assert it.tick()
     (load,) = it.fates.loads()
     assert isinstance(load.target, DeviceBlocks)
@@ -213,9 +213,9 @@ def test_what_connectors_were_told_of_a_request_does_not_change() -> None:
     it.add(low)
     it.tick_until_started("low")
     it.add(make_request("high", [2] * 56, max_tokens=4))
-    while it.scheduler.num_preemptions == 0:
+    while it.scheduler.counters.num_preemptions == 0:
         assert it.tick()
-    request = it.scheduler._requests["low"]
+    request = it.scheduler.requests["low"]
     told = request.prefix
     assert request.num_pending_samples == 1
     assert len(told.token_ids) == 4 * len(told.keys)
@@ -455,7 +455,7 @@ def test_other_requests_find_again_what_outlived_the_worker() -> None:
     it.check_nothing_left()
 
 
-def test_a_request_that_comes_while_there_is_no_worker_waits_in_line() -> None:
+def test_a_request_that_comes_while_there_is_no_worker_waits_prefetching() -> None:
     it = Tiered(disk=SimDisk(), kv_tiers=DISK)
     it.serve(document("a", 1))
     it.lose_the_worker()
@@ -480,10 +480,10 @@ def test_nobody_loads_while_a_request_is_tried_alone() -> None:
         it.lose_the_worker()
         while not it.core.is_worker_ready:
             it.tick()
-    assert it.scheduler._suspects
+    assert it.scheduler.quarantined
     again = document("again", 1)
     it.add(again)
-    assert it.scheduler._suspects
+    assert it.scheduler.quarantined
     assert it.core.load().num_awaiting_kv == 0
     it.run()
     assert_complete(it, [suspect, again])
@@ -533,7 +533,7 @@ def test_blocks_are_touched_once_by_each_request() -> None:
     for _ in range(8):
         it.tick()
     it.serve(make_request("high", [2, 3], max_tokens=4))
-    assert it.scheduler.num_preemptions == 1
+    assert it.scheduler.counters.num_preemptions == 1
     assert_complete(it, [low])
     assert disk.objects == {}
     it.serve(document("second", 1))

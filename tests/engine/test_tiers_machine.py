@@ -10,12 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sim_disk import SimDisk
 
 from pagoda.engine.config import KVTiersConfig, SimConfig
-from pagoda.engine.scheduler import Scheduler, SchedulerLimits
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, TieredKVConnector
-from pagoda.kv.tiers import stack_tiers
+from pagoda.kv.tiers import build_tiers
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
@@ -72,13 +73,12 @@ class TiersMachine(RuleBasedStateMachine):
         )
         config = KVTiersConfig(disk_bytes=disk_bytes, disk_min_touches=min_touches)
         kv = KVManager(num_blocks, BLOCK_SIZE)
-        tiers = stack_tiers(
+        tiers = build_tiers(
             config,
             self.ready,
             kv.pool,
             self.clock,
-            None,
-            lambda _: self.disk.open(self.clock),
+            open_scanner=lambda _, clock: self.disk.open(clock),
             epoch_s=1e9,
             fail_on_load_failure=fails,
         )
@@ -101,7 +101,7 @@ class TiersMachine(RuleBasedStateMachine):
         )
         self.results: deque[StepResult] = deque()
         self.transfers: list[Transfer] = []
-        self.executed_step = self.scheduler._step - 1
+        self.executed_step = self.scheduler.next_step - 1
         self.tiers.workers_ready(self.ready)
 
     @rule(
@@ -137,7 +137,7 @@ class TiersMachine(RuleBasedStateMachine):
     def submit_transfers(self) -> None:
         """The worker looks at what each touches, now and when it ends."""
         for transfer in self.tiers.drain_transfers():
-            assert transfer.after_step < self.scheduler._step
+            assert transfer.after_step < self.scheduler.next_step
             self.worker.begin(transfer)
             self.transfers.append(transfer)
 
@@ -174,13 +174,13 @@ class TiersMachine(RuleBasedStateMachine):
 
     def tell(self, end: TransferEnd) -> None:
         self.tiers.transfer_ended(end)
-        self.take(self.scheduler.take_kv_news())
+        self.take(self.scheduler.apply_kv_events())
         self.submit_transfers()
 
     @rule(seconds=st.sampled_from([0.5, 1.5, LOAD_TIMEOUT_S + 1]))
     def wait(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
-        self.take(self.scheduler.take_kv_news())
+        self.take(self.scheduler.apply_kv_events())
         self.submit_transfers()
 
     @rule(rounds=st.integers(1, 12))
@@ -225,8 +225,8 @@ class TiersMachine(RuleBasedStateMachine):
     @invariant()
     def always_true(self) -> None:
         check_books(self.scheduler)
-        assert set(self.scheduler._requests) == set(self.requests)
-        for request in self.scheduler._requests.values():
+        assert set(self.scheduler.requests) == set(self.requests)
+        for request in self.scheduler.requests.values():
             assert 0 <= request.num_computed_tokens <= request.num_scheduled_tokens
             assert (request.prefix is None) == (request.slot is not None)
 

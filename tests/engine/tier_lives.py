@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from harness import VOCAB_SIZE, Harness, check_books, expected_tokens
+from harness import VOCAB_SIZE, Harness, check_books, expected_tokens, in_state
 from mortal_executor import POISON, MortalExecutor, random_request
 from sim_disk import SimDisk
 
 from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.request import RequestState
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
@@ -70,8 +71,7 @@ class FaultyTransfers:
             if not isinstance(event, TransferEnd):
                 continue
             del self.open[event.transfer_id]
-            part = self.tiers._parts.get(event.transfer_id)
-            if part is not None and part.load.request_id is None:
+            if self.tiers.is_abandoned(event.transfer_id):
                 self._met["loads that ended after their request"] += 1
             self._told.append(event)
             if self._rng.random() < self._repeated:
@@ -164,7 +164,7 @@ class Life:
             self.met[f"stored in {tier.name}"] += tier.num_stored
             self.met[f"failed in {tier.name}"] += tier.num_failed
             self.met[f"removed from {tier.name}"] += tier.num_removed
-        self.met["preempted"] += harness.scheduler.num_preemptions
+        self.met["preempted"] += harness.scheduler.counters.num_preemptions
         self.met["worker lost"] += harness.core.load().num_worker_restarts
 
     def _add(self, index: int) -> str:
@@ -186,16 +186,17 @@ class Life:
         return request.request_id
 
     def _watch(self, request_id: str) -> None:
-        waiting = self._harness.scheduler._kv_waiting
-        self.met["unanswered at once"] += request_id in waiting._unanswered
-        self.met["loaded at once"] += request_id in waiting._loading
+        request = self._harness.scheduler.requests.get(request_id)
+        state = None if request is None else request.state
+        self.met["unanswered at once"] += state is RequestState.AWAITING_KV
+        self.met["loaded at once"] += state is RequestState.LOADING
 
     def _abort(self) -> None:
         """Now and then, and rather those that wait for KV."""
         harness, rng = self._harness, self._rng
-        waiting = harness.scheduler._kv_waiting
-        alive = sorted(harness.scheduler._requests)
-        loading, unanswered = sorted(waiting._loading), sorted(waiting._unanswered)
+        alive = sorted(harness.scheduler.requests)
+        loading = sorted(in_state(harness.scheduler, RequestState.LOADING))
+        unanswered = sorted(in_state(harness.scheduler, RequestState.AWAITING_KV))
         if loading and rng.random() < 0.3:
             victim = rng.choice(loading)
             self.met["aborted while it was loaded"] += 1

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -61,12 +62,17 @@ def main() -> None:
     if behaviour == "leaves":
         engine.send(WorkerHello(host="", num_blocks=num_blocks))
         engine.close()
+        context.term()
+        Path(os.environ["LEFT"]).touch()
         time.sleep(60)
     if parallel.replica_size > 1:
         peers = engine.meet_peers(WorkerHello(host="", num_blocks=num_blocks))
         if len(peers.hellos) != parallel.replica_size:
             raise ValueError(f"{len(peers.hellos)} of {parallel.replica_size} peers.")
         num_blocks = peers.num_blocks
+    if behaviour == "hangs-loading":
+        engine.report_progress()
+        time.sleep(60)
     if behaviour == "breaks":
         engine.send(WorkerFailed("RuntimeError: broken", False))
         sys.exit(1)

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import zmq.asyncio
+import zmq
 from scripted_endpoint import EOS, ScriptedEndpoint
 
-from pagoda.frontend.discovery.base import Discovery
+from pagoda.frontend.discovery.base import Context, Discovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
-from pagoda.frontend.registry import Registry
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.registry import HostReport, Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason, GenerateRequest
@@ -28,10 +28,10 @@ from pagoda.messages.worker_config import CurveKeys
 KEYS = keys_of(b"a secret of all hosts and routers")
 TTL_S = 0.4
 
-Discover = Callable[[zmq.asyncio.Context], Discovery]
+Discover = Callable[[Context], Discovery]
 
 
-def join_discovery(context: zmq.asyncio.Context) -> JoinDiscovery:
+def join_discovery(context: Context) -> JoinDiscovery:
     return JoinDiscovery(context, "127.0.0.1:*", KEYS, ttl_s=TTL_S)
 
 
@@ -39,13 +39,13 @@ class Router:
     """Finds hosts in the given way."""
 
     def __init__(self, discover: Discover = join_discovery) -> None:
-        self.context = zmq.asyncio.Context()
+        self.context = zmq.Context()
         start_authenticator(self.context, KEYS)
-        self.pod = Pod(POLICIES["round-robin"])
-        self.dispatcher = self.pod.dispatcher
+        self.hosts = PrefillDecodeRouter(POLICIES["round-robin"])
+        self.dispatcher = self.hosts.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.pod, self.discovery, self.context, KEYS, self.identity)
+        self.registry = Registry(self.hosts, self.discovery, self.context, KEYS, self.identity)
 
     @property
     def address(self) -> str:
@@ -72,7 +72,7 @@ class Router:
 
     async def close(self) -> None:
         await self.registry.close()
-        await self.pod.close()
+        await self.hosts.close()
         self.context.term()
 
 
@@ -87,7 +87,8 @@ class Host:
         tracker: RequestTracker | None = None,
         **identity: object,
     ) -> None:
-        self.context = zmq.asyncio.Context()
+        self.endpoint = endpoint
+        self.context = zmq.Context()
         start_authenticator(self.context, keys)
         whole = {"id": new_id(), "model": "m", "model_digest": "1", "is_router": False} | identity
         self.identity = Identity(**whole)  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ class Host:
         return membership
 
     async def leave(self) -> None:
-        await self.door.leave()
+        self.door.leave()
         for membership in self._memberships:
             await membership.close()
 
@@ -123,8 +124,8 @@ class ScriptedHost(Host):
     def __init__(
         self, router: Router, answer: str = "ok", keys: CurveKeys = KEYS, **identity: object
     ) -> None:
-        self.endpoint = ScriptedEndpoint(lambda request: answer[len(request.output_token_ids) :])
-        super().__init__(self.endpoint, keys, **identity)
+        endpoint = ScriptedEndpoint(lambda request: answer[len(request.output_token_ids) :])
+        super().__init__(endpoint, keys, **identity)
         self.membership = self.join(router)
 
 
@@ -151,4 +152,14 @@ async def joined(
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def until_refused(router: Router) -> list[HostReport]:
+    """Returns the hosts of `router`, once one of them is refused."""
+    async with asyncio.timeout(20):
+        while True:
+            reports = await router.registry.hosts()
+            if any(report.reason for report in reports):
+                return reports
             await asyncio.sleep(0.01)

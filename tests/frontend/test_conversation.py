@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import re
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from operations import assert_linear
 
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.conversation import Message, check_tools, template_messages
@@ -94,7 +98,7 @@ def deep(levels: int) -> dict[str, Any]:
         ({"type": "function", "function": {"name": "x" * 65}}, "tools[0].function.name"),
         (tool(type="text"), "tools[0].function.parameters.type"),
         (tool(type={"a": 1}), "tools[0].function.parameters.type"),
-        (tool(pattern="("), "tools[0].function.parameters.pattern"),
+        (tool(pattern="x" * 1025), "tools[0].function.parameters.pattern"),
         (tool(pattern=5), "tools[0].function.parameters.pattern"),
         (tool(properties=[1]), "tools[0].function.parameters.properties"),
         (tool(properties={"a": 1}), "tools[0].function.parameters.properties.a"),
@@ -104,6 +108,37 @@ def test_malformed_tools(bad: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_tools([bad])
     assert caught.value.param == param
+
+
+def test_patterns_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some patterns take seconds to compile, and others are valid in JSON Schema but not in Python."""
+    monkeypatch.setattr(re, "compile", lambda *_: pytest.fail("a pattern was compiled"))
+    check_tools(
+        [tool(pattern=pattern) for pattern in ("(?i)[\u0100-\U0010ffff]" * 50, r"\p{L}", "(")]
+    )
+
+
+def test_checking_a_schema_takes_linear_work() -> None:
+    def check(size: int) -> Callable[[], object]:
+        tools = [tool(type="object", properties={f"p{i}": {"type": "string"} for i in range(size)})]
+        return lambda: check_tools(tools)
+
+    assert_linear(check, [200, 400, 800])
+
+
+def test_long_names_in_a_schema_are_not_copied_for_each_child() -> None:
+    """The text of a path is put together for an error only, and is short there."""
+    name = "n" * 100_000
+    children = {str(i): {"type": "string"} for i in range(2000)}
+    tracemalloc.start()
+    try:
+        check_tools([tool(properties={name: {"properties": children}})])
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(name)
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(InvalidRequestError) as caught:
+        check_tools([tool(properties={name: {"type": 5}})])
+    assert len(str(caught.value)) < 500
 
 
 def test_tools_are_bounded() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from linked_hosts import Host, routed, until
+from linked_hosts import Host, routed, until, until_refused
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.errors import ConfigError
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_empty_lines_and_comments_do_not_count(path: Path) -> None:
     path.write_text("# pool 1\n\n10.0.0.1:5601  # the old one\n node-2.example:05602\n")
-    assert [host.address for host in read_hosts(path)] == [
+    assert list(read_hosts(path)) == [
         "tcp://10.0.0.1:5601",
         "tcp://node-2.example:5602",
     ]
@@ -95,11 +95,11 @@ async def test_a_host_that_is_not_listed_any_more_finishes_what_it_has(path: Pat
         asking = asyncio.create_task(router.ask("r1"))
         await endpoint.paused.wait()
         path.write_text("127.0.0.1:9\n")
-        await until(lambda: not router.dispatcher._members[0].takes_requests)
+        await until(lambda: not next(iter(router.dispatcher.slots)).takes_requests)
         path.write_text(f"{host.address}\n")  # and back, before it has finished
-        await until(lambda: router.dispatcher._members[0].takes_requests)
+        await until(lambda: next(iter(router.dispatcher.slots)).takes_requests)
         path.write_text("127.0.0.1:9\n")
-        await until(lambda: not router.dispatcher._members[0].takes_requests)
+        await until(lambda: not next(iter(router.dispatcher.slots)).takes_requests)
         endpoint.go_on.set()
         assert await asking == ("abcdef", FinishReason.STOP)
         await router.until_hosts(0)
@@ -129,10 +129,9 @@ async def test_a_dismissed_host_comes_back_only_when_it_was_started_anew(path: P
         assert router.registry.dismiss(host.identity.id)
         await router.until_hosts(0)
         path.write_text("127.0.0.1:9\n")
-        await until(lambda: len(router.registry._entries) == 1 and not router.dispatcher.replicas)
+        await until(lambda: router.registry.num_named == 1 and not router.dispatcher.replicas)
         path.write_text(f"{host.address}\n")
-        await until(lambda: any(entry.problem for entry in router.registry._entries.values()))
-        [report] = await router.registry.hosts()
+        [report] = await until_refused(router)
         assert (report.state, report.reason[:15]) == ("refused", "It was let go w")
         await host.close()
         again = Host(ScriptedEndpoint("new"), port=host.address.rpartition(":")[2])

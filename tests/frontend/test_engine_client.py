@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from fragment_files import assert_nested, phases_of, read_fragments
@@ -25,9 +26,9 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role, WorkerConfig
+from pagoda.pd.links import SocketPeers
 from pagoda.pd.messages import KVRelease, KVSubscribe
-from pagoda.pd.peers import SocketPeers
-from pagoda.telemetry.tracer import TraceLevel, TraceSession
+from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 VOCAB_SIZE = 100
 
@@ -43,8 +44,13 @@ def sim_config(**fields: object) -> EngineConfig:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[EngineClient]:
-    client = EngineClient(sim_config())
+def tracer() -> Tracer:
+    return Tracer("frontend")
+
+
+@pytest.fixture
+async def client(tracer: Tracer) -> AsyncIterator[EngineClient]:
+    client = EngineClient(sim_config(), tracer)
     await client.start()
     yield client
     await client.close()
@@ -143,6 +149,70 @@ async def test_an_engine_that_keeps_dying_is_given_up_and_says_so(
     assert client.state is ReplicaState.FAILED
     assert not (await client.health()).ready
     await client.close()
+
+
+async def test_an_engine_that_is_stopped_is_killed_and_replaced() -> None:
+    client = EngineClient(sim_config(engine_timeout_s=0.8))
+    await client.start()
+    try:
+        stopped = client.engine_pid
+        assert stopped is not None
+        running = asyncio.create_task(collect(client, make_request(1, max_tokens=100_000)))
+        while (await client.load()).num_running == 0:
+            await asyncio.sleep(0)
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(EngineLostError):
+            await running
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, 0)
+        while client.state is not ReplicaState.READY:
+            await asyncio.sleep(0.001)
+        assert (await collect(client, make_request(2)))[0] == expected(make_request(2))
+    finally:
+        await client.close()
+
+
+async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = EngineClient(sim_config(), start_timeout_s=3.0)
+    starting = asyncio.create_task(client.start())
+    while client.engine_pid is None:
+        await asyncio.sleep(0)
+    os.kill(client.engine_pid, signal.SIGSTOP)
+    try:
+        await starting
+        assert "the engine did not answer for 3 s; starting it again" in caplog.text
+        assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
+    finally:
+        await client.close()
+
+
+async def test_a_caller_that_is_cancelled_in_close_learns_of_it_and_nothing_is_left(
+    client: EngineClient,
+) -> None:
+    pid = client.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # the engine does not end when it is asked to
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_an_engine_without_a_socket_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "MAX_DEATHS_IN_ROW", 0)
+    monkeypatch.setattr(engine_client, "socket_address", lambda *_: "ipc://" + "d" * 200)
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(EngineDeadError, match="could not be started"):
+        await EngineClient(sim_config()).start()
+    assert {child.pid for child in psutil.Process().children()} == before
+    assert "cannot be supervised" not in caplog.text
 
 
 async def test_a_reader_that_leaves_aborts_its_request(client: EngineClient) -> None:
@@ -259,7 +329,7 @@ def start_order(directory: Path, num_steps: int | None = None) -> StartTrace:
 
 
 async def test_an_engine_traces_until_it_is_told_to_stop(
-    client: EngineClient, tmp_path: Path
+    client: EngineClient, tracer: Tracer, tmp_path: Path
 ) -> None:
     await collect(client, make_request(0))
     client.start_trace(start_order(tmp_path))
@@ -273,7 +343,7 @@ async def test_an_engine_traces_until_it_is_told_to_stop(
     assert len(fragment.named("request")) == 1
     assert fragment.named("send")
     (clock,) = fragment.clocks
-    assert clock["peer"] == client._tracer.process.uid
+    assert clock["peer"] == tracer.process.uid
     assert abs(clock["offset_ns"]) <= clock["round_trip_ns"] / 2 + 1
     assert await client.stop_trace() == []
 
@@ -328,7 +398,8 @@ async def test_an_engine_stops_by_itself_after_so_many_steps(
     async with asyncio.timeout(20):
         await client.trace_ended()
     (fragment,) = read_fragments(tmp_path)
-    assert len(fragment.named("update")) == 3
+    # Both steps that are in flight may end in the turn in which the third step is counted.
+    assert len(fragment.named("update")) in (3, 4)
     assert await client.stop_trace() == []
 
 

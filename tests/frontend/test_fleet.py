@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -17,6 +16,7 @@ from test_engine_client import VOCAB_SIZE, expected, make_request, sim_config
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError, OverloadedError
+from pagoda.frontend import engine_client
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
@@ -48,11 +48,10 @@ def client_of(dispatcher: Dispatcher, index: int) -> EngineClient:
     return cast(EngineClient, dispatcher.replicas[index])
 
 
-def kill(dispatcher: Dispatcher, index: int) -> int:
+def kill(dispatcher: Dispatcher, index: int, fault: signal.Signals = signal.SIGKILL) -> None:
     pid = client_of(dispatcher, index).engine_pid
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    return pid
+    os.kill(pid, fault)
 
 
 async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> Answer:
@@ -71,8 +70,8 @@ async def until_running(dispatcher: Dispatcher, count: int = 1) -> None:
 
 def assert_settled(dispatcher: Dispatcher) -> None:
     count = len(dispatcher.replicas)
-    assert dispatcher.ledger.pending_tokens == [0] * count
-    assert dispatcher.ledger.num_requests == [0] * count
+    assert [slot.work.pending_tokens for slot in dispatcher.slots] == [0] * count
+    assert [slot.work.num_requests for slot in dispatcher.slots] == [0] * count
 
 
 def test_each_replica_knows_its_place() -> None:
@@ -97,13 +96,24 @@ async def test_both_replicas_work_and_their_figures_add_up() -> None:
         assert_settled(dispatcher)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-async def test_a_hundred_streams_survive_the_death_of_an_engine(count: int) -> None:
-    async with fleet(count, sim=SimConfig(base_s=0.005, vocab_size=VOCAB_SIZE)) as dispatcher:
-        requests = [make_request(i, max_tokens=60) for i in range(100)]
+@pytest.mark.parametrize(
+    ("count", "num_streams", "fault"),
+    [
+        (1, 100, signal.SIGKILL),
+        (2, 100, signal.SIGKILL),
+        (1, 32, signal.SIGSTOP),
+        (2, 32, signal.SIGSTOP),
+    ],
+)
+async def test_streams_survive_an_engine_that_dies_or_hangs(
+    count: int, num_streams: int, fault: signal.Signals
+) -> None:
+    sim = SimConfig(base_s=0.005, vocab_size=VOCAB_SIZE)
+    async with fleet(count, sim=sim, engine_timeout_s=1.0) as dispatcher:
+        requests = [make_request(i, max_tokens=60) for i in range(num_streams)]
         answers = asyncio.gather(*(collect(dispatcher, request) for request in requests))
-        await until_running(dispatcher, 100)
-        kill(dispatcher, 0)
+        await until_running(dispatcher, num_streams)
+        kill(dispatcher, 0, fault)
         assert await answers == [(expected(request), FinishReason.LENGTH) for request in requests]
         assert_settled(dispatcher)
         while client_of(dispatcher, 0).state is not ReplicaState.READY:
@@ -183,22 +193,23 @@ async def test_a_replica_that_is_given_up_leaves_the_others_and_the_last_one_end
         assert_settled(dispatcher)
 
 
-async def test_an_engine_that_cannot_start_again_at_once_is_tried_again() -> None:
+async def test_an_engine_that_cannot_start_again_at_once_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with fleet(1) as dispatcher:
         client = client_of(dispatcher, 0)
         request = make_request(1, max_tokens=300)
         running = asyncio.create_task(collect(dispatcher, request))
         await until_running(dispatcher)
-        good = client._config
-        client._config = EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
-        kill(dispatcher, 0)
-        while client._deaths_in_row < 2:
-            await asyncio.sleep(0.001)
-        client._config = good
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_client, "socket_address", lambda *_: "ipc://" + "d" * 200)
+            kill(dispatcher, 0)
+            while client.num_deaths_in_row < 2:
+                await asyncio.sleep(0.001)
         assert (await running)[0] == expected(request)
 
 
-async def test_one_of_four_that_cannot_start_ends_all_within_ten_seconds() -> None:
+async def test_one_of_four_that_cannot_start_ends_all() -> None:
     configs = replicas_of(replicated(4))
     broken = msgspec.structs.replace(
         configs[1].worker, model="/no/such/directory", load_format="auto"
@@ -206,10 +217,8 @@ async def test_one_of_four_that_cannot_start_ends_all_within_ten_seconds() -> No
     configs[1] = EngineConfig(worker=broken)
     before = _children()
     dispatcher = Dispatcher([EngineClient(config) for config in configs], POLICIES["round-robin"])
-    began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^replica 1: .*/no/such/directory"):
         await dispatcher.start()
-    assert time.monotonic() - began < 10
     assert _children() == before
 
 

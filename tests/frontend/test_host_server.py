@@ -43,7 +43,7 @@ ROUTER = Identity("router", "m", "digest", is_router=True)
 @asynccontextmanager
 async def routed(config: EngineConfig) -> AsyncIterator[Dispatcher]:
     """A router's dispatcher over one host, whose own is over one engine."""
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     start_authenticator(context, KEYS)
     host = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
     await host.start()
@@ -74,22 +74,22 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
     )
     async with routed(config) as router:
         seen = [
-            (chunk.num_computed_tokens, router.ledger.pending_tokens[0])
+            (chunk.num_computed_tokens, next(iter(router.slots)).work.pending_tokens)
             async for chunk in router.generate(request)
             if chunk.is_news
         ]
         assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
-        assert router.ledger.pending_tokens == [0]
+        assert [slot.work.pending_tokens for slot in router.slots] == [0]
 
 
 class Door:
     """A host's door, and a router's socket at it that says whatever a test wants."""
 
     def __init__(self, endpoint: ScriptedEndpoint) -> None:
-        self.context = zmq.asyncio.Context()
+        self.context = zmq.Context()
         start_authenticator(self.context, KEYS)
         self.door = HostServer(endpoint, self.context, "tcp://127.0.0.1:*", KEYS, HOST)
-        self.socket = self.context.socket(zmq.DEALER)
+        self.socket = zmq.asyncio.Socket(self.context, zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         encrypt_client(self.socket, KEYS)
         self.socket.connect(f"tcp://127.0.0.1:{self.door.port}")
@@ -155,12 +155,12 @@ async def test_an_id_may_be_used_again_at_once_when_its_request_was_aborted() ->
         await door.say(request("r"))
         await endpoint.paused.wait()
         endpoint.pause_after = None
-        # As if they came in one batch: the first has not ended when the second one begins.
-        door.door._handle(key := next(iter(door.door._requests))[0], AbortRequests(["r"]))
-        door.door._handle(key, request("r"))
+        # The host reads both in one turn: the first request has not ended when the second one begins.
+        door.socket.send(msgspec.msgpack.encode(AbortRequests(["r"])))
+        await door.say(request("r"))
         assert (await door.last_chunk()).finish_reason is FinishReason.LENGTH
         assert endpoint.aborted == ["r"]
-        assert not door.door._requests
+        assert door.door.num_requests == 0
 
 
 async def test_an_id_that_is_taken_is_refused() -> None:
@@ -182,17 +182,17 @@ async def test_what_a_router_wanted_ends_when_it_hangs_up() -> None:
         await door.say(SubscribeCache())
         await door.say(request("r"))
         await endpoint.paused.wait()
-        assert door.door._followed
+        assert door.door.num_subscriptions == 1
         door.socket.close()
         await until(lambda: endpoint.aborted == ["r"])
-        assert not door.door._followed
+        assert door.door.num_subscriptions == 0
 
 
 # ---- traces
 
 
 async def test_a_host_that_traces_knows_the_time_of_its_routers(tmp_path: Path) -> None:
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     start_authenticator(context, KEYS)
     host, asleep = Tracer("frontend"), Tracer("router")
     session = TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="host")
@@ -225,7 +225,7 @@ async def until_clocks(directory: Path, count: int) -> None:
 
 
 async def test_a_router_writes_when_tokens_come(tmp_path: Path) -> None:
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     start_authenticator(context, KEYS)
     router = Tracer("router")
     router.start(TraceSession(level=TraceLevel.E2E, directory=str(tmp_path), run="router"))

@@ -226,6 +226,23 @@ async def test_leaving_early_and_aborting() -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_the_id_of_a_running_request_is_refused_and_the_request_goes_on() -> None:
+    long = SamplingParams(max_tokens=None, ignore_eos=True)
+    async with AsyncLLM("qwen3-0.6b", **OPTIONS) as llm:
+        first = llm.generate("hi", long, "mine")
+        await anext(first)
+        with pytest.raises(
+            InvalidRequestError, match="'mine' is that of a request that still runs"
+        ):
+            await anext(llm.generate("ho", long, "mine"))
+        assert not (await anext(first)).finished
+        await llm.abort("mine")
+        last = [output async for output in first][-1]
+        assert last.outputs[0].finish_reason == "abort"
+        outputs = [output async for output in llm.generate("hi", GREEDY, "mine")]
+        assert outputs[-1].finished
+
+
 async def test_not_started() -> None:
     llm = AsyncLLM("qwen3-0.6b", **OPTIONS)
     with pytest.raises(RuntimeError, match="not started"):

@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS, Host, ScriptedHost, joined, routed, until
+from linked_hosts import KEYS, Host, ScriptedHost, joined, routed, until, until_refused
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.errors import ConfigError, OverloadedError
-from pagoda.frontend.discovery.base import Tell
+from pagoda.frontend.discovery.base import HostListener
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.frontend import FinishReason
@@ -65,7 +65,7 @@ async def test_a_host_that_leaves_finishes_what_it_has_and_gets_nothing_new() ->
         await leaving.leave()
         async with joined(router, "new"):
             await router.until_hosts(2)
-            await until(lambda: any(m.is_leaving for m in router.dispatcher._members))
+            await until(lambda: any(slot.is_leaving for slot in router.dispatcher.slots))
             assert await router.ask("r2") == ("new", FinishReason.STOP)
             leaving.endpoint.go_on.set()
             assert await asking == ("old", FinishReason.STOP)
@@ -80,7 +80,7 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
         asking = asyncio.create_task(router.ask("r1"))
         await host.endpoint.paused.wait()
         assert router.registry.dismiss(host.identity.id)
-        await until(host.membership._beating.done)
+        await until(lambda: host.membership.ended)
         assert "let this host go: It was let go with DELETE /v1/hosts" in caplog.text
         host.endpoint.go_on.set()
         assert await asking == ("abc", FinishReason.STOP)
@@ -127,7 +127,7 @@ async def test_another_version_is_refused_with_the_reason(
 async def test_a_host_learns_that_it_cannot_be_reached(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.frontend.host_client._HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pagoda.frontend.registry.HELLO_TIMEOUT_S", 0.1)
     async with routed() as router, joined(router) as host:
         elsewhere = msgspec.structs.replace(
             host.record, host_id="elsewhere", address="tcp://127.0.0.1:9"
@@ -170,7 +170,7 @@ async def test_nonsense_is_ignored() -> None:
             stranger = router.context.socket(zmq.DEALER)
             encrypt_client(stranger, KEYS)
             stranger.connect(f"tcp://{address}")
-            await stranger.send_multipart([b"non", b"sense"])
+            stranger.send_multipart([b"non", b"sense"])
             stranger.close(linger=1000)
         assert await router.ask("r1") == ("hello", FinishReason.STOP)
 
@@ -206,18 +206,30 @@ async def test_an_address_that_is_taken_is_refused() -> None:
 
 
 class _Told:
-    """A discovery that knows what a test tells it."""
+    """A discovery that names the hosts that a test tells it."""
 
     def __init__(self) -> None:
-        self.tell: Tell = lambda _: None
+        self.listener: HostListener | None = None
+        self.followed = asyncio.Event()
         self.failures = 0
+        self._named: set[HostRecord] = set()
 
-    async def follow(self, tell: Tell) -> None:
-        self.tell = tell
+    async def follow(self, listener: HostListener) -> None:
+        self.listener = listener
         if self.failures:
             self.failures -= 1
             raise RuntimeError("nobody has thought of this")
+        self.followed.set()
         await asyncio.Event().wait()
+
+    def tell(self, hosts: list[HostRecord]) -> None:
+        """These hosts are named now."""
+        assert self.listener is not None
+        before, self._named = self._named, set(hosts)
+        for host in before - self._named:
+            self.listener.remove(host)
+        for host in self._named - before:
+            self.listener.add(host)
 
     def warn(self, host: HostRecord, problem: str) -> None: ...
 
@@ -230,10 +242,10 @@ async def test_a_host_that_is_named_again_while_it_is_connected_to_is_kept() -> 
     host = Host(ScriptedEndpoint("ok"))
     told = _Told()
     async with routed(lambda _: told) as router:
-        await asyncio.sleep(0)
+        await told.followed.wait()
         told.tell([host.record])
-        await until(lambda: bool(router.registry._entries))
-        await asyncio.sleep(0)
+        assert router.registry.num_named == 1
+        await told.followed.wait()
         told.tell([])
         told.tell([host.record])
         await router.until_hosts(1)
@@ -241,17 +253,17 @@ async def test_a_host_that_is_named_again_while_it_is_connected_to_is_kept() -> 
 
 
 async def test_a_registry_that_was_closed_connects_to_nobody() -> None:
-    """Its discovery may have a timer that runs out meanwhile."""
+    """The discovery may have a timer that runs out meanwhile."""
     host = Host(ScriptedEndpoint("ok"))
     told = _Told()
     async with routed(lambda _: told) as router:
-        await asyncio.sleep(0)
+        await told.followed.wait()
         told.tell([host.record])
         await router.until_hosts(1)
         closing = asyncio.create_task(router.registry.close())
-        await until(lambda: not router.registry._entries)
+        await until(lambda: router.registry.num_named == 0)
         told.tell([host.record])
-        assert not router.registry._entries
+        assert router.registry.num_named == 0
         await closing
     await host.close()
 
@@ -265,13 +277,13 @@ async def test_a_search_that_fails_goes_on(
     told.failures = 2
     async with routed(lambda _: told) as router:
         await until(lambda: caplog.text.count("the search for hosts failed") == 2)
-        await asyncio.sleep(0.05)
+        await told.followed.wait()
         told.tell([host.record])
         await router.until_hosts(1)
     await host.close()
 
 
-def _no_socket(*_: object) -> None:
+def _no_socket(*_: object, **__: object) -> None:
     raise zmq.ZMQError(errno.EMFILE)
 
 
@@ -282,11 +294,10 @@ async def test_a_host_for_which_there_is_no_socket_is_tried_again(
     host = Host(ScriptedEndpoint("ok"))
     told = _Told()
     async with routed(lambda _: told) as router:
-        await asyncio.sleep(0)
+        await told.followed.wait()
         monkeypatch.setattr("pagoda.frontend.host_client.HostClient.__init__", _no_socket)
         told.tell([host.record])
-        await until(lambda: any(entry.problem for entry in router.registry._entries.values()))
-        [report] = await router.registry.hosts()
+        [report] = await until_refused(router)
         assert report.reason == (
             "The router has no socket for it (Too many open files); let it open more files."
         )
@@ -374,7 +385,7 @@ async def test_a_host_with_other_blocks_than_the_others_is_refused(
     endpoint.limits = msgspec.structs.replace(endpoint.limits, block_size=32)
     hosts = [Host(ScriptedEndpoint("ok")), Host(endpoint)]
     async with routed(lambda _: told) as router:
-        await asyncio.sleep(0)
+        await told.followed.wait()
         told.tell([hosts[0].record])
         await router.until_hosts(1)
         told.tell([host.record for host in hosts])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
+from counted_text import assert_linear_copies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.frontend.stop import StopHit, StopMatcher
+from pagoda.frontend.stop import StopHit, StopMatcher, StopStrings
 
 TEXT = st.text(alphabet="abcé", max_size=40)
 STOPS = st.lists(st.text(alphabet="abcé", min_size=1, max_size=5), min_size=1, max_size=5)
@@ -27,7 +29,7 @@ def cut(text: str, borders: list[int]) -> list[str]:
 
 
 def run(deltas: list[str], stops: list[str]) -> tuple[str, str | None]:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     emitted = ""
     for delta in deltas:
         step = matcher.push(delta)
@@ -46,7 +48,7 @@ def test_equals_the_oracle_whatever_the_deltas(
 
 @given(TEXT, STOPS)
 def test_holds_back_only_what_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     emitted = seen = ""
     for character in text:
         seen += character
@@ -68,3 +70,12 @@ def test_the_longest_of_two_that_end_together_counts() -> None:
 
 def test_the_stop_string_that_is_complete_first_counts() -> None:
     assert run(["abcd"], ["abcd", "bc"]) == ("a", "bc")
+
+
+def test_work_is_linear_in_the_text() -> None:
+    def feed(pieces: Iterable[str]) -> None:
+        matcher = StopMatcher(StopStrings(["a" * 100 + "b"]))
+        for piece in pieces:
+            matcher.push(piece)
+
+    assert_linear_copies(feed, "a" * 1000)

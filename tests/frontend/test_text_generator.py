@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import gc
+import threading
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
 
 from pagoda.errors import InvalidRequestError, OverloadedError
+from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
+from pagoda.frontend.stop import StopStrings
 from pagoda.frontend.text_generator import (
     PromptTooLongError,
     TextAssembler,
@@ -15,6 +24,7 @@ from pagoda.frontend.text_generator import (
     TextRequest,
     derive_seed,
 )
+from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 
@@ -27,7 +37,8 @@ def generator(answer: str = "ok") -> tuple[TextGenerator, ScriptedEndpoint]:
 
 
 async def answer_of(texts: TextGenerator, **params: object) -> tuple[str, TextDelta]:
-    [request] = await texts.prepare("hi", SamplingParams(**params))  # type: ignore[arg-type]
+    sampling = texts.check_sampling(SamplingParams(**params))  # type: ignore[arg-type]
+    [request] = await texts.prepare("hi", sampling)
     deltas = [delta async for delta in texts.stream(request)]
     return "".join(delta.text for delta in deltas), deltas[-1]
 
@@ -142,10 +153,10 @@ async def test_cache_salts_are_bounded(salt: str) -> None:
     assert caught.value.param == "cache_salt"
 
 
-async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     texts, _ = generator()
     with pytest.raises(InvalidRequestError, match="logit_bias takes token ids below"):
-        await texts.prepare("hi", SamplingParams(logit_bias={512: 1.0}))
+        texts.check_sampling(SamplingParams(logit_bias={512: 1.0}))
 
 
 async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
@@ -186,7 +197,11 @@ def test_text_does_not_depend_on_how_tokens_are_chunked(
 
     def run(cut: list[list[int]]) -> tuple[str, object, int]:
         request = TextRequest(
-            request=_wire(params), sampling=params, prompt=None, client_request=CLIENT_REQUEST
+            request=_wire(params),
+            sampling=params,
+            prompt=None,
+            client_request=CLIENT_REQUEST,
+            stops=StopStrings(params.stop) if params.stop else None,
         )
         assembler = TextAssembler(TEXT.tokenizer, request)
         text, count = "", 0
@@ -207,3 +222,85 @@ def test_text_does_not_depend_on_how_tokens_are_chunked(
 
 def _wire(params: SamplingParams) -> GenerateRequest:
     return GenerateRequest(request_id="r", prompt_token_ids=[1], sampling=params)
+
+
+class BlockingTokenizer:
+    """Delegates to a tokenizer, but `encode` waits for `go_on` and counts the threads in it."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self._inner = inner
+        self._lock = threading.Lock()
+        self.go_on = threading.Event()
+        self.num_begun = self.num_inside = self.most_inside = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with self._lock:
+            self.num_begun += 1
+            self.num_inside += 1
+            self.most_inside = max(self.most_inside, self.num_inside)
+        self.go_on.wait(30)
+        with self._lock:
+            self.num_inside -= 1
+        return self._inner.encode(text, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+async def test_a_client_that_hangs_up_keeps_its_place_until_the_thread_is_done() -> None:
+    tokenizer = BlockingTokenizer(TEXT.tokenizer)
+    text = dataclasses.replace(TEXT, tokenizer=tokenizer)  # type: ignore[arg-type]
+    texts = TextGenerator(ScriptedEndpoint(max_model_len=30_000), text, RequestTracker())
+    try:
+        for _ in range(20):
+            encoding = asyncio.create_task(texts.encode("x" * 20_000, add_special_tokens=True))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            encoding.cancel()
+            await asyncio.wait([encoding])
+        waiting = asyncio.create_task(texts.encode("x" * 20_000, add_special_tokens=True))
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(lambda: "free") == "free", "other threads are free"
+        assert tokenizer.num_begun <= 2
+    finally:
+        tokenizer.go_on.set()
+    assert len(await waiting) == 20_000
+    assert tokenizer.most_inside <= 2
+
+
+async def test_long_work_is_done_in_the_order_of_its_coming() -> None:
+    work, order = LongWork(1), list[int]()
+    await asyncio.gather(*(work.run(partial(order.append, i)) for i in range(20)))
+    assert order == list(range(20))
+
+
+async def test_a_failure_that_nobody_waits_for_is_not_logged(caplog) -> None:
+    work, begun, go_on = LongWork(1), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        go_on.wait(30)
+        raise ValueError("nobody hears this")
+
+    running = asyncio.create_task(work.run(fail))
+    await asyncio.to_thread(begun.wait, 30)
+    running.cancel()
+    await asyncio.wait([running])
+    go_on.set()
+    assert await work.run(lambda: 1) == 1
+    gc.collect()
+    assert not caplog.records
+
+
+async def test_stop_strings_are_compiled_once_for_all_prompts_of_a_body() -> None:
+    texts, _ = generator()
+    sampling = texts.check_sampling(SamplingParams(stop=("abc",), n=2))
+    requests = [r for _ in range(3) for r in await texts.prepare("hi", sampling)]
+    assert len({id(request.stops) for request in requests}) == 1
+
+
+async def test_a_prompt_of_token_ids_is_not_copied() -> None:
+    texts, _ = generator()
+    prompt = [1, 2, 3]
+    requests = await texts.prepare(prompt, SamplingParams(n=2))
+    assert all(request.request.prompt_token_ids is prompt for request in requests)

@@ -20,7 +20,8 @@ class ScriptedTier:
         self.has: set[bytes] = set()
         self.is_unsure = False
         """Whether it does not know what else it has."""
-        self.has_news = False
+        self.changed: set[str] = set()
+        """Requests that `poll` names next."""
         self.stores = True
         self.calls: list[tuple[object, ...]] = []
         self.offered: list[bytes] = []
@@ -75,9 +76,9 @@ class ScriptedTier:
     def workers_lost(self) -> None:
         self.calls.append(("workers lost",))
 
-    def poll(self) -> bool:
-        has_news, self.has_news = self.has_news, False
-        return has_news
+    def poll(self) -> set[str]:
+        changed, self.changed = self.changed, set()
+        return changed
 
     def pollables(self) -> list[object]:
         return [self.tier]

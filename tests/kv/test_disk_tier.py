@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.errors import ConfigError
-from pagoda.ipc.clock import VirtualClock
+from pagoda.ipc.clock import Clock, VirtualClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.block_pool import Block, BlockPool
-from pagoda.kv.connector import CachedBlock, LandingPlace, PrefixRequest
+from pagoda.kv.connector import CachedBlock, PrefixRequest
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
@@ -28,6 +28,7 @@ from pagoda.kv.disk_scanner import (
 )
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
+from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import (
@@ -49,7 +50,7 @@ KEYS = prefix_keys(TOKENS, SIZE, None, 40)
 OTHER_KEYS = prefix_keys(TOKENS, SIZE, "salt", 40)
 
 
-class FakeHousekeeper:
+class FakeScanner:
     """A disk in memory, and a scanner that does one job whenever it is told to."""
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class FakeHousekeeper:
         self.num_probes += 1
         self.jobs.append(lambda: [self._answer(probe_id, keys)])
 
-    def forget(self, probe_id: int) -> None:
+    def cancel_probe(self, probe_id: int) -> None:
         self.forgotten.append(probe_id)
 
     def _answer(self, probe_id: int, keys: Sequence[bytes]) -> News:
@@ -124,15 +125,16 @@ class Setup:
         min_touches: int = 2,
         num_blocks: int = 320,
         num_ranks: int = 1,
-        landing: LandingPlace | None = None,
+        host_slots: int = 0,
         is_scanned: bool = True,
     ) -> None:
         self.clock = VirtualClock()
         self.pool = BlockPool(num_blocks)
         self.ledger = TransferLedger(self.pool)
         self.events = KVEventRecorder(SIZE, has_disk=True)
-        self.keepers: list[FakeHousekeeper] = []
+        self.keepers: list[FakeScanner] = []
         self.ready = ready(num_ranks)
+        self.host = HostTier(host_slots, SIZE, self.ledger) if host_slots else None
         self.tier = DiskTier(
             self.ready.kv_directories,
             self.ledger,
@@ -141,19 +143,19 @@ class Setup:
             quota_bytes=quota,
             min_touches=min_touches,
             epoch_s=EPOCH,
-            landing=landing,
+            host=self.host,
             events=self.events,
         )
         if is_scanned:
             self.work()
 
-    def _open(self, directories: Sequence[KVDirectory]) -> FakeHousekeeper:
+    def _open(self, directories: Sequence[KVDirectory], _clock: Clock) -> FakeScanner:
         assert directories
-        self.keepers.append(FakeHousekeeper())
+        self.keepers.append(FakeScanner())
         return self.keepers[-1]
 
     @property
-    def keeper(self) -> FakeHousekeeper:
+    def keeper(self) -> FakeScanner:
         return self.keepers[-1]
 
     @property
@@ -164,13 +166,13 @@ class Setup:
     def report(self) -> TierLoad:
         return self.tier.load_report()
 
-    def work(self) -> bool:
-        """The scanner does all that it was asked for, and the tier hears of it."""
-        has_news = False
+    def work(self) -> set[str]:
+        """The scanner does all that it was asked for; returns the requests to look up again."""
+        changed: set[str] = set()
         while self.keeper.jobs:
             self.keeper.work()
-            has_news |= self.tier.poll()
-        return has_news
+            changed.update(self.tier.poll())
+        return changed
 
     def pass_through(self, keys: Sequence[bytes]) -> int:
         """A request passes through blocks that are on the device."""
@@ -696,37 +698,25 @@ def test_what_some_ranks_may_have_written_is_removed_when_others_could_not() -> 
 # ---- what is brought nearer
 
 
-class Shelf:
-    """Four slots in host memory."""
-
-    def __init__(self) -> None:
-        self.slots: dict[bytes, int] = {}
-        self.settled: list[tuple[bytes, bool]] = []
-
-    def reserve(self, prefix: PrefixRequest, index: int) -> int | None:
-        key = prefix.keys[index]
-        if key in self.slots or len(self.slots) == 4:
-            return None
-        self.slots[key] = 10 + len(self.slots)
-        return self.slots[key]
-
-    def settle(self, key: bytes, *, is_good: bool) -> None:
-        self.settled.append((key, is_good))
-
-
 def test_blocks_are_brought_to_host_memory_as_far_as_there_is_room() -> None:
-    shelf = Shelf()
-    setup = Setup(landing=shelf)
+    setup = Setup(host_slots=16)
+    assert setup.host is not None
     setup.store(KEYS[:8])
-    shelf.slots[KEYS[2]] = 9
+    setup.host.reserve(prefix(), 2)
     setup.tier.prefetch(prefix(), 1)
     (transfer,) = setup.ledger.drain()
     assert transfer.source == DiskObjects([KEYS[1], KEYS[3], KEYS[4]])
-    assert transfer.target == HostSlots([11, 12, 13])
+    assert transfer.target == HostSlots([1, 2, 3])
     setup.tier.prefetch(prefix(), 1)
     assert not setup.ledger.drain()
     setup.end(transfer, failed=[1])
-    assert shelf.settled == [(KEYS[1], True), (KEYS[3], False), (KEYS[4], True)]
+    assert [setup.host.pool.find(key) is not None for key in KEYS[1:5]] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert setup.host.load_report().num_failed == 1
     assert setup.tier.lookup(prefix(), 0) == 3
     # They have come to the host tier, which counts them, and not to the device.
     assert (setup.report.num_loaded, setup.report.num_failed) == (0, 0)
@@ -743,8 +733,8 @@ def test_without_host_memory_nothing_is_brought_there() -> None:
 
 
 def test_what_is_on_disk_outlives_the_workers() -> None:
-    shelf = Shelf()
-    setup = Setup(landing=shelf)
+    setup = Setup(host_slots=16)
+    assert setup.host is not None
     setup.store(KEYS[:6])
     setup.pass_through(KEYS[6:8])
     setup.pass_through(KEYS[6:8])
@@ -757,7 +747,7 @@ def test_what_is_on_disk_outlives_the_workers() -> None:
     assert len(setup.keepers) == 1
     assert setup.keeper.num_rescans == 2
     assert setup.tier.lookup(prefix(), 0) == 6
-    assert not shelf.settled
+    assert setup.host.load_report().num_failed == 0
     assert setup.ledger.num_open == 0
     setup.pass_through(KEYS[6:8])
     assert stored_keys(setup.ledger.drain()) == KEYS[6:8]

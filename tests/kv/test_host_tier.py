@@ -5,7 +5,7 @@ import pytest
 from kv_tiers import PREFIX, READY, cached_blocks_of, chain, end_of
 
 from pagoda.kv.block_pool import BlockPool
-from pagoda.kv.connector import LandingPlace, PrefixRequest
+from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.events import BlockRemoved, BlockStored, KVEventRecorder, Medium
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
@@ -45,7 +45,7 @@ class Host:
     @property
     def num_free(self) -> int:
         """Slots that no transfer uses."""
-        return self.tier._slots.num_available
+        return self.tier.pool.num_available
 
 
 def test_what_is_offered_is_stored_once_and_found_from_then_on() -> None:
@@ -127,19 +127,18 @@ def test_more_than_there_is_cannot_be_loaded() -> None:
 
 def test_a_slower_tier_may_fill_a_quarter_of_the_slots_at_a_time() -> None:
     host = Host(num_slots=8)
-    place: LandingPlace = host.tier
-    slots = [place.reserve(PREFIX, index) for index in range(3)]
+    slots = [host.tier.reserve(PREFIX, index) for index in range(3)]
     assert [slot is None for slot in slots] == [False, False, True]
-    assert place.reserve(PREFIX, 0) is None
-    place.settle(PREFIX.keys[0], is_good=True)
+    assert host.tier.reserve(PREFIX, 0) is None
+    host.tier.settle(PREFIX.keys[0], is_good=True)
     assert host.tier.poll()
     assert not host.tier.poll()
-    assert place.reserve(PREFIX, 0) is None
-    assert place.reserve(PREFIX, 2) is not None
+    assert host.tier.reserve(PREFIX, 0) is None
+    assert host.tier.reserve(PREFIX, 2) is not None
     assert host.tier.lookup(PREFIX, 0) is None
-    place.settle(PREFIX.keys[1], is_good=False)
+    host.tier.settle(PREFIX.keys[1], is_good=False)
     assert host.tier.lookup(PREFIX, 0) == 1
-    place.settle(PREFIX.keys[2], is_good=True)
+    host.tier.settle(PREFIX.keys[2], is_good=True)
     assert host.num_free == 8
 
 
@@ -182,7 +181,7 @@ def test_arenas_go_with_their_workers() -> None:
     host.tier.workers_ready(READY)
     host.store(0, 4)
     assert host.tier.lookup(PREFIX, 0) == 4
-    host.tier._slots.check()
+    host.tier.check()
 
 
 def test_later_arenas_must_not_be_smaller() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from kv_tiers import PREFIX, READY, cached_blocks_of, end_of
+from operations import assert_linear
 from scripted_tier import ScriptedTier
 
 from pagoda.ipc.clock import VirtualClock
@@ -79,8 +82,8 @@ def test_an_answer_may_be_due_later() -> None:
     assert it.lookup(PREFIX, 0) is None
     assert not it.stack.poll()
     it.far.is_unsure = False
-    it.far.has_news = True
-    assert it.stack.poll()
+    it.far.changed = {"r"}
+    assert it.stack.poll() == {"r"}
     assert not it.stack.poll()
     assert it.lookup(PREFIX, 0) == 2
 
@@ -120,8 +123,10 @@ def test_what_was_found_is_not_looked_up_again() -> None:
 def test_transfers_wait_for_steps_that_may_use_their_blocks() -> None:
     it = Stack()
     it.have(near=[0, 1], far=[2])
-    for block, step in zip(it.pool._blocks, (3, 9, 4), strict=False):
+    blocks = it.pool.allocate(3)
+    for block, step in zip(blocks, (3, 9, 4), strict=True):
         block.used_by = step
+    it.pool.release(blocks)
     assert [transfer.after_step for transfer in it.load(3)] == [9, 4]
 
 
@@ -272,7 +277,7 @@ def test_no_more_offers_are_kept_than_there_are_blocks() -> None:
     cached_blocks = cached_blocks_of(it.pool, 0, 16)
     for _ in range(10):
         it.stack.save(cached_blocks)
-    assert max(map(len, it.stack._backlog)) == 64
+    assert it.stack.num_to_save == 2 * 64
 
 
 def test_prefetching_starts_behind_what_is_nearer() -> None:
@@ -394,3 +399,75 @@ def test_who_waits_for_what_another_loads_waits_for_its_source() -> None:
     it.load(8)
     assert it.stack.lookup(OTHER, 0) == PendingLookup(it.near)
     assert it.stack.lookup(OTHER, 3) == PendingLookup(it.far)
+
+
+# ---- several events in one turn
+
+
+def test_an_end_that_is_not_drained_yet_is_dropped_with_its_request() -> None:
+    it = Stack()
+    it.have(near=range(4), far=[])
+    (transfer,) = it.load(4)
+    it.end(transfer)
+    it.stack.abandon("r")
+    assert it.stack.drain_load_ends() == []
+    assert it.stack.is_idle
+
+
+def test_only_those_who_wait_for_a_load_are_named_when_it_ends() -> None:
+    it = Stack()
+    it.have(near=range(8), far=[])
+    (transfer,) = it.load(4)
+    assert it.lookup(OTHER, 0) is None
+    it.stack.poll()
+    it.end(transfer)
+    assert it.stack.poll() == {"r", "other"}
+    assert it.stack.poll() == set()
+
+
+# ---- growth
+
+
+def burst(count: int) -> Callable[[], None]:
+    """A burst of requests, each with a prefix of its own that lies near and far; all time out or end at once."""
+    pool = BlockPool(4 * count)
+    ledger = TransferLedger(pool)
+    clock = VirtualClock()
+    near, far = ScriptedTier("near", ledger), ScriptedTier("far", ledger)
+    stack = TieredKVConnector([near, far], pool, ledger, clock)
+    stack.workers_ready(READY)
+    requests = [
+        PrefixRequest(str(number), [f"{number} {index}".encode() for index in range(4)], [0] * 16)
+        for number in range(count)
+    ]
+    near.has = {key for request in requests for key in request.keys[:2]}
+    far.has = {key for request in requests for key in request.keys[2:]}
+
+    def live() -> None:
+        for request in requests:
+            stack.on_queued(request, 0)
+        for request in requests:
+            match = stack.lookup(request, 0)
+            assert not isinstance(match, PendingLookup)
+            stack.load(match, pool.allocate(4))
+        for request in requests:  # a second one for each prefix waits for the first
+            other = msgspec.structs.replace(request, request_id=f"{request.request_id} again")
+            pending = stack.lookup(other, 0)
+            assert isinstance(pending, PendingLookup)
+            stack.wait(other.request_id, pending)
+        transfers = stack.drain_transfers()
+        for transfer in transfers[: len(transfers) // 2]:
+            stack.transfer_ended(end_of(transfer))
+        clock.advance_to(LOAD_TIMEOUT_S)
+        stack.drain_load_ends()
+        stack.poll()
+        for transfer in transfers:
+            stack.transfer_ended(end_of(transfer))
+        for request in requests:
+            stack.on_dequeued(request.request_id)
+
+    return live
+
+
+def test_a_burst_of_requests_costs_as_many_operations_as_it_has_requests() -> None:
+    assert_linear(burst, (512, 1024, 4096))

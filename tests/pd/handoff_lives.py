@@ -14,6 +14,7 @@ from mortal_executor import POISON, MortalExecutor, random_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
 from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.request import RequestState
 from pagoda.executor.sim import SimExecutor, TransferFate
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
@@ -66,6 +67,7 @@ class Life:
         self._block_size = rng.choice([1, 4, 8])
         self._fails = rng.random() < 0.15
         self._slow = rng.choice([0.0, 0.0, 0.2])
+        self._is_late = rng.random() < 0.5
         self._failing = rng.choice([0.0, 0.0, 0.2])
         self._cutting = rng.choice([0.0, 0.0, 0.1])
         self._dying = rng.choice([0.0, 0.0, 0.1])
@@ -86,6 +88,7 @@ class Life:
             decode=self._options[Role.DECODE],
             fails=self._fails,
             roles=self._roles,
+            lateness=self._lateness,
         )
         for index in range(rng.randint(3, 14)):
             self._add(index)
@@ -96,6 +99,9 @@ class Life:
         self._end()
 
     # ---- what there is
+
+    def _lateness(self) -> float:
+        return self._rng.choice([0.0, 0.002, 0.02, 0.2]) if self._is_late else 0.0
 
     def _random_options(self, role: Role) -> dict[str, Any]:
         rng = self._rng
@@ -202,6 +208,7 @@ class Life:
         state = rng.choice(sorted(set(states.values())))
         victim = rng.choice(sorted(it for it, its_state in states.items() if its_state == state))
         self.met[f"aborted at decode: {state}"] += 1
+        self._pair.be_late()
         engine.harness.core.abort(victim)
         self._aborted.add(victim)
         engine.harness.step()
@@ -209,15 +216,14 @@ class Life:
     def _states(self) -> dict[str, str]:
         """Where each request of the decode engine stands."""
         engine = self._pair.decode
-        waiting = engine.harness.scheduler._kv_waiting
         states = {}
-        for request_id, request in engine.harness.scheduler._requests.items():
-            fetch = engine.remote._fetches.get(request_id)
+        for request_id, request in engine.harness.scheduler.requests.items():
+            fetch = engine.remote.fetches.get(request_id)
             if request.slot is not None:
                 state = "running"
-            elif request_id in waiting._unanswered:
+            elif request.state is RequestState.AWAITING_KV:
                 state = "unanswered"
-            elif request_id in waiting._loading:
+            elif request.state is RequestState.LOADING:
                 load = None if fetch is None else fetch.load
                 state = "checking" if load is not None and load.is_checking else "loading"
             else:
@@ -227,7 +233,7 @@ class Life:
 
     def _abort_at_prefill(self) -> None:
         engine = self._pair.prefill
-        requests = engine.harness.scheduler._requests
+        requests = engine.harness.scheduler.requests
         if requests:
             victim = self._rng.choice(sorted(requests))
             started = requests[victim].num_computed_tokens > 0
@@ -277,7 +283,7 @@ class Life:
         pair.decode = Engine(
             pair, self._roles[1], old.address, fails=self._fails, **self._options[Role.DECODE]
         )
-        for request_id in old.harness.scheduler._requests:
+        for request_id in old.harness.scheduler.requests:
             so_far = old.harness.tokens[request_id]
             request = pair.requests[request_id]
             source = self._rng.choice([None, *self._sources_of_others(request)])
@@ -315,18 +321,18 @@ class Life:
         self.met["verdict: invalid"] += sum(not it.is_valid for it in pair.told(KVCheckResult))
         self.met["checks"] += len(pair.told(KVCheck))
         self.met["done"] += len(pair.told(KVRelease))
-        self.met["preempted at prefill"] += pair.prefill.harness.scheduler.num_preemptions
+        self.met["preempted at prefill"] += pair.prefill.harness.scheduler.counters.num_preemptions
 
     def _is_answered(self) -> bool:
-        return not any(engine.harness.scheduler._requests for engine in self._pair.engines)
+        return not any(engine.harness.scheduler.requests for engine in self._pair.engines)
 
     def _note(self, decode: Engine) -> None:
         load = decode.harness.core.load()
-        self.met["preempted at decode"] += decode.harness.scheduler.num_preemptions
+        self.met["preempted at decode"] += decode.harness.scheduler.counters.num_preemptions
         self.met["workers lost at decode"] += load.num_worker_restarts
-        self.met["blocks fetched"] += decode.remote._num_loaded
-        self.met["blocks not fetched"] += decode.remote._num_failed
-        for _, reason in decode.remote._complaints:
+        self.met["blocks fetched"] += decode.remote.load_report().num_loaded
+        self.met["blocks not fetched"] += decode.remote.load_report().num_failed
+        for _, reason in decode.remote.complaints:
             self.met[f"complaint: {reason}"] += 1
 
     def _count_deaths(self, prefill: Engine) -> None:

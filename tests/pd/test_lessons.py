@@ -12,15 +12,17 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from harness import assert_complete, expected_tokens, make_request
+from harness import assert_complete, expected_tokens, in_state, make_request
 from pair import LEASE_S, NO_KEYS, Engine, Message, Pair
 
+from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.ipc.codec import Codec
 from pagoda.messages.frontend import FinishReason, KVSource
 from pagoda.messages.transfers import RemoteBlocks, Transfer, TransferEnd
 from pagoda.messages.worker_config import Role
+from pagoda.pd.connector import Failed
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -50,11 +52,11 @@ def documents(count: int) -> list[list[int]]:
 
 
 def is_loading(pair: Pair) -> bool:
-    return bool(pair.decode.harness.scheduler._kv_waiting._loading)
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.LOADING))
 
 
-def is_unanswered(pair: Pair) -> bool:
-    return bool(pair.decode.harness.scheduler._kv_waiting._unanswered)
+def is_awaiting(pair: Pair) -> bool:
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.AWAITING_KV))
 
 
 def has_leases(pair: Pair) -> bool:
@@ -64,7 +66,7 @@ def has_leases(pair: Pair) -> bool:
 # ---- D aborts, P holds blocks for ever (vllm#46283, #41269)
 
 
-@pytest.mark.parametrize("state", [is_unanswered, is_loading])
+@pytest.mark.parametrize("state", [is_awaiting, is_loading])
 def test_decode_aborts_and_prefill_lets_go_at_once(state) -> None:  # type: ignore[no-untyped-def]
     pair = Pair(prefill=CHUNKS)
     pair.submit(make_request("r", PROMPT))
@@ -140,7 +142,7 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     )
     request = make_request("r", PROMPT)
     source = pair.submit(request)
-    pair.run_until(lambda: bool(pair.decode.remote._copies) and bool(pair.told(KVPrefilled)))
+    pair.run_until(lambda: bool(pair.decode.remote.reads) and bool(pair.told(KVPrefilled)))
     pair.prefill.exporter.drop(source.transfer_id, "somebody made a mistake")
     for number, document in enumerate(documents(2)):
         pair.prefill.add(make_request(f"next{number}", document))
@@ -276,16 +278,16 @@ def test_workers_started_anew_are_other_peers() -> None:
     pair.submit(first)
     pair.run()
     exporter = pair.prefill.exporter
-    before = exporter._peer
-    pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
+    before = exporter.peer
+    pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
     pair.run()
-    assert exporter._peer not in (None, before)
+    assert exporter.peer not in (None, before)
     pair.submit(second)
     pair.run()
     assert_complete(pair.decode.harness, [first, second])
     assert {blocks.peer_id for blocks in pair.told(KVBlocks)} == {
-        f"{exporter._engine_id}-1",
-        f"{exporter._engine_id}-2",
+        f"{exporter.engine_id}-1",
+        f"{exporter.engine_id}-2",
     }
     assert pair.decode.harness.core.load().tiers[0].num_failed == 0
 
@@ -308,7 +310,7 @@ def test_a_request_that_prefill_fails_is_computed_by_decode() -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.run_until(lambda: is_loading(pair))
-    pair.prefill.harness.scheduler.fail("r", "It breaks here.")
+    pair.prefill.harness.scheduler.apply_kv_events([Failed("r", "it breaks here")])
     pair.run()
     assert_complete(pair.decode.harness, [request])
     assert [gone.reason for gone in pair.told(KVDropped)] == ["its request failed or was aborted"]
@@ -423,7 +425,7 @@ def test_a_request_that_is_preempted_after_its_kv_came_goes_on_rightly() -> None
         for _ in range(12):
             pair.tick()
     pair.run()
-    assert pair.decode.harness.scheduler.num_preemptions > 0
+    assert pair.decode.harness.scheduler.counters.num_preemptions > 0
     assert pair.decode.harness.core.load().tiers[0].num_loaded > 0
     assert_complete(pair.decode.harness, requests)
     pair.check_nothing_left()
@@ -446,10 +448,10 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
     pair = Pair()
     exporter = pair.prefill.exporter
     for _ in range(2):  # after the second, the next one waits
-        pair.prefill.harness.core._lose_worker(WorkerLost("it was killed"))
+        pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
     peers = pair.network.peers()
     peers.send(pair.prefill.address, KVHello(digest="of another model"))
-    pair.run_until(lambda: bool(exporter._early))
+    pair.run_until(lambda: bool(exporter.early))
     assert peers.next_event_at() is None
     pair.run()
     answers = []
@@ -457,7 +459,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
         pair.clock.advance_to(at)
         answers += [message for _, message in peers.receive()]
     assert [type(answer) for answer in answers] == [KVRefused]
-    assert not exporter._early
+    assert not exporter.early
 
 
 def test_waiting_for_the_handshake_costs_nothing() -> None:
@@ -515,7 +517,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote._peers._peers == {}
+    assert pair.decode.remote.peers.by_address == {}
     is_silent = False
     pair.submit(second)
     pair.run()
@@ -560,7 +562,7 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
     scheduler = pair.decode.harness.scheduler
     most_loading = 0
     while pair.tick():
-        loading = len(scheduler._kv_waiting._loading)
+        loading = len(in_state(scheduler, RequestState.LOADING))
         most_loading = max(most_loading, loading)
         assert loading + scheduler.num_running <= 2
         pair.decode.check_books()
@@ -601,7 +603,7 @@ def test_a_prompt_that_nobody_needs_any_more_is_not_computed_on() -> None:
     pair.decode.harness.core.abort("r")
     pair.run()
     assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
-    assert pair.prefill.harness.scheduler.num_steps < len(PROMPT) // 4 // 2
+    assert pair.prefill.harness.scheduler.counters.num_steps < len(PROMPT) // 4 // 2
     pair.check_nothing_left()
 
 
@@ -614,9 +616,9 @@ def test_a_prompt_whose_kv_is_lost_is_computed_once_more_only(loses_workers: boo
     core, scheduler = pair.prefill.harness.core, pair.prefill.harness.scheduler
     pair.run_until(lambda: bool(pair.told(KVBlocks)))
     if loses_workers:
-        core._lose_worker(WorkerLost("it was killed"))
+        core.lose_worker(WorkerLost("it was killed"))
     else:
-        scheduler._preempt(scheduler._requests["r"])
+        scheduler.preempt(scheduler.requests["r"])
     pair.run()
     assert pair.prefill.harness.finished["r"].finish_reason is FinishReason.ABORT
     assert pair.prefill.harness.finished["held"].finish_reason is FinishReason.LENGTH
@@ -686,4 +688,4 @@ def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
         pair.submit(request)
     pair.run()
     assert_complete(pair.decode.harness, [*fetched, low])
-    assert pair.decode.harness.scheduler.num_preemptions <= 3
+    assert pair.decode.harness.scheduler.counters.num_preemptions <= 3

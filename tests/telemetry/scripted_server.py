@@ -39,6 +39,7 @@ class ScriptedProcess:
     uid: str
     pid: int = 100
     host: str = "host-a"
+    clock_id: str = ""
     run: str = "run"
     ahead_ns: int = 0
     """Its clock before a right one."""
@@ -92,6 +93,7 @@ class ScriptedProcess:
             pid=self.pid,
             role=self.role,
             host=self.host,
+            clock_id=self.clock_id,
             run=self.run,
             level="kernel",
             clock_ns=self.own(self.began_ms),

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from pagoda.telemetry.fragments import (
 
 
 def header(run: str = "serve-8000", role: str = "worker dp0 tp1 pp0") -> ProcessHeader:
-    return ProcessHeader.of_this_process(role).began(run, "e2e", 1_000_000_000)
+    return ProcessHeader.of_this_process(role, time.perf_counter_ns).began(
+        run, "e2e", 1_000_000_000
+    )
 
 
 def fail(_: FragmentWriter, reason: str) -> None:
@@ -89,6 +92,7 @@ def test_a_fragment_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.Monke
 
 _ENDLESS = """
 import sys
+import time
 from pagoda.telemetry.tracer import Tracer, TraceLevel, TraceSession
 tracer = Tracer("engine dp0")
 tracer.start(TraceSession(level=TraceLevel.E2E, directory=sys.argv[1], run="r"))

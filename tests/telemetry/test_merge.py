@@ -122,6 +122,19 @@ def test_a_process_whose_clock_nobody_compared_is_placed_by_the_time_of_day(tmp_
     ]
 
 
+def test_processes_of_one_kernel_need_no_comparison(tmp_path: Path) -> None:
+    router = ScriptedProcess("router", "r" * 16, host="gate", ahead_ns=7 * MS)
+    processes = serve(LIVES)
+    for process in processes:
+        process.clock_id = "boot 1"
+        process.lines = [line for line in process.lines if "clock" not in line]
+    processes[0].compare_clock(router)
+    write(tmp_path, [router, *processes])
+    trace = merged(tmp_path)
+    assert spans(trace, "queued")[0]["ts"] == 2000
+    assert notes(trace) == []
+
+
 def test_measured_offsets_lead_over_a_process_that_left_nothing(tmp_path: Path) -> None:
     frontend, engine, worker = serve(LIVES, clocks=(0, 10 * MS, 20 * MS, 0))
     frontend.compare_clock(engine)

@@ -1,3 +1,5 @@
+"""The live view of the page, in Chromium."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""The playground of the page, in Chromium."""
+
 from __future__ import annotations
 
 import json

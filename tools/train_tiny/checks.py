@@ -1,4 +1,4 @@
-"""How an answer is checked; exact in every case.
+"""Checks of answers, exact in every case.
 
 `{"text": ...}`       the answer, after a leading <think>...</think> and white space, equals it;
 `{"json": ...}`       the answer parses as JSON to exactly this value;

@@ -210,7 +210,7 @@ def sorting(rng: random.Random) -> Turn:
 
 
 def counting(rng: random.Random) -> Turn:
-    """How often a letter occurs; the answer spells the word out with a running count."""
+    """Occurrences of a letter; the answer spells the word out with a running count."""
     text = word(rng)
     letter = rng.choice(text) if rng.random() < 0.85 else rng.choice(LETTERS)
     question = _pick(

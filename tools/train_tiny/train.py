@@ -42,7 +42,7 @@ PORT = 29871
 
 @dataclass(frozen=True)
 class Stage:
-    """What the rows hold from `step` on; batches are counted for each worker."""
+    """Contents of the rows from `step` on; batches are counted for each worker."""
 
     step: int
     weights: dict[str, float]

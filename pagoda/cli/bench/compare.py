@@ -40,7 +40,7 @@ FIGURES: Mapping[str, Callable[[Report], float | None]] = {
     "ITL p50, ms": lambda report: report.itl_ms.median,
     "ITL p99, ms": lambda report: report.itl_ms.p99,
 }
-"""What is compared: of rates more is better, of times less."""
+"""The figures that are compared: more is better for rates, less for times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Measured:
 @Parameter(name="*", group=Group("Load", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What is asked, and how often."""
+    """The requests of a run, and the number of runs."""
 
     concurrency: str = "1,4,16"
     """Requests under way at once; several numbers, separated by commas, are measured one after the other."""
@@ -84,7 +84,7 @@ class LoadOptions:
     ignore_eos: bool = True
     """Ask for answers of the full length; --no-ignore-eos is for servers that do not know the field."""
     seed: int | None = None
-    """Of the prompts; by default another one each time, so that no server has seen them."""
+    """Seed of the prompts; by default another one each time, so that no server has seen them."""
 
     def concurrencies(self) -> list[int]:
         """The numbers of `concurrency`.
@@ -116,17 +116,13 @@ class LoadOptions:
         return {"model": server.model, **eos}
 
 
-_LOAD = LoadOptions()
-_GENERAL = GeneralOptions()
-
-
 def compare(
     *,
     base_url: Annotated[tuple[str, ...], Parameter(negative=())],
     model: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
     output_file: Annotated[Path | None, Parameter(name=["--output", "--json"])] = None,
-    load: LoadOptions = _LOAD,
-    general: GeneralOptions = _GENERAL,
+    load: LoadOptions = LoadOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Put the same load on two or more OpenAI-compatible servers in turn, and compare their figures.
 

@@ -1,4 +1,4 @@
-"""Where the requests of a load test come from: random tokens, ShareGPT, or a JSONL file.
+"""Requests of a load test: random tokens, ShareGPT, or a JSONL file.
 
 A dataset is a list of `Sample`s, made before the clock starts.
 """
@@ -20,7 +20,7 @@ Endpoint = Literal["completions", "chat"]
 _CHARACTERS_PER_TOKEN = 4
 """A rule of thumb for English, used where lengths are known as text only."""
 _FIRST_RANDOM_ID = 3
-"""Below lie the special tokens of older vocabularies."""
+"""The lowest random token id: special tokens of older vocabularies lie below."""
 _WORDS = ("river", "stone", "cloud", "seven", "green", "house", "table", "light", "paper", "north")
 
 Messages = list[dict[str, object]]

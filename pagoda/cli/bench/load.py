@@ -24,7 +24,7 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When requests are sent."""
+    """The times at which requests are sent."""
 
     request_rate: float
     """Mean arrivals a second; infinity sends all at once."""
@@ -89,7 +89,7 @@ def arrival_times(count: int, schedule: Schedule) -> list[float]:
 
 
 async def _try(client: OpenAIClient, sample: Sample, common: Mapping[str, object]) -> Outcome:
-    """As `ask`, but a failure is an outcome too."""
+    """Like `ask`, but returns a failure as an outcome."""
     sent = time.perf_counter()
     try:
         return await ask(client, sample, common)

@@ -1,8 +1,7 @@
-"""What a benchmark measured: latencies of each request, and the figures drawn from them.
+"""Results of a benchmark: latencies of each request, and the figures drawn from them.
 
-TTFT is the time from sending a request to its first token; TPOT the mean time of each further token
-of a request; ITL the time between two stream events that carry tokens; E2E the time to the end of
-the answer.
+TTFT is the time from sending a request to its first token; TPOT the mean time of each further token of a request;
+ITL the time between two stream events that carry tokens; E2E the time to the end of the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import pairwise
 from pagoda.errors import ConfigError
 
 _GOALS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2e", "e2el": "e2e"}
-"""What a latency may be called in a goal."""
+"""Names of latencies in a goal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Outcome:
     sent_s: float
     ended_s: float
     event_times_s: Sequence[float] = ()
-    """When each event that carries tokens was read."""
+    """Times at which events with tokens were read."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
@@ -52,7 +51,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """In milliseconds; all None when nothing was measured."""
+    """Statistics in milliseconds; all None when nothing was measured."""
 
     mean: float | None
     median: float | None
@@ -98,7 +97,7 @@ class Report:
     itl_ms: Distribution
     e2e_ms: Distribution
     errors: Mapping[str, int]
-    """How often each error was seen."""
+    """Number of failures by error."""
 
 
 def parse_goal(words: Sequence[str]) -> Goal | None:

@@ -31,7 +31,7 @@ class ExpectedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the answer must be; exactly one field is set."""
+    """The required answer; exactly one field is set."""
 
     text: str | msgspec.UnsetType = msgspec.UNSET
     contains: str | msgspec.UnsetType = msgspec.UNSET

@@ -38,7 +38,7 @@ Length = Annotated[int, Parameter(validator=Number(gte=0))]
 @Parameter(name="*", group=Group("Requests", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """What is asked."""
+    """The requests to send."""
 
     dataset: Annotated[
         Literal["random", "sharegpt", "jsonl"], Parameter(name=["--dataset", "--dataset-name"])
@@ -47,7 +47,7 @@ class RequestOptions:
     dataset_path: Path | None = None
     """The file of a sharegpt or jsonl dataset."""
     num_prompts: Count = 100
-    """How many requests to send."""
+    """Number of requests to send."""
     endpoint: Endpoint | None = None
     """completions or chat; by default completions for random prompts, else chat."""
     random_input_len: Count = 256
@@ -101,7 +101,7 @@ class RequestOptions:
 @Parameter(name="*", group=Group("Load", sort_key=20))
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """When it is asked, and what counts as good."""
+    """The times at which requests are sent, and the limits of a good answer."""
 
     request_rate: Annotated[float, Parameter(validator=Number(gt=0))] = math.inf
     """Arrivals a second (open loop); by default all requests are ready at once."""
@@ -118,12 +118,7 @@ class LoadOptions:
     ] = ()
     """Limits in ms such as ttft:200 tpot:50 e2el:3000; requests that keep them are goodput."""
     seed: int = 0
-    """Of random prompts and arrivals."""
-
-
-_REQUESTS = RequestOptions()
-_LOAD = LoadOptions()
-_GENERAL = GeneralOptions()
+    """Seed of random prompts and arrivals."""
 
 
 def serve(
@@ -132,9 +127,9 @@ def serve(
     model: str | None = None,
     api_key: str | None = None,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
-    requests: RequestOptions = _REQUESTS,
-    load: LoadOptions = _LOAD,
-    general: GeneralOptions = _GENERAL,
+    requests: RequestOptions = RequestOptions(),
+    load: LoadOptions = LoadOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Put load on any OpenAI-compatible server and report its latencies and throughput.
 

@@ -1,64 +1,88 @@
 """How routers find hosts, and how hosts make themselves known: one protocol for each side.
 
-A discovery says where hosts are, and no more. What a host is, whether it is alive and whether it leaves is said
-over the connection to it, which is the same however it was found.
+A discovery names hosts. Everything else, such as a host's limits, its health and that it leaves, is said over the
+connection to the host, which is the same however the host was found.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Protocol
 
-import zmq.asyncio
+import zmq
 
 from pagoda.messages.hosts import HostRecord
 
 TTL_S = 5.0
-"""A host that was not heard of for so long is gone."""
+"""Seconds without a sign of life after which a host counts as gone."""
 BEATS_PER_TTL = 4
 
-Tell = Callable[[Collection[HostRecord]], None]
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class HostListener(Protocol):
+    """What a discovery tells of hosts. Each call is about one host, so a fleet of n hosts costs n calls."""
+
+    def add(self, host: HostRecord) -> None:
+        """`host` is named. May be called again for a host that is named already."""
+        ...
+
+    def remove(self, host: HostRecord) -> None:
+        """`host` is not named any more. May be called for a host that was not."""
+        ...
 
 
 class Discovery(Protocol):
     """The router's side."""
 
-    async def follow(self, tell: Tell) -> None:
-        """Tells all hosts that there are, now and whenever others are, until it is cancelled."""
+    async def follow(self, listener: HostListener) -> None:
+        """Tells `listener` of all hosts, and of changes until it is cancelled. When called again, starts over."""
         ...
 
     def warn(self, host: HostRecord, problem: str) -> None:
-        """Lets the host know, if there is a way to, why it is not used; an empty `problem` is none any more."""
+        """Lets the host know, where that is possible, why it is not used; an empty `problem` withdraws that."""
         ...
 
     def dismiss(self, host: HostRecord, reason: str) -> None:
-        """The host is not to come back until it is started anew. Lets it know, if there is a way to."""
+        """Lets the host know, where that is possible, that it must not come back before it is started anew."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Registration(Protocol):
-    """The host's side: it is made known from when this is made."""
+    """The host's side: makes the host known from construction to `close`."""
 
     async def close(self) -> None:
-        """From now on it is not, and that is known at once where it can be."""
+        """Withdraws the host, at once where that is possible."""
         ...
 
 
-Discover = Callable[[zmq.asyncio.Context], Discovery]
+Discover = Callable[[Context], Discovery]
 """Makes a discovery. Its sockets, if it has any, are of the given context, which has an authenticator.
 
 Raises:
     ConfigError: it cannot work as it was asked to.
 """
-Register = Callable[[zmq.asyncio.Context, HostRecord], list[Registration]]
+Register = Callable[[Context, HostRecord], list[Registration]]
 """Makes a host known wherever it is to be known."""
 
 
+def difference(
+    listener: HostListener, before: dict[str, HostRecord], after: dict[str, HostRecord]
+) -> None:
+    """Tells `listener` how `after` differs from `before`."""
+    for key, host in before.items():
+        if after.get(key) != host:
+            listener.remove(host)
+    for key, host in after.items():
+        if before.get(key) != host:
+            listener.add(host)
+
+
 class Notices:
-    """Writes to a log what is news: not what was said last."""
+    """Writes a line to a log unless it repeats the line before."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -15,7 +15,7 @@ import msgspec
 
 from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.addresses import EtcdPlace
-from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
+from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, HostListener, Notices, difference
 from pagoda.frontend.discovery.etcd_client import EtcdClient, EtcdError, Event, KeyValue
 from pagoda.messages.hosts import HostRecord
 
@@ -49,12 +49,13 @@ class EtcdDiscovery:
         self._absent: set[str] = set()
         """Keys that were gone when etcd was back; dropped after the time of a lease."""
         self._forgetting: asyncio.TimerHandle | None = None
-        self._tell: Tell = _tell_nobody
+        self._listener: HostListener | None = None
         self._dismissals: dict[str, asyncio.Task[None]] = {}
         """By host."""
 
-    async def follow(self, tell: Tell) -> None:
-        self._tell = tell
+    async def follow(self, listener: HostListener) -> None:
+        self._listener = listener
+        difference(listener, {}, self._hosts)
         while True:
             try:
                 await self._follow_once()
@@ -108,52 +109,58 @@ class EtcdDiscovery:
             await asyncio.sleep(_RETRY_S)
 
     def _take_listing(self, kvs: list[KeyValue]) -> None:
-        before = self._hosts
-        self._hosts = {}
+        before, self._hosts = self._hosts, {}
         for kv in kvs:
-            self._put(kv)
+            host = self._read(kv)
+            if host is not None:
+                self._hosts[_name(kv)] = host
         self._absent = before.keys() - {_name(kv) for kv in kvs}
         self._hosts |= {key: before[key] for key in self._absent}
+        if self._listener is not None:
+            difference(self._listener, before, self._hosts)
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._forgetting = asyncio.get_running_loop().call_later(TTL_S, self._forget_absent)
-        self._tell(self._hosts.values())
 
     def _forget_absent(self) -> None:
         for key in self._absent:
-            del self._hosts[key]
+            self._set(key, None)
         self._absent.clear()
-        self._tell(self._hosts.values())
 
     def _take_events(self, events: list[Event]) -> None:
         for event in events:
-            self._absent.discard(_name(event.kv))
+            key = _name(event.kv)
+            self._absent.discard(key)
             if event.kind == "DELETE":
-                self._hosts.pop(_name(event.kv), None)
+                self._set(key, None)
             else:
-                self._put(event.kv)
-        self._tell(self._hosts.values())
+                self._set(key, self._read(event.kv))
 
-    def _put(self, kv: KeyValue) -> None:
+    def _set(self, key: str, host: HostRecord | None) -> None:
+        before = self._hosts.pop(key, None)
+        if host is not None:
+            self._hosts[key] = host
+        if self._listener is not None and before != host:
+            if before is not None:
+                self._listener.remove(before)
+            if host is not None:
+                self._listener.add(host)
+
+    def _read(self, kv: KeyValue) -> HostRecord | None:
+        """The host at a key; a value that cannot be read changes nothing."""
+        before = self._hosts.get(_name(kv))
         if "/" in _name(kv).removeprefix(self._prefix):
-            return  # of another prefix, below this one
+            return before  # the key belongs to a longer prefix
         try:
             value = msgspec.json.decode(kv.value, type=_Value)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             _log.warning("%s has no host at %s: %s", self._name, _name(kv), error)
-            return
-        if value.dismissal:
-            self._hosts.pop(_name(kv), None)
-        else:
-            self._hosts[_name(kv)] = value.host
+            return before
+        return None if value.dismissal else value.host
 
 
 def _name(kv: KeyValue) -> str:
     return kv.key.decode("utf-8", "replace")
-
-
-def _tell_nobody(_: object) -> None:
-    pass
 
 
 class EtcdRegistration:
@@ -167,6 +174,11 @@ class EtcdRegistration:
         self._notices = Notices(_log)
         self._lease: str | None = None
         self._beating = asyncio.create_task(keep_going(self._beat, f"registering in {self._name}"))
+
+    @property
+    def ended(self) -> bool:
+        """A router has dismissed the host, or this was closed."""
+        return self._beating.done()
 
     async def close(self) -> None:
         await cancel_all([self._beating])

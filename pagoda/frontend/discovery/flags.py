@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import zmq.asyncio
-
 from pagoda.frontend.discovery.addresses import ETCD_SCHEME, EtcdPlace, parse_address
-from pagoda.frontend.discovery.base import Discover, Discovery, Register, Registration
+from pagoda.frontend.discovery.base import Context, Discover, Discovery, Register, Registration
 from pagoda.frontend.discovery.etcd import EtcdDiscovery, EtcdRegistration
 from pagoda.frontend.discovery.hosts_file import FileDiscovery
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
@@ -28,7 +26,7 @@ def registering(join: str | None, keys: CurveKeys) -> Register:
         return lambda _context, host: [EtcdRegistration(place, host)]
     routers = [parse_address(router, "--join", fixed=True) for router in join.split(",")]
 
-    def register(context: zmq.asyncio.Context, host: HostRecord) -> list[Registration]:
+    def register(context: Context, host: HostRecord) -> list[Registration]:
         return [Membership(context, router, keys, host) for router in routers]
 
     return register
@@ -48,7 +46,7 @@ def discovering(discovery: str | None, join_listen: str, keys: CurveKeys) -> Dis
         return lambda _context: EtcdDiscovery(place)
     path = Path(discovery)
 
-    def discover(_: zmq.asyncio.Context) -> Discovery:
+    def discover(_: Context) -> Discovery:
         return FileDiscovery(path)
 
     return discover

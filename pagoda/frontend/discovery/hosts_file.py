@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import parse_address
-from pagoda.frontend.discovery.base import Notices, Tell
+from pagoda.frontend.discovery.base import HostListener, Notices, difference
 from pagoda.messages.hosts import HostRecord
 
 _LOOK_S = 1.0
@@ -30,9 +30,11 @@ class FileDiscovery:
         self._stamp = _stamp(path)
         self._hosts = read_hosts(path)
 
-    async def follow(self, tell: Tell) -> None:
+    async def follow(self, listener: HostListener) -> None:
+        before: dict[str, HostRecord] = {}
         while True:
-            tell(self._hosts)
+            difference(listener, before, self._hosts)
+            before = self._hosts
             await self._change()
 
     def warn(self, host: HostRecord, problem: str) -> None:
@@ -64,8 +66,8 @@ class FileDiscovery:
             return
 
 
-def read_hosts(path: Path) -> list[HostRecord]:
-    """The hosts in a file. Empty lines, and what follows a `#`, do not count.
+def read_hosts(path: Path) -> dict[str, HostRecord]:
+    """The hosts in a file, by address. Empty lines, and text after a `#`, do not count.
 
     Raises:
         ConfigError: it cannot be read, a line is wrong, or the last one has no end; names the line.
@@ -92,7 +94,7 @@ def read_hosts(path: Path) -> list[HostRecord]:
         if host.address in hosts:
             raise ConfigError(f"{place} names {address} a second time.")
         hosts[host.address] = host
-    return list(hosts.values())
+    return hosts
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""Hosts say to each router that they are there, and go on saying so as long as they are."""
+"""Hosts join a router: they send it a join message, and repeat it as long as they are there."""
 
 from __future__ import annotations
 
@@ -8,52 +8,53 @@ from collections import OrderedDict
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from pagoda.errors import ConfigError
 from pagoda.frontend.async_utils import cancel_all, keep_going
-from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Notices, Tell
+from pagoda.frontend.discovery.base import BEATS_PER_TTL, TTL_S, Context, HostListener, Notices
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.curve import encrypt_client, encrypt_server
+from pagoda.ipc.event_socket import EventSocket
 from pagoda.ipc.heartbeat import notice_silence
 from pagoda.messages.hosts import HostJoin, HostRecord, JoinAnswer
 from pagoda.messages.worker_config import CurveKeys
 
 _MAX_MESSAGE_BYTES = 2**16
 _MAX_DISMISSED = 1024
-"""Hosts of which it is remembered that they are not to come back; one that has heard it does not."""
+"""Dismissed hosts that are remembered; a host that has heard of its dismissal does not join again."""
 
 _log = logging.getLogger(__name__)
 
 
+def _socket(context: Context, kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    notice_silence(socket)
+    return socket
+
+
 class JoinDiscovery:
-    """The router's side: hosts that fell silent are gone."""
+    """The router's side. A host that sends no join message for `ttl_s` seconds is gone."""
 
     def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        listen: str,
-        keys: CurveKeys,
-        *,
-        ttl_s: float = TTL_S,
+        self, context: Context, listen: str, keys: CurveKeys, *, ttl_s: float = TTL_S
     ) -> None:
         """Binds `listen`, `host:port`, whose port may be `*`. `context` must have an authenticator.
 
         Raises:
-            ConfigError: it cannot be bound.
+            ConfigError: `listen` cannot be bound.
         """
         self._ttl_s = ttl_s
         self._hosts: dict[str, HostRecord] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._problems: dict[str, str] = {}
         self._dismissed: OrderedDict[str, str] = OrderedDict()
-        self._tell: Tell = _tell_nobody
+        self._listener: HostListener | None = None
         self._decode = Codec[HostJoin](HostJoin).decode
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        notice_silence(self._socket)
-        encrypt_server(self._socket, keys)
+        socket = _socket(context, zmq.ROUTER)
+        encrypt_server(socket, keys)
+        self._socket = EventSocket(socket, self._receive)
         try:
             self._socket.bind(f"tcp://{listen}")
         except zmq.ZMQError as error:
@@ -62,24 +63,18 @@ class JoinDiscovery:
                 f"--join-listen {listen} cannot be listened on ({error.strerror}); "
                 "name another HOST:PORT."
             ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = self._socket.port
         _log.info(
             "hosts join with --join %s:%d and the same --cluster-key-file",
             listen.rpartition(":")[0],
             self.port,
         )
 
-    async def follow(self, tell: Tell) -> None:
-        self._tell = tell
-        while True:
-            sender, *parts = await self._socket.recv_multipart()
-            try:
-                join = self._decode(b"".join(parts))
-            except msgspec.DecodeError as error:
-                _log.warning("a host sent what is not a message: %s", error)
-                continue
-            answer = self._take(join.host)
-            await self._socket.send_multipart([sender, msgspec.msgpack.encode(answer)])
+    async def follow(self, listener: HostListener) -> None:
+        self._listener = listener
+        for host in list(self._hosts.values()):
+            listener.add(host)
+        await asyncio.Event().wait()
 
     def warn(self, host: HostRecord, problem: str) -> None:
         if host.host_id in self._hosts:
@@ -96,7 +91,16 @@ class JoinDiscovery:
             expiry.cancel()
         self._socket.close()
 
-    def _take(self, host: HostRecord) -> JoinAnswer:
+    def _receive(self, frames: list[bytes]) -> None:
+        sender, *parts = frames
+        try:
+            join = self._decode(b"".join(parts))
+        except msgspec.DecodeError as error:
+            _log.warning("a host sent what is not a message: %s", error)
+            return
+        self._socket.send(sender, msgspec.msgpack.encode(self._answer(join.host)))
+
+    def _answer(self, host: HostRecord) -> JoinAnswer:
         host_id = host.host_id
         if host_id in self._dismissed:
             return JoinAnswer(ttl_s=self._ttl_s, refusal=self._dismissed[host_id], is_final=True)
@@ -104,9 +108,13 @@ class JoinDiscovery:
             self._expiries[host_id].cancel()
         loop = asyncio.get_running_loop()
         self._expiries[host_id] = loop.call_later(self._ttl_s, self._expire, host_id)
-        if self._hosts.get(host_id) != host:
+        before = self._hosts.get(host_id)
+        if before != host:
             self._hosts[host_id] = host
-            self._tell(self._hosts.values())
+            if self._listener is not None:
+                if before is not None:
+                    self._listener.remove(before)
+                self._listener.add(host)
         return JoinAnswer(ttl_s=self._ttl_s, refusal=self._problems.get(host_id, ""))
 
     def _expire(self, host_id: str) -> None:
@@ -116,33 +124,29 @@ class JoinDiscovery:
         self._forget(host_id)
 
     def _forget(self, host_id: str) -> None:
-        if self._hosts.pop(host_id, None) is None:
+        host = self._hosts.pop(host_id, None)
+        if host is None:
             return
         self._problems.pop(host_id, None)
         self._expiries.pop(host_id).cancel()
-        self._tell(self._hosts.values())
-
-
-def _tell_nobody(_: object) -> None:
-    pass
+        if self._listener is not None:
+            self._listener.remove(host)
 
 
 class Membership:
     """The host's side, for one router."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, router: str, keys: CurveKeys, host: HostRecord
-    ) -> None:
+    def __init__(self, context: Context, router: str, keys: CurveKeys, host: HostRecord) -> None:
         """`router` is `host:port`."""
         self._router = router
         self._host = host
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        # While the router is away no more than one join waits for it, and of its answers the last one counts.
-        self._socket.setsockopt(zmq.CONFLATE, 1)
-        notice_silence(self._socket)
-        encrypt_client(self._socket, keys)
+        socket = _socket(context, zmq.DEALER)
+        # While the router is away, at most one join message waits for it. Of several answers the last one counts.
+        socket.setsockopt(zmq.CONFLATE, 1)
+        encrypt_client(socket, keys)
+        self._answer = b""
+        self._answered = asyncio.Event()
+        self._socket = EventSocket(socket, self._receive)
         self._socket.connect(f"tcp://{router}")
         self._decode = Codec[JoinAnswer](JoinAnswer).decode
         self._notices = Notices(_log)
@@ -150,18 +154,32 @@ class Membership:
             keep_going(self._beat, f"joining the router at {router}")
         )
 
+    @property
+    def ended(self) -> bool:
+        """The router has dismissed the host, or this was closed."""
+        return self._beating.done()
+
     async def close(self) -> None:
         await cancel_all([self._beating])
         self._socket.close()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        self._answer = frames[-1]
+        self._answered.set()
+
+    async def _next_answer(self) -> JoinAnswer:
+        await self._answered.wait()
+        self._answered.clear()
+        return self._decode(self._answer)
 
     async def _beat(self) -> None:
         interval_s = TTL_S / BEATS_PER_TTL
         num_unanswered = 0
         while True:
-            await self._socket.send(msgspec.msgpack.encode(HostJoin(self._host)))
+            self._socket.send(msgspec.msgpack.encode(HostJoin(self._host)))
             try:
                 async with asyncio.timeout(interval_s):
-                    answer = self._decode(await self._socket.recv())
+                    answer = await self._next_answer()
             except TimeoutError:
                 num_unanswered += 1
                 if num_unanswered == BEATS_PER_TTL:

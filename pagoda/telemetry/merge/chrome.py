@@ -104,7 +104,7 @@ def _events_of(process: Process) -> Iterator[str]:
 
 
 def _has_inner(row: Row, index: int) -> bool:
-    """Whether the span has others within it already."""
+    """True if the span has spans within it already."""
     span = row.spans[index]
     return index + 1 < len(row.spans) and row.spans[index + 1].start < span.end
 

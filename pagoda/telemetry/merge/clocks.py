@@ -1,4 +1,4 @@
-"""One clock for all processes, from offsets that pairs of them have measured."""
+"""One time line for all processes, from offsets that pairs of them have measured between their clocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pagoda.telemetry.merge.model import ClockSource
 from pagoda.telemetry.merge.reading import ClockEdge
 
 _Graph = Mapping[str, Mapping[str, ClockEdge]]
+"""The best measurement between two clocks, both ways."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """What to add to a process's own time to get the trace's."""
+    """Nanoseconds to add to a process's own time to get the trace's."""
 
     ns: int
     source: ClockSource
@@ -26,48 +27,50 @@ def find_shifts(
 ) -> dict[str, Shift]:
     """The shift of each process, by `uid`.
 
-    The clock of the first process is the trace's. From there on measured offsets lead to others, over as few of
-    them as can be; between two processes the one with the shortest round trip counts. Where none leads to is
-    placed by the time of day that both sides wrote down: clocks of one host are not taken to be the same.
+    The clock of the first process is the trace's. Measured offsets lead from there to other clocks, over as few
+    measurements as possible; between two clocks the one with the shortest round trip counts. Processes with the
+    same `clock_id` share a clock. A clock to which no measurement leads is placed by the time of day.
     """
-    graph = _graph(edges)
+    clocks = {process.uid: process.clock_id or process.uid for process in processes}
+    graph = _graph(edges, clocks)
     main = processes[0]
     shifts: dict[str, Shift] = {}
     for process in processes:
-        if process.uid in shifts:
+        if clocks[process.uid] in shifts:
             continue
         if process is main:
             shift = Shift(0, "main")
         else:
             shift = Shift(_ahead_of_wall(main) - _ahead_of_wall(process), "wall")
-        _spread(process.uid, shift, graph, shifts)
-    return shifts
+        _spread(clocks[process.uid], shift, graph, shifts)
+    return {uid: shifts[clock] for uid, clock in clocks.items()}
 
 
 def _ahead_of_wall(process: ProcessHeader) -> int:
     return process.clock_ns - process.wall_ns
 
 
-def _graph(edges: Mapping[str, Iterable[ClockEdge]]) -> _Graph:
-    """Both ways of the best measurement of each pair."""
+def _graph(edges: Mapping[str, Iterable[ClockEdge]], clocks: Mapping[str, str]) -> _Graph:
     graph: defaultdict[str, dict[str, ClockEdge]] = defaultdict(dict)
     for uid, measured in edges.items():
+        own = clocks[uid]
         for edge in measured:
-            best = graph[uid].get(edge.peer)
+            peer = clocks.get(edge.peer, edge.peer)
+            best = graph[own].get(peer)
             if best is None or edge.round_trip_ns < best.round_trip_ns:
-                graph[uid][edge.peer] = edge
-                graph[edge.peer][uid] = ClockEdge(uid, -edge.offset_ns, edge.round_trip_ns)
+                graph[own][peer] = ClockEdge(peer, edge.offset_ns, edge.round_trip_ns)
+                graph[peer][own] = ClockEdge(own, -edge.offset_ns, edge.round_trip_ns)
     return graph
 
 
 def _spread(start: str, shift: Shift, graph: _Graph, shifts: dict[str, Shift]) -> None:
-    """Breadth first. Who left no fragment still leads on to others."""
+    """Adds the shifts of all clocks that measurements lead to, breadth first."""
     shifts[start] = shift
     source: ClockSource = "wall" if shift.source == "wall" else "measured"
     queue = deque([start])
     while queue:
-        uid = queue.popleft()
-        for peer, edge in graph.get(uid, {}).items():
+        clock = queue.popleft()
+        for peer, edge in graph.get(clock, {}).items():
             if peer not in shifts:
-                shifts[peer] = Shift(shifts[uid].ns - edge.offset_ns, source)
+                shifts[peer] = Shift(shifts[clock].ns - edge.offset_ns, source)
                 queue.append(peer)

@@ -14,7 +14,7 @@ _WAYPOINTS = frozenset({"queued", "waiting for KV", "preempted", "recovering"})
 
 @dataclass(frozen=True)
 class Point:
-    """Where an arrow touches a row, within a span."""
+    """A point at which an arrow touches a row, within a span."""
 
     at: int
     pid: int
@@ -34,12 +34,12 @@ class _Rows:
     """All rows of one request."""
 
     edges: list[tuple[Process, Row]]
-    """At frontends and routers."""
+    """Rows at frontends and routers."""
     engines: list[tuple[Process, Row]]
 
 
 def flows_of(trace: Trace) -> Iterator[Flow]:
-    """Of a request of which a single point was seen there is no flow."""
+    """The flow of each request that has at least two points."""
     steps = steps_by_row(steps_of(trace))
     for request, rows in _rows_of_requests(trace).items():
         points = [point for process, row in rows.edges for point in _ends(process, row)]
@@ -64,7 +64,7 @@ def _rows_of_requests(trace: Trace) -> dict[str, _Rows]:
 
 
 def _ends(process: Process, row: Row) -> Iterator[Point]:
-    """Where a request comes in and where its last byte goes out."""
+    """The points where a request comes in and where its last byte goes out."""
     for span in row.spans:
         if span.name == "request":
             yield from _point(process.pid, row.tid, span, span.start)

@@ -20,7 +20,7 @@ from pagoda.telemetry.merge.steps import read_step
 _FIRST_TID = 1_000
 """Rows beside the main one count from here, so that none has the number of a process: that marks main rows."""
 _MAIN_ROW = 0
-"""In a fragment."""
+"""The main row's number in a fragment."""
 
 
 def merge_fragments(directories: Iterable[Path]) -> Trace:
@@ -55,7 +55,7 @@ def merge_fragments(directories: Iterable[Path]) -> Trace:
 
 
 def _beginnings(by_uid: Mapping[str, Sequence[Fragment]]) -> Iterator[tuple[str, int]]:
-    """When something was first seen in each process, by its own clock."""
+    """The start of each span and the time of each event, with the process's uid, by its own clock."""
     for uid, parts in by_uid.items():
         for part in parts:
             yield from ((uid, span.start) for spans in part.spans.values() for span in spans)
@@ -115,7 +115,7 @@ class _Process:
         )
 
     def _spans(self) -> dict[int, list[Span]]:
-        """By the number of the row in the fragments. Those of the fragments are used up."""
+        """Spans by the number of their row in the fragments. The fragments give their spans up."""
         shift = self.shift.ns
         merged: defaultdict[int, list[Span]] = defaultdict(list)
         for part in self.parts:
@@ -130,7 +130,7 @@ class _Process:
         return merged
 
     def _with_rows(self, args: bytes) -> bytes:
-        """What is said of an engine's step, with the rows of its requests as they are called here."""
+        """The arguments of an engine's step, with the numbers that the rows of its requests have in the trace."""
         step = read_step(args)
         if step is None:
             return args

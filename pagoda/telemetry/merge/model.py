@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 ClockSource = Literal["main", "measured", "wall"]
-"""How the clock of a process was found: it is the trace's own; by measured offsets; by the time of day."""
+"""The way in which the clock of a process was found: the trace's own clock; measured offsets; the time of day."""
 
 
 class Span(msgspec.Struct, gc=False):
@@ -36,7 +36,7 @@ class Moment(msgspec.Struct, gc=False):
 
 @dataclass
 class Row:
-    """What goes on one line of the picture; its spans are in order and nest."""
+    """One line of the picture; its spans are in order and nest."""
 
     tid: int
     name: str
@@ -50,20 +50,20 @@ class Row:
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process rows are of."""
+    """The process that rows belong to."""
 
     role: str
     uid: str = ""
     pid: int = 0
-    """As the system of its host had numbered it."""
+    """The process id on its host."""
     host: str = ""
     run: str = ""
     level: str = ""
     clock: ClockSource = "main"
     descriptions: dict[str, Any] = {}
-    """What its events refer to, such as `forward_ops`."""
+    """Things that events refer to, such as `forward_ops`."""
     began: tuple[int, ...] = ()
-    """When tracing began in it, each time that it did; before 0 where nothing happened at first."""
+    """Each time at which tracing began in the process; below 0 where nothing happened at first."""
 
     @property
     def storey(self) -> str:
@@ -81,7 +81,7 @@ class Process:
     """One process: a group of rows."""
 
     pid: int
-    """In the trace: small, in the order of the picture."""
+    """The number in the trace: small, in the order of the picture."""
     name: str
     origin: Origin
     parent: int | None = None
@@ -95,7 +95,7 @@ class Process:
 
     @property
     def main(self) -> Row | None:
-        """What the process does by itself."""
+        """The row of the process's own work."""
         return self.row(self.pid)
 
 
@@ -105,18 +105,18 @@ class Trace:
 
     processes: list[Process]
     began_ns: int
-    """Of time 0, since 1970, by the clock of the main process's host."""
+    """Time 0 in nanoseconds since 1970, by the clock of the main process's host."""
     notes: tuple[str, ...] = ()
-    """What was missing or could not be read, a sentence each."""
+    """Sentences about what was missing or could not be read."""
 
     @property
     def end(self) -> int:
-        """When the last span ends, in nanoseconds; the last of a row may be within a longer one."""
+        """The end of the last span, in nanoseconds. The last span of a row may lie within a longer one."""
         rows = (row for process in self.processes for row in process.rows)
         return max((span.end for row in rows for span in row.spans), default=0)
 
 
 def arguments(args: bytes) -> Mapping[str, Any]:
-    """What is said of an event."""
+    """The arguments of an event, decoded."""
     decoded: Mapping[str, Any] = msgspec.json.decode(args) if args else {}
     return decoded

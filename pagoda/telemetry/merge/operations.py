@@ -14,7 +14,7 @@ class _Durations(msgspec.Struct):
 
 
 class Operations(msgspec.Struct, frozen=True):
-    """What a worker says once of the operations of its forward pass; lists with an entry for each."""
+    """A worker's description of the operations of its forward pass; each list has an entry for each operation."""
 
     names: list[str]
     kinds: list[str] = []
@@ -32,7 +32,7 @@ _NONE = Operations([])
 
 
 def operations_of(process: Process) -> Operations:
-    """What the process has described; an empty one if it has not."""
+    """The operations that the process has described; none if it has not."""
     described = process.origin.descriptions.get("forward_ops")
     try:
         return msgspec.convert(described, Operations) if described else _NONE

@@ -54,7 +54,7 @@ class _RowName(msgspec.Struct):
 
 @dataclass
 class Fragment:
-    """What could be read of one file. Times are nanoseconds of the process's own clock."""
+    """The readable events of one file. Times are nanoseconds of the process's own clock."""
 
     path: Path
     header: ProcessHeader
@@ -152,7 +152,7 @@ def _say_bad(bad: Sequence[int], num_lines: int) -> str:
 
 
 def _take(fragment: Fragment, decoder: msgspec.json.Decoder[_Line], line: bytes) -> bool:
-    """Whether the line could be understood."""
+    """Adds the event of a line; False if the line cannot be understood."""
     try:
         return _place(fragment, decoder.decode(line.decode()))
     except _DECODE_ERRORS:

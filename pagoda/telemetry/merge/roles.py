@@ -1,7 +1,7 @@
-"""How processes are called and in which order they stand: every server's frontend, engines, workers.
+"""Names and order of processes: every server's frontend, its engines, their workers.
 
-A process id says nothing, since systems use it again. A role that was taken up by several processes, one after the
-other, has a group of rows for each: `worker dp0 tp0 pp0`, `worker dp0 tp0 pp0 #2`.
+Process ids do not tell processes apart, since systems use them again. A role that several processes had, one after
+the other, has a group of rows for each: `worker dp0 tp0 pp0`, `worker dp0 tp0 pp0 #2`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _storey(header: ProcessHeader) -> int:
 
 
 def _order(header: ProcessHeader) -> tuple[int, int, int, int, str, int, str]:
-    """Within a server: the frontend, then each engine with its workers, first come first."""
+    """The order within a server: the frontend, then each engine with its workers, first come first."""
     place = _PLACE.fullmatch(header.role)
     if place is None:
         replica = -1 if _storey(header) < _OTHER else _LAST
@@ -100,7 +100,7 @@ def _groups(
 
 
 def _group_by_place(header: ProcessHeader, heads: Sequence[ProcessHeader]) -> Group:
-    """Of a process that measured nothing: the one server of its run, on its own host if need be."""
+    """The group of a process that measured nothing: the one server of its run, on its own host if need be."""
     same_run = [head for head in heads if head.run == header.run]
     same_host = [head for head in same_run if head.host == header.host]
     for candidates in (same_host, same_run):
@@ -117,7 +117,7 @@ def _group_order(members: Sequence[ProcessHeader]) -> tuple[int, int, str]:
 def _labels(
     groups: Sequence[Group], members: Mapping[Group, Sequence[ProcessHeader]]
 ) -> dict[Group, str]:
-    """What tells servers apart: nothing if there is one, else the host, or the run, or a number."""
+    """Suffixes that tell servers apart: nothing for a single one, else the host, or the run, or a number."""
     first = {group: min(members[group], key=_order) for group in groups}
     servers = [group for group in groups if _storey(first[group]) != _STOREYS["router"]]
     routers = [group for group in groups if group not in servers]

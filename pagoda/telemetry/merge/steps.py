@@ -1,4 +1,4 @@
-"""Which requests each step of an engine had, and which steps of workers computed it."""
+"""The requests in each step of an engine, and the steps of workers that computed it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import msgspec
 from pagoda.telemetry.merge.model import Process, Row, Span, Trace
 
 _TOLERATED_NS = 100_000_000
-"""How far apart an engine's step and a worker's may lie for all that clocks are wrong."""
+"""The longest time between an engine's step and a worker's that can be the error of clocks."""
 
 
 class StepArgs(msgspec.Struct, frozen=True):
-    """What an engine says of a step."""
+    """An engine's description of a step."""
 
     step: int
     rows: list[int]
-    """Of the requests in it."""
+    """Rows of the requests in the step."""
     tokens: list[int] = []
-    """That it computes for each."""
+    """Tokens computed for each of these requests."""
     cut: bool = False
     """Tracing ended before it did."""
     lost: bool = False
-    """Its worker was lost: it had no result."""
+    """The worker was lost before the step had a result."""
 
 
 class _WorkerStepArgs(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is known how long it took."""
+        """True if the duration of the step is known."""
         return not (self.told.cut or self.told.lost)
 
 
@@ -84,7 +84,7 @@ def steps_of(trace: Trace) -> dict[int, list[Step]]:
 
 
 def steps_by_row(steps: Mapping[int, Sequence[Step]]) -> StepsByRow:
-    """Of all steps of engines, as `steps_of` finds them."""
+    """All steps of engines (`steps_of`), by the rows of their requests."""
     index: defaultdict[tuple[int, int], list[Step]] = defaultdict(list)
     for pid, found in steps.items():
         for step in found:

@@ -1,4 +1,4 @@
-"""What a report says. Times are in seconds, shares between 0 and 1."""
+"""The contents of a report. Times are in seconds, shares between 0 and 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """Where some of the time went."""
+    """A named part of a time."""
 
     name: str
     seconds: float
@@ -18,7 +18,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """How long something took, of all times that it happened."""
+    """Percentiles of a duration, over all times that it occurred."""
 
     name: str
     count: int
@@ -42,12 +42,12 @@ class RequestReport:
 
     request: str
     arrived: float
-    """After the trace began."""
+    """Seconds after the trace began."""
     end_to_end: float
     first_token: float | None
-    """From its arrival; None if there was none."""
+    """Seconds from the arrival to the first token; None without a token."""
     per_token: float | None
-    """Of the tokens after the first; None of answers of a token or none."""
+    """Mean seconds of each token after the first; None for answers of fewer than two tokens."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -79,13 +79,13 @@ class OperationReport:
     seconds: float
     share: float
     bytes_per_s: float | None
-    """Of weights, of experts at most so many; None where they have none."""
+    """Bytes of weights read a second, an upper bound for experts; None for operations without weights."""
     flops_per_s: float | None
 
 
 @dataclass(frozen=True)
 class ForwardReport:
-    """What forward passes of one kind of step achieved."""
+    """Rates of the forward passes of one kind of step."""
 
     steps: str
     """`decode` or `with prompts`."""
@@ -115,22 +115,22 @@ class EngineReport:
     name: str
     num_steps: int
     loop: tuple[Part, ...]
-    """What the engine did itself; shares of the time that requests were there."""
+    """Work of the engine itself; shares of the time in which the engine had requests."""
     steps: tuple[Part, ...]
-    """From when a step is handed over until its result is taken."""
+    """Parts of steps, from handing a step over until its result is taken."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where the time went."""
+    """All figures of a trace."""
 
     seconds: float
     began_ns: int
-    """Since 1970."""
+    """Nanoseconds since 1970."""
     processes: tuple[str, ...]
     requests: tuple[RequestReport, ...]
     parts: tuple[Part, ...]
-    """Of all requests together."""
+    """Parts of the time of all requests together."""
     percentiles: tuple[Percentiles, ...]
     slowest: tuple[RequestReport, ...]
     engines: tuple[EngineReport, ...]
@@ -140,7 +140,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine can do; None where nobody knows."""
+    """Rates that the machine can reach; None if unknown."""
 
     bytes_per_s: float | None = None
     flops_per_s: float | None = None

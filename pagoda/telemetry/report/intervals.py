@@ -10,7 +10,7 @@ _NEVER = 2**63
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What any of them has."""
+    """Moments that are in any of the intervals."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -21,7 +21,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def within(intervals: Sequence[Interval], start: int, end: int) -> Iterator[Interval]:
-    """What of them lies between `start` and `end`."""
+    """The parts of the intervals between `start` and `end`."""
     for index in range(max(0, bisect_right(intervals, (start, _NEVER)) - 1), len(intervals)):
         begin, stop = intervals[index]
         if begin >= end:
@@ -32,12 +32,12 @@ def within(intervals: Sequence[Interval], start: int, end: int) -> Iterator[Inte
 
 
 def covered(intervals: Sequence[Interval], start: int, end: int) -> int:
-    """How much of the time from `start` to `end` is in them."""
+    """Nanoseconds between `start` and `end` that the intervals cover."""
     return length(within(intervals, start, end))
 
 
 def without(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
-    """What is left of it; the holes are in order and do not overlap."""
+    """The parts of the interval outside of the holes, which are in order and do not overlap."""
     at, end = interval
     for begin, stop in holes:
         if begin > at:

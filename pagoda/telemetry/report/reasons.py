@@ -1,4 +1,4 @@
-"""Why a request took so long: a sentence for each thing that mattered, computed from its spans."""
+"""Reasons for the duration of a request: a sentence for each thing that mattered, computed from its spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMES = {1: "once", 2: "twice"}
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to judge by."""
+    """Facts from which reasons are found."""
 
     request: RequestReport
     shared: tuple[int, float]
@@ -27,7 +27,7 @@ class Evidence:
 
 
 def reasons_of(evidence: Evidence) -> tuple[str, ...]:
-    """What took most comes first. There is always a reason: at least, how long the answer was."""
+    """Sentences, the longest time first. There is always one: at least, the length of the answer."""
     found = sorted(_reasons(evidence), key=lambda it: -it[0])
     return tuple(sentence for _, sentence in found)
 
@@ -68,7 +68,7 @@ def _reasons(evidence: Evidence) -> Iterator[tuple[float, str]]:
 
 
 def _interruptions(request: RequestReport) -> Iterator[tuple[float, str]]:
-    """These are told however short they were."""
+    """Interruptions are listed however short they were."""
     for name, told in _INTERRUPTIONS:
         found = [*_found(request, name)]
         if not found:
@@ -108,7 +108,7 @@ def _found(request: RequestReport, name: str) -> Iterator[_Interruption]:
 
 
 def seconds(value: float) -> str:
-    """With the unit that people would take."""
+    """A time with a unit that suits its size."""
     if value >= 1:
         return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
     if value >= 1e-3:

@@ -18,7 +18,7 @@ NUM_SLOWEST = 10
 
 
 def load_trace(path: Path) -> Trace:
-    """From a file of `pagoda trace merge`, or a directory of fragments.
+    """Reads a file of `pagoda trace merge`, or a directory of fragments.
 
     Raises:
         ConfigError: there is no trace.
@@ -68,7 +68,7 @@ def _parts(requests: Sequence[RequestReport]) -> tuple[Part, ...]:
 
 
 def _has_left_queue(request: RequestReport) -> bool:
-    """And whether all of its wait was seen."""
+    """True if the request has left the queue and all of its wait was traced."""
     waits = request.is_running and all(it.name == "queued" for it in request.phases)
     return not waits and not request.took[BEFORE]
 

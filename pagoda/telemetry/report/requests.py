@@ -1,4 +1,4 @@
-"""Where the time of each request went, by the spans of its rows."""
+"""Parts of the time of each request, from the spans of its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagoda.telemetry.report.intervals import Interval, covered, length, union
 from pagoda.telemetry.report.reasons import Evidence, reasons_of
 
 BEFORE, AFTER = "before the trace", "after the trace"
-"""Of requests that ran when tracing began, or still did when it ended in their engine."""
+"""Parts of requests that ran when tracing began, or when it ended in their engine."""
 PARTS = (
     "HTTP, prepare",
     BEFORE,
@@ -29,13 +29,13 @@ PARTS = (
     "between processes",
     AFTER,
 )
-"""Of a request's time, in the order in which they are shown."""
+"""Parts of a request's time, in the order of the table."""
 _COMPUTING = ("prefill", "decode")
 _PHASES = ("queued", "waiting for KV", *_COMPUTING, "preempted", "recovering")
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What is said of a request at its end."""
+    """The arguments of a request's span."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -115,7 +115,8 @@ def _report(request: str, whole: Span, seen: _Seen, by_row: StepsByRow) -> Reque
 
 
 def _phases(whole: Span, seen: _Seen) -> list[Span]:
-    """Within the request, in order, and one at a time: what a second engine still did of it does not count."""
+    """Phases within the request, in order, one at a time: the later of two engines counts once the earlier has
+    ended."""
     found = [
         span
         for _, row in seen.engines
@@ -163,7 +164,7 @@ def _before(whole: Span, seen: _Seen) -> list[Span]:
 
 
 def _traced_from(process: Process, row: Row) -> int:
-    """When tracing began in the process, the last time before the row ended."""
+    """The last time before the end of the row at which tracing began in the process."""
     return max((at for at in process.origin.began if at <= row.spans[0].end), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of steps went: in the engine, on the way, in the worker."""
+"""Parts of the time of steps: in the engine, on the way, in the worker."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _PHASES = ("prepare", "forward", "sample", "await stage")
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """What a worker says of its part of the model."""
+    """A worker's description of its part of the model."""
 
     weight_bytes: float = 0.0
     flops_per_token: float = 0.0
     kv_bytes_per_token: float = 0.0
     expert_bytes: float = 0.0
-    """Of the weights, those of experts."""
+    """Bytes of the weights that belong to experts."""
     experts_held: int = 0
-    """In each layer that has any."""
+    """Experts in each layer that has any."""
     experts_per_token: int = 0
 
     def share_of_experts(self, tokens: int) -> float:
-        """At most so much of the experts' weights is read for so many tokens."""
+        """The largest share of the experts' weights that a pass over `tokens` tokens reads."""
         if not self.experts_held:
             return 1.0
         return min(1.0, tokens * self.experts_per_token / self.experts_held)
 
     def weights_read(self, tokens: int) -> float:
-        """By a pass over so many tokens, at most."""
+        """The largest number of bytes that a pass over `tokens` tokens reads."""
         return self.weight_bytes - self.expert_bytes * (1 - self.share_of_experts(tokens))
 
 
 class _Batch(msgspec.Struct, frozen=True):
-    """What a worker says of a step."""
+    """A worker's description of a step."""
 
     tokens: int = 0
     seqs: int = 0
@@ -57,14 +57,14 @@ class _Batch(msgspec.Struct, frozen=True):
 
 
 def working(worker: Process) -> list[Interval]:
-    """When the worker was in a step, but for its waits for the stage of a pipeline before it."""
+    """Times of the worker in steps, without its waits for the previous stage of a pipeline."""
     waits = union(_times(worker, "await stage"))
     steps = step_times(worker)
     return union(part for step in steps for part in without(step, within(waits, *step)))
 
 
 def step_times(worker: Process) -> Iterator[Interval]:
-    """Of each step in the worker, waits and all."""
+    """Times of the worker's steps, waits included."""
     return _times(worker, "step")
 
 
@@ -108,7 +108,7 @@ def engine_report(
 
 
 def _present(engine: Process) -> list[Interval]:
-    """When there was a request in the engine."""
+    """Times in which the engine had a request."""
     return union(
         (span.start, span.end)
         for row in engine.rows
@@ -164,7 +164,7 @@ class _Kind:
 
 
 def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]:
-    """What took most comes first."""
+    """Operations by kind, the longest time first."""
     operations, model = operations_of(worker), _model(worker)
     costs = _costs(operations)
     kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
@@ -210,7 +210,7 @@ def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
 
 
 def _forward_reports(worker: Process, row: Row) -> tuple[ForwardReport, ...]:
-    """Of steps in which every request computed one token, and of others."""
+    """Rates of steps in which every request computed one token, and of other steps."""
     model = _model(worker)
     if not model.weight_bytes:
         return ()

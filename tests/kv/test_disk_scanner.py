@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv import disk_scan
-from pagoda.kv.disk_scan import DiskScannerThread
+from pagoda.kv import disk_scanner
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
+    DiskScannerThread,
     FanOutListed,
     News,
     ObjectsFound,
@@ -259,12 +259,12 @@ def test_work_that_breaks_is_answered_and_other_work_goes_on(
         raise ValueError("nobody foresaw this")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk_scan, "object_name", broken)
+        patch.setattr(disk_scanner, "object_name", broken)
         keeper.thread.probe(1, KEYS)
         assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, ())]
         keeper.thread.remove(OWN, KEYS[:1])
         assert keeper.until(Removed) == [Removed(OWN, KEYS[:1])]
-        patch.setattr(disk_scan, "list_files", broken)
+        patch.setattr(disk_scanner, "list_files", broken)
         keeper.clock.advance_to(11)
         keeper.thread.rescan()
         while caplog.text.count("nobody foresaw this") < 3:
@@ -359,20 +359,20 @@ def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
     keeper = keep(own)
     keeper.until(ScanEnded)
     has_begun, may_go_on = threading.Event(), threading.Event()
-    name = disk_scan.object_name
+    name = disk_scanner.object_name
 
     def hanging(key: bytes) -> str:
         has_begun.set()
         assert may_go_on.wait(30)
         return name(key)
 
-    monkeypatch.setattr(disk_scan, "object_name", hanging)
+    monkeypatch.setattr(disk_scanner, "object_name", hanging)
     for number in range(4):
         keeper.thread.probe(number, KEYS)
     assert has_begun.wait(30)
-    keeper.thread.forget(0)  # too late
-    keeper.thread.forget(1)
-    keeper.thread.forget(2)
+    keeper.thread.cancel_probe(0)  # too late
+    keeper.thread.cancel_probe(1)
+    keeper.thread.cancel_probe(2)
     may_go_on.set()
     answers: list[News] = []
     while ProbeAnswer(3, []) not in answers:
@@ -397,9 +397,9 @@ def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: 
 def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
     own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_scan, "_PIECE", 4)
-    monkeypatch.setattr(disk_scan, "_MAX_BACKLOG", 8)
-    monkeypatch.setattr(disk_scan, "_POLL_OBJECTS", 2)
+    monkeypatch.setattr(disk_scanner, "_PIECE", 4)
+    monkeypatch.setattr(disk_scanner, "_MAX_BACKLOG", 8)
+    monkeypatch.setattr(disk_scanner, "_POLL_OBJECTS", 2)
     put(own, KEYS)
     keeper = keep(own)
     keeper.thread.probe(1, KEYS)
@@ -519,8 +519,8 @@ def test_directories_that_are_gone_are_empty_and_one_warning(
 def test_closing_ends_the_thread_in_the_middle_of_a_scan(
     own: KVDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_scan, "_PIECE", 2)
-    monkeypatch.setattr(disk_scan, "_MAX_BACKLOG", 4)
+    monkeypatch.setattr(disk_scanner, "_PIECE", 2)
+    monkeypatch.setattr(disk_scanner, "_MAX_BACKLOG", 4)
     put(own, KEYS)
     keeper = Keeper(own)
     assert keeper.poller.poll(30_000)

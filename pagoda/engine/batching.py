@@ -1,0 +1,323 @@
+"""Which request computes how many tokens in the next step.
+
+There is no prefill phase and no decode phase. A request has tokens and computed tokens; a step gives each
+chosen request some of those not yet computed, within a token budget. Chunked prefill, prefix hits, preemption
+and recovery only change the two numbers. A request samples when its computed tokens reach its tokens.
+
+With several stages, a request whose sample is pending waits for it, and decoding requests are spread over as many
+steps as there are stages: while one stage computes some of them, the others compute the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagoda.engine.kv_exports import KVExports
+from pagoda.engine.kv_loading import KVLoader, LoadStart
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.places import Places
+from pagoda.engine.plan import InFlightStep, PlanBuilder
+from pagoda.engine.quarantine import Quarantine
+from pagoda.engine.request import OrderKey, Request, RequestState
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import Block
+from pagoda.kv.manager import KVManager
+from pagoda.messages.worker import StepPlan
+
+_BLOCKED_STEPS = 16
+"""Steps after which a request that did not fit is looked at again, when nothing became free."""
+
+_NO_KEY: OrderKey = (-(2**63), -1)
+"""In front of every order key."""
+
+
+class _Blocked(NamedTuple):
+    """A waiting request that did not fit, and what was there at the time."""
+
+    request: Request
+    step: int
+    num_available: int
+    num_running: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the scheduler has done since the start."""
+
+    num_steps: int = 0
+    """Steps whose results were applied."""
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    """Prompt tokens of admitted requests."""
+    num_prefix_hit_tokens: int = 0
+    """Prompt tokens that were found in the cache."""
+    num_generated_tokens: int = 0
+
+
+class Batcher:
+    """Makes plans from the requests that run and wait."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        clock: Clock,
+        places: Places,
+        loader: KVLoader,
+        exports: KVExports,
+        quarantine: Quarantine,
+    ) -> None:
+        self.counters = Counters()
+        self.in_flight: deque[InFlightStep] = deque()
+        self.next_step = 0
+        self._limits = limits
+        self._kv = kv
+        self._clock = clock
+        self._places = places
+        self._running, self._waiting = places.running, places.waiting
+        self._loader = loader
+        self._exports = exports
+        self._quarantine = quarantine
+        self._blocked: _Blocked | None = None
+        self._last_was_decodes = False
+        """With `mixed_steps` off: the kind of the last step."""
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing that can be computed now."""
+        for decodes in self._kinds():
+            plan = PlanBuilder(self.next_step, self._limits, decodes, self._max_decodes())
+            alone = self._quarantine.first()
+            if alone is not None:
+                self._schedule_alone(alone, plan)
+            else:
+                self._yield_to_higher_priority()
+                self._fill(plan)
+            if plan.scheduled:
+                self._last_was_decodes = bool(decodes)
+                self.next_step += 1
+                self.in_flight.append(InFlightStep(plan.step, plan.scheduled, plan.has_decodes))
+                return plan.plan(self._places.drain_freed_slots())
+        return None
+
+    def _kinds(self) -> tuple[bool | None, ...]:
+        """What the step may hold: anything, or where steps are of one kind, single tokens and chunks in turn."""
+        if self._limits.mixed_steps:
+            return (None,)
+        return (not self._last_was_decodes, self._last_was_decodes)
+
+    def _max_decodes(self) -> int:
+        """How many decoding requests the step may take, so that every stage gets an equal part of them.
+
+        0 while as many parts are in flight as there are stages: requests left over join a part that comes back,
+        since a step costs much that does not depend on its size.
+        """
+        num_stages = self._limits.num_stages
+        if num_stages == 1:
+            return self._limits.max_num_seqs
+        if sum(step.has_decodes for step in self.in_flight) >= num_stages:
+            return 0
+        decoding = sum(
+            request.num_pending_samples > 0 or request.num_schedulable_tokens == 1
+            for request in self._running
+        )
+        return max(1, -(-decoding // num_stages))
+
+    def _schedule_alone(self, request: Request, plan: PlanBuilder) -> None:
+        if request.state is RequestState.RUNNING:
+            self._extend(request, plan, request.num_schedulable_tokens)
+            return
+        hits = self._fitting_prefix(request)
+        while hits is None and self._running:
+            self.preempt(self._running[-1])
+            hits = self._fitting_prefix(request)
+        if hits is not None:
+            self._admit(request, hits, plan)
+
+    def _yield_to_higher_priority(self) -> None:
+        """Makes room for the first waiting request, as far as running requests have a lower priority."""
+        while self._running and (first := self._next_in_line(_NO_KEY)) is not None:
+            last = self._running[-1]
+            has_priority = first.order_key[0] < last.order_key[0] and not first.num_pending_samples
+            if not has_priority or self._fitting_prefix(first) is not None:
+                return
+            self.preempt(last)
+
+    def _fill(self, plan: PlanBuilder) -> None:
+        """Gives tokens in order of priority; among equals to running requests before waiting ones.
+
+        No request is admitted once another was preempted, or behind one that does not fit. Requests that may not
+        ask yet whether there is KV for them are passed over.
+        """
+        preemptions = self.counters.num_preemptions
+        index = 0
+        first = self._next_in_line(_NO_KEY)
+        while plan.budget > 0:
+            request = self._running[index] if index < len(self._running) else None
+            if first is not None and (request is None or first.order_key[0] < request.order_key[0]):
+                hits = self._fitting_prefix(first)
+                start = LoadStart.READY if hits is None else self.start_load(first, hits)
+                if start is LoadStart.READY:
+                    if hits is None or not self._admit(first, hits, plan):
+                        first = None
+                        continue
+                    index += 1  # it now stands before the next one
+                if start is LoadStart.BLOCKED:
+                    first = None
+                else:
+                    first = self._next_in_line(first.order_key)
+            elif request is not None:
+                available = request.num_schedulable_tokens
+                num_behind = 0
+                if available > 1 and plan.is_mixed:
+                    num_behind = min(self._num_decodes_behind(index), plan.decodes_left)
+                self._extend(request, plan, available, num_behind)
+                if self.counters.num_preemptions != preemptions:
+                    first = None
+                index += 1
+            else:
+                return
+
+    def _next_in_line(self, key: OrderKey) -> Request | None:
+        """The first waiting request behind `key` that may go on, if there is room for it."""
+        if self._loader.num_blocked >= len(self._waiting):
+            return None
+        in_line = self._waiting.after(key)
+        return next((it for it in in_line if not self._loader.is_blocked(it)), None)
+
+    def _num_decodes_behind(self, index: int) -> int:
+        """Requests behind running request `index`, and of its priority, that need a single token."""
+        priority = self._running[index].order_key[0]
+        return sum(
+            other.order_key[0] == priority and other.num_schedulable_tokens == 1
+            for other in self._running[index + 1 :]
+        )
+
+    def _extend(
+        self, request: Request, plan: PlanBuilder, available: int, num_behind: int = 0
+    ) -> None:
+        """Gives a running request tokens, preempting requests behind it for blocks if need be."""
+        slot, count = request.slot, plan.count_for(available, num_behind)
+        if count == 0 or slot is None:
+            return
+        if available == 1:
+            if plan.decodes_left == 0:
+                return
+            plan.decodes_left -= 1
+            plan.has_decodes = True
+        num_tokens = request.num_scheduled_tokens + count
+        if num_tokens > len(request.table.blocks) * self._kv.block_size:
+            new_blocks = self._kv.grow(request.table, num_tokens)
+            while new_blocks is None:
+                if not self._exports.make_room():
+                    victim = self._running[-1]
+                    self.preempt(victim)
+                    if victim is request:
+                        return
+                new_blocks = self._kv.grow(request.table, num_tokens)
+            plan.new_blocks.append((slot, new_blocks))
+            self._places.update(request)
+        if not request.runs_ahead:
+            new_tokens = request.token_ids[request.num_sent_tokens :]
+            plan.new_tokens += [(slot, token_id) for token_id in new_tokens]
+            request.num_sent_tokens = request.num_tokens
+        plan.add(request, slot, count, available)
+
+    def preempt(self, request: Request) -> None:
+        """Takes slot and blocks away; the request keeps its tokens and will compute them again."""
+        num_published = request.table.num_published
+        self._exports.on_preempted(request)
+        self.free_blocks(request)
+        self._places.forget_computed(request)
+        self._places.enter(request, RequestState.WAITING)
+        self._loader.on_queued(request, num_published)
+        self.counters.num_preemptions += 1
+
+    def free_blocks(self, request: Request) -> None:
+        """Steps in flight may still use the blocks: what a preempted request samples in them counts."""
+        is_confirmed = request.num_computed_tokens == request.num_scheduled_tokens
+        self._kv.free(request.table, last_step=-1 if is_confirmed else self.next_step - 1)
+
+    def _fitting_prefix(self, request: Request) -> list[Block] | None:
+        """The request's cached prefix if it can be admitted now, else None.
+
+        A request whose last sample is still pending waits for it.
+        """
+        if (
+            not self._places.has_slot
+            or request.num_pending_samples
+            or self._is_still_blocked(request)
+        ):
+            return None
+        hits = self._kv.find_prefix(request.table, request.token_ids)
+        while not self._places.has_room(request, hits, in_turn=False):
+            if self._places.is_full or not self._exports.make_room():
+                num_available, num_running = self._kv.pool.num_available, len(self._running)
+                self._blocked = _Blocked(request, self.next_step, num_available, num_running)
+                return None
+        return hits
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """True if nothing became free since the request last did not fit: looking at a long prompt costs time."""
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and self.next_step < blocked.step + _BLOCKED_STEPS
+            and self._kv.pool.num_available <= blocked.num_available
+            and len(self._running) == blocked.num_running > 0
+        )
+
+    def _admit(self, request: Request, hits: list[Block], plan: PlanBuilder) -> bool:
+        """Moves a waiting request into a slot with its first chunk; False if the step has no room for it."""
+        num_hit_tokens = len(hits) * self._kv.block_size
+        available = request.num_tokens - num_hit_tokens
+        count = plan.count_for(available)
+        if count == 0:
+            return False
+        self._kv.adopt(request.table, hits)
+        if self._kv.grow(request.table, num_hit_tokens + count) is None:
+            raise RuntimeError("A request was admitted that does not fit.")
+        request.num_scheduled_tokens = num_hit_tokens
+        self._places.count_computed(request, num_hit_tokens)
+        self._places.enter(request, RequestState.RUNNING)
+        slot = request.slot
+        if slot is None:
+            raise RuntimeError("A running request has no slot.")
+        request.admission += 1
+        request.num_sent_tokens = request.num_tokens
+        if request.num_cached_tokens is None:
+            self._note_first_admission(request, len(hits))
+        plan.starts.append(request.slot_start(slot))
+        self._loader.on_dequeued(request)
+        self.on_published(request)
+        plan.add(request, slot, count, available)
+        return True
+
+    def _note_first_admission(self, request: Request, num_hits: int) -> None:
+        request.queue_time_s = self._clock.now() - request.added_at
+        num_fetched = max(0, min(num_hits, request.fetched.stop) - request.fetched.start)
+        num_cached_tokens = (num_hits - num_fetched) * self._kv.block_size
+        request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
+        self.counters.num_prefix_hit_tokens += request.num_cached_tokens
+        self.counters.num_prompt_tokens += request.num_prompt_tokens
+
+    def on_published(self, request: Request) -> None:
+        """Further blocks of the request are published: tiers may save them, other engines fetch them."""
+        self._loader.on_published(request)
+        self._exports.on_published(request)
+
+    def forget_blocked(self) -> None:
+        """Something may have become free that `_is_still_blocked` does not look at."""
+        self._blocked = None
+
+    def start_load(self, request: Request, hits: list[Block]) -> LoadStart:
+        """Lets the request, for which there is room, load or await KV."""
+        start = self._loader.start(request, hits)
+        if start in (LoadStart.AWAITING, LoadStart.LOADING):
+            is_loading = start is LoadStart.LOADING
+            self._places.enter(
+                request, RequestState.LOADING if is_loading else RequestState.AWAITING_KV
+            )
+        return start

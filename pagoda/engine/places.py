@@ -1,0 +1,146 @@
+"""Where requests are: in line, running in a slot, or loading; and the blocks that they still need."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from operator import attrgetter
+
+from pagoda.engine.request import Request, RequestState
+from pagoda.engine.request_tracing import RequestRows
+from pagoda.engine.waiting_queue import Reserved, WaitingQueue
+from pagoda.kv.block_pool import Block
+from pagoda.kv.manager import KVManager
+
+_key = attrgetter("order_key")
+
+
+class Places:
+    """Moves requests from state to state, and keeps sums over them.
+
+    A request reserves the blocks that its known tokens still need and one more, since a newcomer must not be
+    preempted right away.
+    """
+
+    def __init__(self, kv: KVManager, max_num_seqs: int) -> None:
+        self._kv = kv
+        self._max_num_seqs = max_num_seqs
+        self.running: list[Request] = []
+        """In order."""
+        self.waiting = WaitingQueue()
+        self._num_loading = 0
+        self._num_reserved_blocks = 0
+        """`reserved_blocks` of the requests that run or load, added up."""
+        self.num_pending_tokens = 0
+        """Prompt and output tokens of all requests that are not computed yet."""
+        self.rows: RequestRows | None = None
+        """Rows of the trace; None while nothing is traced."""
+        self._free_slots = list(range(max_num_seqs))
+        self._freed_slots: list[int] = []
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def reserved(self) -> Reserved:
+        """What the requests that run or load keep."""
+        return Reserved(len(self.running) + self._num_loading, self._num_reserved_blocks)
+
+    @property
+    def is_full(self) -> bool:
+        """True if no further request may run or load."""
+        return len(self.running) + self._num_loading >= self._max_num_seqs
+
+    def drain_freed_slots(self) -> list[int]:
+        """Slots that the worker has not been told about yet."""
+        freed, self._freed_slots = self._freed_slots, []
+        return freed
+
+    def enter(self, request: Request, state: RequestState, *, is_lost: bool = False) -> None:
+        """Moves the request to the place of `state`; `is_lost` says that its KV is lost with the workers."""
+        before, request.state = request.state, state
+        if before is RequestState.NEW:
+            self.num_pending_tokens += request.num_tokens
+        elif before is RequestState.RUNNING:
+            self._leave_slot(request)
+        elif before is RequestState.WAITING:
+            self.waiting.remove(request)
+        elif before is RequestState.LOADING:
+            self._num_loading -= 1
+            self._num_reserved_blocks -= request.reserved_blocks
+        request.reserved_blocks = 0
+        if state is RequestState.WAITING:
+            request.reserved_blocks = self._blocks_to_reserve(request)
+            self.waiting.add(request)
+        elif state is RequestState.RUNNING:
+            insort(self.running, request, key=_key)
+            request.slot = heapq.heappop(self._free_slots)
+            self.update(request)
+        elif state is RequestState.LOADING:
+            self._num_loading += 1
+            self.update(request)
+        elif state is RequestState.FINISHED:
+            self.num_pending_tokens -= request.num_tokens - request.num_computed_tokens
+        if self.rows is not None:
+            self.rows.moved(request, before, is_lost=is_lost)
+
+    def count_computed(self, request: Request, num_tokens: int) -> None:
+        """`num_tokens` further tokens of the request are computed."""
+        request.num_computed_tokens += num_tokens
+        self.num_pending_tokens -= num_tokens
+
+    def forget_computed(self, request: Request) -> None:
+        """Makes the request a value again: it keeps all tokens, none of them computed."""
+        self.num_pending_tokens += request.num_computed_tokens
+        request.num_scheduled_tokens = request.num_computed_tokens = 0
+
+    def append(self, request: Request, token_id: int) -> None:
+        """The request has one more token."""
+        request.token_ids.append(token_id)
+        self.num_pending_tokens += 1
+        if (len(request.token_ids) - 1) % self._kv.block_size == 0:
+            self.update(request)
+        if self.rows is not None:
+            self.rows.sampled(request)
+
+    def _leave_slot(self, request: Request) -> None:
+        slot = request.slot
+        if slot is None:
+            raise RuntimeError(f"Request {request.request_id} has no slot.")
+        del self.running[bisect_left(self.running, request.order_key, key=_key)]
+        heapq.heappush(self._free_slots, slot)
+        self._freed_slots.append(slot)
+        request.slot = None
+        self._num_reserved_blocks -= request.reserved_blocks
+
+    def update(self, request: Request) -> None:
+        """Reserves anew: tokens or blocks of the request have changed."""
+        blocks = self._blocks_to_reserve(request)
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+            request.reserved_blocks = blocks
+            self.waiting.add(request)
+        elif request.state in (RequestState.RUNNING, RequestState.LOADING):
+            self._num_reserved_blocks += blocks - request.reserved_blocks
+            request.reserved_blocks = blocks
+
+    def _blocks_to_reserve(self, request: Request) -> int:
+        missing = self._kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
+        return max(0, missing) + 1
+
+    def has_room(self, request: Request, hits: Sequence[Block], *, in_turn: bool) -> bool:
+        """True if all known tokens of the request fit besides what others keep.
+
+        With `in_turn` also besides what the requests in line before it need.
+        """
+        num_seqs, num_blocks = self.reserved
+        if in_turn:
+            ahead = self.waiting.ahead_of(request.order_key)
+            num_seqs, num_blocks = num_seqs + ahead.num_seqs, num_blocks + ahead.num_blocks
+        if num_seqs >= self._max_num_seqs:
+            return False
+        shared_hits = sum(block.ref_count > 0 for block in hits)
+        wanted = self._kv.num_blocks_for(request.num_tokens) - shared_hits
+        return wanted + num_blocks <= self._kv.pool.num_available

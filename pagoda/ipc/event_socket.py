@@ -1,0 +1,116 @@
+"""ZeroMQ sockets on an asyncio event loop: messages go to a function, and sending never waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from pagoda.ipc.heartbeat import notice_silence
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""A longer message from another host closes the connection that brings it."""
+_MAX_MESSAGES_PER_TURN = 256
+"""After this many messages, other work of the event loop has its turn."""
+
+
+class EventSocket:
+    """Owns a ZeroMQ socket and calls `on_message` in the running event loop with the frames of each message.
+
+    ZeroMQ signals its file descriptor when the state of the socket changes, not once per message (`ZMQ_FD` is
+    edge-triggered, and a send may consume the signal). So the socket is read until it is empty, and its state is
+    checked after each send.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[bytes]], None],
+        on_disconnect: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_disconnect` is called whenever a peer of `socket` has gone.
+
+        Raises:
+            zmq.ZMQError: there is no socket left for the monitor; `socket` is closed then.
+        """
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._reading: asyncio.Handle | None = None
+        self._monitor: EventSocket | None = None
+        try:
+            if on_disconnect is not None:
+                events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                self._monitor = EventSocket(events, lambda _event: on_disconnect())
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        self._fd = socket.FD
+        self._loop.add_reader(self._fd, self._read)
+        self._read_later()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.closed
+
+    @property
+    def port(self) -> int:
+        """The TCP port that the socket is bound to."""
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def bind(self, address: str) -> None:
+        self._socket.bind(address)
+
+    def connect(self, address: str) -> None:
+        self._socket.connect(address)
+
+    def send(self, *frames: bytes) -> None:
+        """
+        Raises:
+            zmq.ZMQError: a router socket with `ROUTER_MANDATORY` has no such peer, or no room for the message.
+        """
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._read_later()
+
+    def close(self) -> None:
+        """Drops unsent messages according to `ZMQ_LINGER`. May be called twice."""
+        if self.closed:
+            return
+        if self._reading is not None:
+            self._reading.cancel()
+        self._loop.remove_reader(self._fd)
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+        self._socket.close()
+
+    def _read_later(self) -> None:
+        if self._reading is None:
+            self._reading = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._reading = None
+        try:
+            for _ in range(_MAX_MESSAGES_PER_TURN):
+                if self.closed:
+                    return
+                self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        except BaseException:
+            self._read_later()
+            raise
+        self._read_later()
+
+
+def host_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket between hosts: its queues have no limit, its messages do, and silent peers are disconnected."""
+    socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    notice_silence(socket)
+    return socket

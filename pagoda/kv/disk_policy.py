@@ -1,0 +1,219 @@
+"""What may lie on disk: which blocks are worth a place, how much there may be, what goes first, when writing
+pauses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pagoda.errors import ConfigError
+from pagoda.ipc.clock import Clock
+from pagoda.kv.disk_index import DiskIndex
+from pagoda.kv.disk_scanner import OWN, Removed
+
+_GENERATION = 2**17
+_CREDIT_BITS = 16
+_MAX_CREDIT = 2**_CREDIT_BITS - 1
+
+_HIGH_PERCENT = 95
+_LOW_PERCENT = 85
+"""Percentages of the quota: at the high mark objects are removed down to the low mark."""
+_MAX_REMOVING = 512
+"""Objects that the scanner is asked to remove at a time."""
+
+_FAILURES_BEFORE_PAUSE = 3
+_FIRST_PAUSE_S = 10.0
+_LONGEST_PAUSE_S = 300.0
+
+
+class AdmissionFilter:
+    """Counts how often requests pass through blocks; a block is worth a place once that is often enough.
+
+    A conversation continues behind the prefix that it repeats. Each block of a prefix that was touched often
+    enough gives one credit, and each credit lets one block behind that prefix in at its first touch.
+
+    Counts are kept in two generations. When the younger one has `generation` keys it becomes the older one, so at
+    least the last `generation` keys are remembered and at most twice as many.
+    """
+
+    def __init__(self, min_touches: int, generation: int = _GENERATION) -> None:
+        self._min_touches = min_touches
+        self._generation = generation
+        self._younger: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+
+    def touch(self, key: bytes, parent: bytes | None = None, *, is_kept: bool = False) -> bool:
+        """Counts one touch; returns whether the block is worth a place.
+
+        The parent must have been touched before; the first block of a prefix has none. `is_kept`: the block has a
+        place already.
+        """
+        if self._min_touches <= 1:
+            return True
+        count = min((self._find(key) >> _CREDIT_BITS) + 1, self._min_touches)
+        credit = 0 if parent is None else self._find(parent) & _MAX_CREDIT
+        is_back = is_kept or count >= self._min_touches
+        is_worth_it = is_back or credit > 0
+        credit = min(credit + 1, _MAX_CREDIT) if is_back else max(credit - 1, 0)
+        self._younger[_short(key)] = count << _CREDIT_BITS | credit
+        if len(self._younger) >= self._generation:
+            self._older, self._younger = self._younger, {}
+        return is_worth_it
+
+    def _find(self, key: bytes) -> int:
+        """Touches of a key, with its credit in the lower `_CREDIT_BITS` bits."""
+        short = _short(key)
+        found = self._younger.get(short)
+        return self._older.get(short, 0) if found is None else found
+
+
+def _short(key: bytes) -> int:
+    """First 64 bits of a digest: enough to tell keys apart, and small."""
+    return int.from_bytes(key[:8])
+
+
+class WriteBackoff:
+    """Pauses stores after some failures in a row, and twice as long each time that they fail again.
+
+    A full disk answers every write slowly, and with the same error.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._num_failures = 0
+        self._ends_at = 0.0
+        self._next_pause_s = _FIRST_PAUSE_S
+
+    @property
+    def is_on(self) -> bool:
+        return self._num_failures >= _FAILURES_BEFORE_PAUSE and self._clock.now() < self._ends_at
+
+    def failed(self) -> float | None:
+        """Counts a failed store. Returns the seconds of the pause if this failure starts the first one."""
+        if self.is_on:  # begun before the pause
+            return None
+        self._num_failures += 1
+        if self._num_failures < _FAILURES_BEFORE_PAUSE:
+            return None
+        pause_s = self._next_pause_s
+        self._ends_at = self._clock.now() + pause_s
+        self._next_pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s if self._num_failures == _FAILURES_BEFORE_PAUSE else None
+
+    def succeeded(self) -> bool:
+        """Ends all pauses after a store that did not fail; returns whether there was one."""
+        was_paused = self._num_failures >= _FAILURES_BEFORE_PAUSE
+        self._num_failures = 0
+        self._next_pause_s = _FIRST_PAUSE_S
+        return was_paused
+
+
+class Evictor:
+    """Keeps a quota: removes the least recently used objects, of any directory, before the quota is used up.
+
+    The scanner removes them later. Objects that are being removed are out of the index but still on disk: they
+    take room, and scans find them.
+    """
+
+    def __init__(
+        self,
+        index: DiskIndex,
+        remove: Callable[[int, Sequence[bytes]], object],
+        quota_bytes: int,
+        forget: Callable[[int, bytes], object],
+    ) -> None:
+        """`remove` asks the scanner to remove objects; `forget` drops one, by directory and key, from the
+        index."""
+        self._index = index
+        self._remove = remove
+        self._quota_bytes = quota_bytes
+        self._high_bytes = quota_bytes * _HIGH_PERCENT // 100
+        self._low_bytes = quota_bytes * _LOW_PERCENT // 100
+        self._forget = forget
+        self._removing: set[tuple[int, bytes]] = set()
+        self._removing_bytes = 0
+        self._is_evicting = False
+        """True from the high mark until the low mark is reached."""
+
+    def is_removing(self, directory: int, key: bytes) -> bool:
+        return (directory, key) in self._removing
+
+    def make_room(self, count: int, num_storing: int) -> int:
+        """Returns how many of `count` further objects may be written now, while `num_storing` are being
+        written."""
+        each = self._index.object_bytes(OWN)
+        # No more than evictions make room for: one long prompt must not replace everything else.
+        room = self._high_bytes - min(self._used_bytes(num_storing), self._low_bytes)
+        count = min(count, max(1, room // each))
+        if self._used_bytes(num_storing) + count * each > self._high_bytes:
+            self._is_evicting = True
+            self.evict(num_storing)
+        taken = self._used_bytes(num_storing) + self._removing_bytes
+        return min(count, max(0, self._quota_bytes - taken) // each)
+
+    def check(self, num_storing: int) -> None:
+        """Evicts if the high mark is passed; other servers may have written."""
+        if self._used_bytes(num_storing) > self._high_bytes:
+            self._is_evicting = True
+            self.evict(num_storing)
+
+    def evict(self, num_storing: int) -> None:
+        """Removes the least recently used objects, the next part when the last one is gone."""
+        keys: dict[int, list[bytes]] = {}
+        while self._is_evicting and len(self._removing) < _MAX_REMOVING:
+            oldest = self._index.oldest()
+            if oldest is None or self._used_bytes(num_storing) <= self._low_bytes:
+                self._is_evicting = False
+                break
+            directory, key = oldest
+            keys.setdefault(directory, []).append(key)
+            self._drop_from_index(directory, key)
+        for directory, some in keys.items():
+            self._remove(directory, some)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Removes bad objects, unknown ones too: those of another rank may be there."""
+        fresh = [key for key in keys if not self.is_removing(OWN, key)]
+        for key in fresh:
+            self._drop_from_index(OWN, key)
+        if fresh:
+            self._remove(OWN, fresh)
+
+    def removed(self, news: Removed) -> None:
+        self._removing.difference_update((news.directory, key) for key in news.keys)
+        self._removing_bytes -= len(news.keys) * self._index.object_bytes(news.directory)
+
+    def _drop_from_index(self, directory: int, key: bytes) -> None:
+        self._forget(directory, key)
+        self._removing.add((directory, key))
+        self._removing_bytes += self._index.object_bytes(directory)
+
+    def _used_bytes(self, num_storing: int) -> int:
+        """Bytes of all objects that are there or are being written."""
+        return self._index.num_bytes + num_storing * self._index.object_bytes(OWN)
+
+
+def check_quota(path: Path, quota: int) -> None:
+    """Makes sure that the file system on which `path` lies, or will lie, is as large as `quota` bytes.
+
+    Raises:
+        ConfigError: it is smaller, or cannot be asked.
+    """
+    existing = path.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:
+        file_system = os.statvfs(existing)
+    except OSError as error:
+        raise ConfigError(f"{existing} cannot be used: {error.strerror or error}.") from error
+    size = file_system.f_frsize * file_system.f_blocks
+    if quota > size:
+        raise ConfigError(
+            f"--kv-disk-bytes {_amount(quota)} is more than the {_amount(size)} of the file system "
+            f"of {path}; give it less."
+        )
+
+
+def _amount(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,90 @@
+"""Operations of the scheduler against the number of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness import Harness, make_request, make_scheduler
+from operations import assert_constant, assert_linear
+
+from pagoda.engine.config import KVTiersConfig
+from pagoda.engine.scheduler import Scheduler
+
+SIZES = (256, 512, 1024)
+
+
+def many(num_requests: int) -> Scheduler:
+    scheduler = make_scheduler(
+        num_blocks=4 * num_requests,
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=4 * num_requests,
+    )
+    add(scheduler, num_requests)
+    return scheduler
+
+
+def tiered(num_requests: int, max_num_seqs: int) -> Scheduler:
+    harness = Harness(
+        num_blocks=4 * num_requests,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=4 * num_requests,
+        kv_host_slots=num_requests,
+        kv_tiers=KVTiersConfig(host_bytes=1),
+    )
+    return harness.scheduler
+
+
+def add(scheduler: Scheduler, num_requests: int) -> None:
+    for index in range(num_requests):
+        scheduler.add(make_request(f"r{index}", [index % 50, index // 50, 1], max_tokens=9))
+
+
+def arrivals(size: int) -> Callable[[], object]:
+    scheduler = tiered(size, max_num_seqs=size)
+    return lambda: add(scheduler, size)
+
+
+def admissions(size: int) -> Callable[[], object]:
+    scheduler = tiered(size, max_num_seqs=size)
+    add(scheduler, size)
+    return scheduler.schedule
+
+
+def test_a_burst_of_arrivals_with_a_tier_is_linear() -> None:
+    assert_linear(arrivals, SIZES)
+
+
+def test_admitting_many_in_one_step_is_linear() -> None:
+    assert_linear(admissions, SIZES)
+
+
+def test_planning_a_step_is_linear() -> None:
+    def planning(size: int) -> Callable[[], object]:
+        scheduler = many(size)
+        scheduler.schedule()
+        return scheduler.schedule
+
+    assert_linear(planning, SIZES)
+
+
+def test_an_arrival_costs_the_same_however_many_run_or_wait() -> None:
+    def arrival(size: int) -> Callable[[], object]:
+        scheduler = tiered(2 * size, max_num_seqs=size)
+        add(scheduler, size)
+        scheduler.schedule()
+        for index in range(size):
+            scheduler.add(make_request(f"w{index}", [7, index % 50, 1]))
+        assert (scheduler.num_running, scheduler.num_waiting) == (size, size)
+        return lambda: scheduler.add(make_request("last", [1, 2, 3]))
+
+    assert_constant(arrival, SIZES)
+
+
+def test_an_abort_costs_the_same_however_many_run_or_wait() -> None:
+    def abort(size: int) -> Callable[[], object]:
+        scheduler = tiered(2 * size, max_num_seqs=size)
+        add(scheduler, 2 * size)
+        scheduler.schedule()
+        return lambda: (scheduler.abort("r0"), scheduler.abort(f"r{2 * size - 1}"))
+
+    assert_constant(abort, SIZES)

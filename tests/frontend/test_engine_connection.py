@@ -1,0 +1,267 @@
+"""A connection to an engine, over a transport that a test scripts, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from pagoda.errors import EngineDeadError, EngineLostError, InvalidRequestError, OverloadedError
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.engine_connection import EngineConnection
+from pagoda.messages.frontend import (
+    AbortRequests,
+    EngineReady,
+    FinishReason,
+    FrontendMessage,
+    GenerateRequest,
+    LoadQuery,
+    PrefixCacheUpdate,
+    RequestRefused,
+    SubscribeCache,
+    TokenChunk,
+    TokenChunks,
+)
+from pagoda.messages.load import LoadReport
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.sim.event_loop import run
+
+READY = EngineReady(
+    max_model_len=64,
+    vocab_size=8,
+    num_blocks=8,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_waiting=8,
+    summary="scripted",
+)
+TIMEOUT_S = 8.0
+
+
+class Peer:
+    """A connection and the peer at its other end, which answers nothing by itself."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.sent: list[FrontendMessage] = []
+        self.hung_at: list[float] = []
+        self.answers_probes = False
+        self.connection = EngineConnection(
+            "the engine",
+            self.send,
+            lambda: self.now_ns,
+            hang_timeout_s=TIMEOUT_S,
+            on_hang=lambda: self.hung_at.append(now()),
+        )
+        self.connection.receive(READY)
+
+    def send(self, message: FrontendMessage) -> None:
+        self.sent.append(message)
+        if self.answers_probes and isinstance(message, LoadQuery):
+            self.connection.receive(report(message.query_id))
+
+    def push(self, request_id: str, *token_ids: int, reason: FinishReason | None = None) -> None:
+        chunk = TokenChunk(request_id, list(token_ids), reason, received_ns=1)
+        self.connection.receive(TokenChunks([chunk]))
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def report(query_id: int | None, **fields: object) -> LoadReport:
+    zeros = {field.name: 0 for field in msgspec.structs.fields(LoadReport) if field.required}
+    return msgspec.convert({**zeros, **fields, "query_id": query_id}, LoadReport)
+
+
+def request(request_id: str = "r") -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
+    )
+
+
+def in_virtual_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    async def work() -> None:
+        await test()
+
+    def in_loop() -> None:
+        run(work())
+
+    in_loop.__name__, in_loop.__doc__ = test.__name__, test.__doc__
+    return in_loop
+
+
+@in_virtual_time
+async def test_chunks_are_stamped_on_arrival_not_when_they_are_read() -> None:
+    peer = Peer()
+    stream = peer.connection.generate(request())
+    assert peer.sent == [request()]
+    peer.now_ns = 5
+    peer.push("r", 7)
+    peer.now_ns = 8
+    peer.push("r", 7, reason=FinishReason.LENGTH)
+    peer.now_ns = 100
+    assert [chunk.received_ns async for chunk in stream] == [5, 8]
+
+
+@in_virtual_time
+async def test_a_second_request_of_an_id_is_refused_and_the_first_one_goes_on() -> None:
+    peer = Peer()
+    first = peer.connection.generate(request())
+    with pytest.raises(InvalidRequestError, match="id r is already running"):
+        peer.connection.generate(request())
+    peer.push("r", 1, 2, reason=FinishReason.LENGTH)
+    assert [chunk.token_ids async for chunk in first] == [[1, 2]]
+    assert peer.sent == [request()]
+    peer.connection.generate(request())
+
+
+@in_virtual_time
+async def test_a_stream_that_is_closed_early_is_aborted_once() -> None:
+    peer = Peer()
+    stream = peer.connection.generate(request())
+    peer.push("r", 1)
+    async with contextlib.aclosing(stream):
+        assert (await anext(stream)).token_ids == [1]
+    await stream.aclose()
+    assert peer.sent == [request(), AbortRequests(["r"])]
+    assert peer.connection.num_streams == 0
+    assert [chunk async for chunk in stream] == []
+
+
+@in_virtual_time
+async def test_aborting_ends_the_stream_and_unknown_ids_are_ignored() -> None:
+    peer = Peer()
+    stream = peer.connection.generate(request())
+    await peer.connection.abort("unknown")
+    await peer.connection.abort("r")
+    assert [chunk.finish_reason async for chunk in stream] == [FinishReason.ABORT]
+    assert peer.sent == [request(), AbortRequests(["r"])]
+
+
+@in_virtual_time
+async def test_a_refusal_ends_its_stream_alone() -> None:
+    peer = Peer()
+    refused, other = (peer.connection.generate(request(name)) for name in "ab")
+    peer.connection.receive(RequestRefused("a", 7))
+    with pytest.raises(OverloadedError) as caught:
+        await anext(refused)
+    assert caught.value.retry_after_s == 7
+    peer.push("b", 1)
+    assert (await anext(other)).token_ids == [1]
+
+
+@in_virtual_time
+async def test_a_lost_peer_fails_every_stream_and_query_with_an_error_of_its_own() -> None:
+    """One exception that several tasks raise collects the frames of all of them."""
+    peer = Peer()
+    streams = [peer.connection.generate(request(name)) for name in "ab"]
+    query = asyncio.create_task(peer.connection.load())
+    await asyncio.sleep(0)
+    peer.push("a", 1)
+    peer.connection.lose("The engine ended.")
+    assert (await anext(streams[0])).token_ids == [1], "what came before the error is delivered"
+    errors = await asyncio.gather(*map(anext, streams), query, return_exceptions=True)
+    assert [str(error) for error in errors] == ["The engine ended."] * 3
+    assert len({id(error) for error in errors}) == 3
+    assert peer.connection.state is ReplicaState.STARTING
+    with pytest.raises(EngineLostError, match="The engine is not running"):
+        peer.connection.generate(request())
+
+
+@in_virtual_time
+async def test_a_failure_that_is_raised_again_and_again_keeps_no_frames() -> None:
+    peer = Peer()
+    peer.connection.fail(EngineDeadError("It was given up."))
+    depths = []
+    for _ in range(3):
+        with pytest.raises(EngineDeadError, match="given up") as caught:
+            peer.connection.generate(request())
+        depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert depths == depths[:1] * 3
+    assert str(await peer.connection.wait_failed()) == "It was given up."
+
+
+@in_virtual_time
+async def test_the_next_peer_is_asked_for_what_the_last_one_was_asked_for() -> None:
+    peer = Peer()
+    heard: list[PrefixCacheUpdate] = []
+    end = peer.connection.subscribe_cache(heard.append)
+    peer.connection.lose("The engine ended.")
+    peer.sent.clear()
+    peer.connection.receive(READY)
+    assert peer.sent == [SubscribeCache()]
+    update = PrefixCacheUpdate(b"", b"")
+    peer.connection.receive(update)
+    end()
+    peer.connection.receive(update)
+    assert heard == [update]
+
+
+@in_virtual_time
+async def test_a_query_that_is_not_answered_times_out() -> None:
+    peer = Peer()
+    with pytest.raises(TimeoutError):
+        await peer.connection.load()
+    assert (await peer.connection.health()).reason == "the engine does not answer"
+
+
+@in_virtual_time
+async def test_reports_say_if_the_worker_computes() -> None:
+    peer = Peer()
+    states = [peer.connection.state]
+    peer.connection.watch(lambda: states.append(peer.connection.state))
+    for is_ready in (True, False, True):
+        peer.connection.receive(report(None, is_worker_ready=is_ready))
+    assert states == [ReplicaState.READY, ReplicaState.DEGRADED, ReplicaState.READY]
+
+
+# ---- watchdog
+
+
+@in_virtual_time
+async def test_a_silent_peer_with_a_request_hangs_within_the_time_out() -> None:
+    peer = Peer()
+    peer.connection.generate(request())
+    await asyncio.sleep(3 * TIMEOUT_S)
+    assert len(peer.hung_at) == 1
+    assert TIMEOUT_S * 7 / 8 <= peer.hung_at[0] <= TIMEOUT_S
+
+
+@in_virtual_time
+async def test_a_peer_that_answers_probes_may_compute_for_as_long_as_it_takes() -> None:
+    peer = Peer()
+    peer.answers_probes = True
+    stream = peer.connection.generate(request())
+    await asyncio.sleep(10 * TIMEOUT_S)
+    assert not peer.hung_at
+    peer.push("r", 1, reason=FinishReason.LENGTH)
+    assert [chunk.token_ids async for chunk in stream] == [[1]]
+    num_sent = len(peer.sent)
+    await asyncio.sleep(10 * TIMEOUT_S)
+    assert len(peer.sent) <= num_sent + 1, "an idle peer is left alone"
+
+
+@in_virtual_time
+async def test_an_idle_peer_that_leaves_a_query_unanswered_hangs_too() -> None:
+    peer = Peer()
+    assert not (await peer.connection.health()).ready
+    await asyncio.sleep(TIMEOUT_S)
+    assert len(peer.hung_at) == 1
+
+
+@in_virtual_time
+async def test_a_frontend_that_was_stopped_itself_does_not_blame_its_peer() -> None:
+    peer = Peer()
+    peer.connection.generate(request())
+    loop = asyncio.get_running_loop()
+    loop.clock.advance_to(now() + 100 * TIMEOUT_S)  # type: ignore[attr-defined]
+    await asyncio.sleep(0.01)
+    assert not peer.hung_at, "what the peer has sent meanwhile is not read yet"
+    peer.answers_probes = True
+    await asyncio.sleep(3 * TIMEOUT_S)
+    assert not peer.hung_at

@@ -1,0 +1,207 @@
+"""What may lie on disk: admission, pauses of writing, eviction, and the quota."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pagoda.errors import ConfigError
+from pagoda.ipc.clock import VirtualClock
+from pagoda.kv.disk_index import DiskIndex
+from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff, check_quota
+from pagoda.kv.disk_scanner import OWN, Removed
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8) + bytes(24)
+
+
+# ---- admission
+
+
+@pytest.mark.parametrize("min_touches", [1, 2, 3, 7])
+def test_the_touch_that_was_asked_for_counts_and_all_later_ones(min_touches: int) -> None:
+    counter = AdmissionFilter(min_touches)
+    answers = [counter.touch(key(1)) for _ in range(10)]
+    assert answers == [number >= min_touches for number in range(1, 11)]
+    assert counter.touch(key(2)) == (min_touches == 1)
+
+
+def test_the_last_generation_is_remembered_and_older_ones_are_not() -> None:
+    counter = AdmissionFilter(2, generation=10)
+    for number in range(10):
+        counter.touch(key(number))
+    assert counter.touch(key(0))
+    for number in range(100, 120):
+        counter.touch(key(number))
+    assert not counter.touch(key(1))
+    assert all(counter.touch(key(number)) for number in range(111, 120))
+
+
+def test_a_key_that_is_touched_again_stays() -> None:
+    counter = AdmissionFilter(3, generation=4)
+    counter.touch(key(0))
+    counter.touch(key(0))
+    for number in range(1, 100):
+        counter.touch(key(number))
+        assert counter.touch(key(0))
+
+
+def test_no_more_than_two_generations_are_kept() -> None:
+    counter = AdmissionFilter(2, generation=10)
+    for number in range(1000):
+        counter.touch(key(number))
+        assert len(counter._younger) + len(counter._older) < 20
+
+
+def chain(counter: AdmissionFilter, numbers: range, **fields: bool) -> list[bool]:
+    """One request passes through blocks that follow each other."""
+    return [
+        counter.touch(key(number), key(number - 1) if number else None, **fields)
+        for number in numbers
+    ]
+
+
+def test_as_much_as_has_come_back_may_follow_it() -> None:
+    counter = AdmissionFilter(2)
+    assert chain(counter, range(3)) == [False] * 3
+    assert chain(counter, range(9)) == [True] * 6 + [False] * 3
+    assert chain(counter, range(9)) == [True] * 9
+
+
+def test_what_is_kept_has_come_back_whatever_is_remembered() -> None:
+    counter = AdmissionFilter(3)
+    chain(counter, range(4), is_kept=True)
+    assert chain(counter, range(4, 10)) == [True] * 4 + [False] * 2
+
+
+def test_little_that_is_shared_does_not_draw_much_after_it() -> None:
+    counter = AdmissionFilter(2)
+    chain(counter, range(2))
+    for request in range(100, 1000, 100):
+        assert chain(counter, range(2)) == [True] * 2
+        own = [key(number) for number in range(request, request + 50)]
+        parents = [key(1), *own[:-1]]
+        written = [counter.touch(one, parent) for one, parent in zip(own, parents, strict=True)]
+        assert written == [True] * 2 + [False] * 48
+
+
+# ---- pauses
+
+
+def test_the_third_failure_in_a_row_begins_a_pause_of_which_is_told() -> None:
+    pause = WriteBackoff(VirtualClock())
+    assert [pause.failed(), pause.failed()] == [None, None]
+    assert not pause.is_on
+    assert pause.failed() == 10
+    assert pause.is_on
+
+
+def test_a_success_between_failures_starts_the_count_anew() -> None:
+    pause = WriteBackoff(VirtualClock())
+    for _ in range(5):
+        assert pause.failed() is None
+        assert pause.failed() is None
+        assert not pause.succeeded()
+    assert not pause.is_on
+
+
+def test_pauses_grow_while_stores_fail_and_nothing_is_told_again() -> None:
+    clock = VirtualClock()
+    pause = WriteBackoff(clock)
+    for _ in range(3):
+        pause.failed()
+    lengths = []
+    for _ in range(8):
+        begun = clock.now()
+        while pause.is_on:
+            assert pause.failed() is None  # what was under way when it began
+            clock.advance_to(clock.now() + 5)
+        lengths.append(clock.now() - begun)
+        assert pause.failed() is None
+    assert lengths == [10, 20, 40, 80, 160, 300, 300, 300]
+    assert pause.succeeded()
+    assert not pause.is_on
+    assert [pause.failed(), pause.failed(), pause.failed()] == [None, None, 10]
+
+
+# ---- eviction
+
+UNIT = 100
+OTHER = 1
+
+
+class QuotaRig:
+    """An evictor that keeps a quota of 20 objects, and the index that it keeps it by."""
+
+    def __init__(self, num_own: int, num_others: int = 0) -> None:
+        self.index = DiskIndex()
+        self.index.add_directory(OWN, UNIT)
+        self.index.add_directory(OTHER, UNIT // 2)
+        for number in range(num_others):
+            self.index.add(OTHER, key(number), 64 * number)
+        for number in range(num_own):
+            self.index.add(OWN, key(number), 64 * (1000 + number))
+        self.asked: list[tuple[int, list[bytes]]] = []
+        """Directories and keys that the evictor asked to remove."""
+        self.evictor = Evictor(self.index, self._remove, 20 * UNIT, self.index.remove)
+
+    def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
+        self.asked.append((directory, list(keys)))
+
+
+def test_below_the_high_mark_nothing_goes() -> None:
+    rig = QuotaRig(num_own=15)
+    assert rig.evictor.make_room(2, num_storing=2) == 2
+    assert not rig.asked
+
+
+def test_the_oldest_go_first_whosever_they_are() -> None:
+    rig = QuotaRig(num_own=17, num_others=3)
+    assert rig.evictor.make_room(1, num_storing=0) == 1
+    assert rig.asked == [(OTHER, [key(0), key(1), key(2)])]
+    assert rig.evictor.is_removing(OTHER, key(1))
+    assert not rig.evictor.is_removing(OWN, key(1))
+
+
+def test_what_is_being_removed_takes_room_until_it_is_gone() -> None:
+    rig = QuotaRig(num_own=19)
+    assert rig.evictor.make_room(5, num_storing=0) == 1
+    assert rig.asked == [(OWN, [key(0), key(1)])]
+    assert rig.evictor.make_room(2, num_storing=1) == 0
+    rig.evictor.removed(Removed(OWN, [key(0), key(1)]))
+    assert not rig.evictor.is_removing(OWN, key(0))
+    assert rig.evictor.make_room(2, num_storing=0) == 2
+
+
+def test_what_others_wrote_is_noticed() -> None:
+    rig = QuotaRig(num_own=19)
+    rig.evictor.check(num_storing=0)
+    assert not rig.asked
+    rig.evictor.check(num_storing=1)
+    assert rig.asked == [(OWN, [key(0), key(1), key(2)])]
+
+
+def test_what_is_not_good_is_removed_once() -> None:
+    rig = QuotaRig(num_own=2)
+    rig.evictor.discard([key(0), key(7)])
+    rig.evictor.discard([key(0)])
+    assert rig.asked == [(OWN, [key(0), key(7)])]
+    assert not rig.index.find(OWN, key(0))
+    assert rig.index.num_bytes == UNIT
+
+
+# ---- the quota
+
+
+def test_a_quota_may_be_as_large_as_the_file_system(tmp_path: Path) -> None:
+    file_system = os.statvfs(tmp_path)
+    size = file_system.f_frsize * file_system.f_blocks
+    check_quota(tmp_path, size)
+    check_quota(tmp_path / "not" / "there" / "yet", size)
+    sentence = rf"^--kv-disk-bytes \d+\.\d GiB is more than the \d+\.\d GiB of the file system of {tmp_path}/a; "
+    with pytest.raises(ConfigError, match=sentence):
+        check_quota(tmp_path / "a", size + 1)
