@@ -51,13 +51,13 @@ class Engine:
 
     @property
     def exporter(self) -> KVExporter:
-        exporter = self.harness.core.exporter
+        exporter = self.harness.core.parts.exporter
         assert exporter is not None
         return exporter
 
     @property
     def remote(self) -> RemoteKV:
-        remote = self.harness.core.remote
+        remote = self.harness.core.parts.remote
         assert remote is not None
         return remote
 
@@ -90,19 +90,19 @@ class Engine:
             pool = scheduler.kv.pool
             pool.check()
             assert {it.block_id: it.ref_count for it in pool._blocks if it.ref_count} == wanted
-        if self.harness.core.exporter is not None:
+        if self.harness.core.parts.exporter is not None:
             assert self.exporter._held.keys() == self.exporter.leases._blocks.keys()
-        if self.harness.core.remote is not None:
+        if self.harness.core.parts.remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
         self.harness.check_nothing_left()
-        if self.harness.core.exporter is not None:
+        if self.harness.core.parts.exporter is not None:
             assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
             assert not self.exporter._held
             assert not self.exporter._early
-        if self.harness.core.remote is not None:
+        if self.harness.core.parts.remote is not None:
             assert not self.remote._fetches
             assert not self.remote._copies
             assert not any(peer.fetches for peer in self.remote._peers._peers.values())
