@@ -50,7 +50,7 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import ProcessMemory
+from pagoda.messages.load import LoadReport, ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.clocks import ClockComparison
@@ -164,8 +164,10 @@ class EngineProcess:
                     if engine_id is not None:
                         self._core.abort(engine_id)
             case LoadQuery():
+                is_ready = self._core.ready is not None
+                load = self._core.load() if is_ready else LoadReport(is_worker_ready=False)
                 report = msgspec.structs.replace(
-                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                    load, query_id=message.query_id, processes=self._processes()
                 )
                 self._send(frontend, report)
             case SubscribeCache():

@@ -1,8 +1,8 @@
-"""One endpoint over several replicas: who takes which request, and what becomes of it when an engine dies.
+"""One endpoint over several replicas: chooses who takes which request, and moves requests when an engine dies.
 
-The dispatcher holds the value of every request until the client has the last byte. A replica that loses a
-request says so, and the request is admitted again, with the tokens so far, on another replica or on the same
-one when it is back; clients see a pause. It is in the path also for one replica.
+The dispatcher holds the value of every request until the client has the last byte. A replica that loses a request
+says so, and the request is admitted again, with the tokens so far, on another replica or on the same one when it
+is back; clients see a pause. The dispatcher is in the path also for one replica.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
-from typing import cast
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -26,19 +28,16 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
-from pagoda.frontend.load_tracker import Account, LoadTracker
-from pagoda.frontend.outliers import (
-    REMOTE_KV_S,
-    TIER_KV_S,
-    Ejection,
-    OutlierDetector,
-    Waiting,
-)
-from pagoda.frontend.policies import Arrival, Candidate, Policy
-from pagoda.frontend.prefill_offload import Place, PrefillOffload
-from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.frontend.totals import counters_of, sum_of_limits, sum_of_loads
-from pagoda.ipc.clock import LoopClock
+from pagoda.frontend.load_tracker import LoadTracker
+from pagoda.frontend.outliers import Ejection, OutlierDetector, Waiting
+from pagoda.frontend.policies import Policy
+from pagoda.frontend.prefix_index import short_keys
+from pagoda.frontend.quarantine import Quarantine
+from pagoda.frontend.replica_set import ReplicaSet
+from pagoda.frontend.replica_slot import ReplicaSlot
+from pagoda.frontend.totals import counters_of, sum_of_loads
+from pagoda.frontend.tracked_request import RequestState, TrackedRequest
+from pagoda.ipc.clock import Clock, LoopClock
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import (
     EngineReady,
@@ -48,27 +47,22 @@ from pagoda.messages.frontend import (
     TokenChunk,
 )
 from pagoda.messages.load import LoadReport, ReplicaLoad
-from pagoda.messages.worker_config import Role
 from pagoda.telemetry.tracer import Tracer
 
-SOLO_DEATHS = 2
-"""From this many engine deaths in a row on, a request is tried while no other such request is, so that one that
-kills engines is told from those that were only near it."""
-MAX_DEATHS = 3
-"""A request that was running when this many engines died, without a token in between, is not tried again."""
+if TYPE_CHECKING:
+    from pagoda.frontend.prefill_offload import PrefillOffload
+
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
-_LOAD_TIMEOUT_S = 2.0
-_LET_GO_RETRY_S = 1
+DEFAULT_NO_REPLICA_TIMEOUT_S = 30
+"""How long a router lets requests wait while it has no host that takes them."""
+_MOVED_RETRY_S = 1
+"""A replica that a request was moved from is not tried again within this time."""
 _JUDGE_INTERVAL_S = 1.0
-_EVENLY = 0.6180339887
-"""Multiples of it, without their whole parts, lie evenly between 0 and 1 however many there are."""
+_NUM_HEALTH_QUERIES = 16
+"""Replicas that are asked for their health at once."""
 
 _log = logging.getLogger(__name__)
-
-
-class _LetGoError(Exception):
-    """The replica does not have the request, and no engine died of it."""
 
 
 class Dispatcher:
@@ -81,28 +75,35 @@ class Dispatcher:
         self,
         replicas: Sequence[Replica],
         policy: Policy,
-        preparation: PrefillOffload | None = None,
+        offload: PrefillOffload | None = None,
         *,
         keeps_half: bool = True,
         tracer: Tracer | None = None,
+        clock: Clock | None = None,
+        no_replica_timeout_s: float = math.inf,
     ) -> None:
-        """`keeps_half` as `OutlierDetector` says it. `tracer` is that of this process."""
+        """`keeps_half` is as in `OutlierDetector`. `tracer` is that of this process. A request that finds no
+        replica that takes requests for `no_replica_timeout_s` on `clock` (by default the event loop's) is
+        refused."""
         self._tracer = tracer or Tracer("frontend")
-        self._members: list[_Member] = []
-        self._policy = policy
-        self._preparation = preparation
-        self._ledger = LoadTracker(0)
+        self._clock = clock or LoopClock()
+        self._offload = offload
+        self._no_replica_timeout_s = no_replica_timeout_s
+        self._load_tracker = LoadTracker()
         self._cache = CacheUnion()
-        self._clock = LoopClock()
         self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
+        self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock, self._wake)
+        """The replicas and what is known about them."""
+        self.requests: dict[str, TrackedRequest] = {}
+        """The requests that have not ended, by id."""
+        self.quarantine = Quarantine()
+        self._waiting: dict[TrackedRequest, None] = {}
+        """Requests that wait for a replica, longest first."""
         self._judging: asyncio.TimerHandle | None = None
-        self._limits: EngineReady | None = None
-        self._requests: dict[str, _Held] = {}
-        self._num_placed = 0
-        self._on_trial: _Held | None = None
-        self._waiting: dict[_Held, asyncio.Future[None]] = {}
-        self._watchers: list[asyncio.Task[None]] = []
-        self._moves: set[asyncio.Future[None]] = set()
+        self.is_subscribed = False
+        """True while replicas tell what they have cached."""
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._num_failed = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -110,307 +111,314 @@ class Dispatcher:
         self._failed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         for replica in replicas:
-            self._new_member(replica)
+            self._new_slot(replica)
 
-    def _new_member(self, replica: Replica) -> _Member:
-        index = self._ledger.add_replica()
-        name = replica.name or str(index)
-        if any(member.name == name for member in self._members):
-            name = f"{name}#{index}"
-        member = _Member(index, name, replica)
-        self._members.append(member)
-        member.unwatch = replica.watch(partial(self._on_change, member))
-        return member
+    # ---- replicas come and go
+
+    def _new_slot(self, replica: Replica) -> ReplicaSlot:
+        slot = self.slots.new_slot(replica)
+        slot.unwatch = replica.watch(partial(self._on_change, slot))
+        return slot
 
     @property
     def replicas(self) -> list[Replica]:
-        return [member.replica for member in self._members]
+        return [slot.replica for slot in self.slots]
 
     @property
-    def ledger(self) -> LoadTracker:
-        """The work that each replica has."""
-        return self._ledger
+    def num_replicas(self) -> int:
+        return len(self.slots)
 
     @property
     def limits(self) -> EngineReady:
-        if self._limits is None:
-            raise RuntimeError("The replicas have not started.")
-        return self._limits
+        return self.slots.limits
 
     @property
     def least_pending_tokens(self) -> int | None:
-        """Of the replicas that take requests, compute and are not left out; None where there is none."""
-        return min(
-            (
-                self._ledger.pending_tokens[member.index]
-                for member in self._members
-                if member.takes_requests
-                and member.replica.state is ReplicaState.READY
-                and self._outliers.share(member.index) > 0
-            ),
-            default=None,
-        )
+        """The least work of a replica that takes requests, computes and is not left out; None if there is none."""
+        return self.slots.least_pending_tokens()
+
+    @property
+    def is_judging(self) -> bool:
+        """True while replicas are judged: as long as there are requests."""
+        return self._judging is not None
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
 
         Raises:
-            ConfigError, EngineDeadError: as `Replica.start`; of several replicas it names the one.
+            ConfigError, EngineDeadError: as `Replica.start`; of several replicas, the error names the one.
         """
-        starts = [asyncio.create_task(member.replica.start()) for member in self._members]
+        starts = [asyncio.create_task(slot.replica.start()) for slot in self.slots]
         try:
             await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-            for member, start in zip(self._members, starts, strict=True):
+            for slot, start in zip(self.slots, starts, strict=True):
                 if start.done():
-                    self._check_start(member, start)
+                    self._check_start(slot, start)
         except BaseException:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
-        for member in self._members:
-            self._take_in(member)
-        self._add_limits()
-        self._follow_caches()
-        self._watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
+        for slot in self.slots:
+            self._take_in(slot)
+            self._spawn(self._watch(slot))
+        self.update_subscriptions()
+
+    def _check_start(self, slot: ReplicaSlot, start: asyncio.Task[None]) -> None:
+        try:
+            start.result()
+        except (ConfigError, EngineDeadError) as error:
+            raise type(error)(f"{self._prefix(slot)}{error}") from error
 
     def add(self, replica: Replica) -> None:
-        """One more replica, which has started. Whoever adds it watches whether it fails, and removes it then."""
-        member = self._new_member(replica)
-        self._take_in(member)
-        self._add_limits()
-        self._follow_caches()
-        self._on_change(member)
+        """Takes in a replica that has started. Whoever adds it watches whether it fails, and removes it then."""
+        slot = self._new_slot(replica)
+        self._take_in(slot)
+        self.update_subscriptions()
+        self._on_change(slot)
 
-    def _take_in(self, member: _Member) -> None:
-        """It has started."""
-        limits = member.limits = member.replica.limits
-        member.prefixes = PrefixIndex(limits.num_blocks)
-        self._outliers.add(member.index, limits.role)
+    def _take_in(self, slot: ReplicaSlot) -> None:
+        self.slots.start(slot)
+        if self.is_subscribed:
+            self._subscribe(slot)
 
     def release(self, replica: Replica) -> None:
-        """The replica gets no new requests; those that it has go on there."""
-        self._member(replica).is_leaving = True
-        self._notify()
+        """Gives the replica no new requests; those that it has go on there."""
+        self._set_leaving(replica, True)
 
     def take_back(self, replica: Replica) -> None:
-        """A replica that was released gets requests again."""
-        self._member(replica).is_leaving = False
+        """Gives a replica that was released requests again."""
+        self._set_leaving(replica, False)
+
+    def _set_leaving(self, replica: Replica, is_leaving: bool) -> None:
+        slot = self.slots[replica]
+        slot.is_leaving = is_leaving
+        self.slots.refit(slot)
         self._notify()
 
     async def emptied(self, replica: Replica) -> None:
         """Returns when a replica that was released has no requests any more."""
-        member = self._member(replica)
-        while self._ledger.num_requests[member.index]:
-            member.left.clear()
-            await member.left.wait()
+        slot = self.slots[replica]
+        while slot.requests:
+            slot.left.clear()
+            await slot.left.wait()
 
     def remove(self, replica: Replica) -> None:
         """Forgets a replica. What it still has goes on elsewhere when its streams end with EngineLostError."""
-        for member in [member for member in self._members if member.replica is replica]:
-            self._members.remove(member)
-            member.unwatch()
-            self._unfollow_cache(member)
-            self._outliers.remove(member.index)
-        self._add_limits()
-        self._follow_caches()
+        slot = self.slots.get(replica)
+        if slot is None:
+            return
+        slot.unwatch()
+        self._unsubscribe(slot)
+        self.slots.remove(slot)
+        self.update_subscriptions()
         self._notify()
 
-    def _member(self, replica: Replica) -> _Member:
-        return next(member for member in self._members if member.replica is replica)
-
     def num_requests(self, replica: Replica) -> int:
-        """That the replica has."""
-        return self._ledger.num_requests[self._member(replica).index]
+        """The number of requests that the replica has."""
+        return len(self.slots[replica].requests)
 
-    def _add_limits(self) -> None:
-        """Without any replica those of the last ones hold: requests wait for another of the same kind."""
-        if self._members:
-            self._limits = sum_of_limits([member.replica.limits for member in self._members])
+    def _on_change(self, slot: ReplicaSlot) -> None:
+        if slot not in self.slots:
+            return  # it was removed by another who was told the same
+        is_ready = slot.replica.state is ReplicaState.READY
+        is_end = self._failure is not None  # of all replicas; none was lost
+        had_engine, slot.had_engine = slot.had_engine, slot.has_engine
+        was_ready, slot.was_ready = slot.was_ready, is_ready
+        if had_engine and not slot.has_engine and not is_end:
+            slot.num_losses += 1
+            slot.crash_suspects = slot.may_have_computed()
+        if was_ready and not is_ready and not is_end:
+            self._log_ejection(self._outliers.on_loss(slot.health))
+        if is_ready and not was_ready:
+            slot.health.heard_at = self._clock.now()  # it could not get on before
+        if not is_ready:
+            self._cache.clear(slot.prefixes)
+        if slot.limits is not None:
+            self.slots.take_limits(slot)
+        self.slots.refit(slot)
+        if slot.replica.state is ReplicaState.DEGRADED:
+            self._move_requests_of(slot, lost_worker=True)
+        self._notify()
 
-    def _check_start(self, member: _Member, start: asyncio.Task[None]) -> None:
-        try:
-            start.result()
-        except (ConfigError, EngineDeadError) as error:
-            raise type(error)(f"{self._prefix(member)}{error}") from error
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+    def update_subscriptions(self) -> None:
+        """Has replicas tell what they have cached as long as that matters: to the choice of a replica, to the
+        offload of prompts, or to listeners."""
+        matters = self._uses_prefixes or self._cache.has_listeners
+        if matters is not self.is_subscribed:
+            self.is_subscribed = matters
+            for slot in self.slots:
+                (self._subscribe if matters else self._unsubscribe)(slot)
+
+    @property
+    def _uses_prefixes(self) -> bool:
+        is_choice = self.slots.policy.uses_prefixes and len(self.slots) > 1
+        return is_choice or (self._offload is not None and self._offload.needs_prefixes)
+
+    def _subscribe(self, slot: ReplicaSlot) -> None:
+        listener = partial(self._cache.apply, slot.prefixes)
+        slot.unsubscribe = slot.replica.subscribe_cache(listener)
+
+    def _unsubscribe(self, slot: ReplicaSlot) -> None:
+        if slot.unsubscribe is not None:
+            slot.unsubscribe()
+            slot.unsubscribe = None
+        self._cache.clear(slot.prefixes)
+
+    async def _watch(self, slot: ReplicaSlot) -> None:
+        failure = await slot.replica.wait_failed()
+        self._num_failed += 1
+        if self._num_failed >= len(self.slots):
+            self._fail(EngineDeadError(f"{self._prefix(slot)}{failure}"))
+        else:
+            _log.error(
+                "%s%s; %d of %d replicas go on",
+                self._prefix(slot),
+                str(failure).removesuffix("."),
+                len(self.slots) - self._num_failed,
+                len(self.slots),
+            )
 
     async def wait_failed(self) -> EngineDeadError:
         """Returns when all replicas are given up (or this is closed), with the reason."""
         await self._failed.wait()
         return self._failure or EngineDeadError("The engine was closed.")
 
+    def _fail(self, error: EngineDeadError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()
+            for tracked in self.requests.values():
+                tracked.wake()
+
+    def _prefix(self, slot: ReplicaSlot) -> str:
+        if slot.replica.name:
+            return f"host {slot.name}: "
+        if len(self.slots) == 1:
+            return ""
+        return f"replica {slot.name}: "
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     # ---- Endpoint
 
     @property
     def state(self) -> ReplicaState:
-        """That of the best replica which takes requests. Without any they wait for one: it is degraded."""
+        """The state of the best replica that takes requests. Without any, requests wait for one: it is
+        degraded."""
         if self._failure is not None:
             return ReplicaState.FAILED
-        if self._limits is None:
+        if not self.slots.has_limits:
             return ReplicaState.STARTING
-        states = {member.replica.state for member in self._members if member.takes_requests}
-        return ReplicaState.READY if ReplicaState.READY in states else ReplicaState.DEGRADED
+        return ReplicaState.READY if self.slots.num_ready else ReplicaState.DEGRADED
 
     def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        held = self._accept(request)
-        try:
-            while True:
-                member = await self._place(held)
-                if member is None:
-                    yield held.ending()
-                    return
-                try:
-                    async with (
-                        self._prepared(held, member) as request,
-                        contextlib.aclosing(_chunks_of(member.replica, request)) as chunks,
-                    ):
-                        held.waits_since = self._clock.now()
-                        async for chunk in chunks:
-                            if chunk.is_news:
-                                yield self._hear(held, member, chunk)
-                                held.waits_since = self._clock.now()
-                                continue
-                            if chunk.finish_reason is FinishReason.ABORT and held.is_let_go:
-                                raise _LetGoError("The replica has let go of the request.")
-                            chunk = self._take(held, member, chunk)
-                            yield chunk
-                            if chunk.finish_reason is not None:
-                                return
-                            held.waits_since = self._clock.now()
-                except _LetGoError:
-                    held.was_let_go(member)
-                    self._tracer.instant("request moved", {"request": held.request_id})
-                except EngineLostError:
-                    held.lost_an_engine()
-                    self._tracer.instant("request moved", {"request": held.request_id})
-                    _log.info(
-                        "%slost it; it goes on with the %d tokens that it has",
-                        self._prefix(member),
-                        len(held.token_ids),
-                        extra={"request_id": held.request_id},
-                    )
-                except OverloadedError as error:
-                    held.refusals[member.index] = error.retry_after_s
-                finally:
-                    self._leave(held)
-        finally:
-            if held.token_ids:
-                # However it ended: at a stop string, and when the client has enough, no last chunk comes.
-                self._ledger.learn(len(held.token_ids))
-            del self._requests[held.request_id]
-            if not self._requests:
-                self._idle.set()
-
     async def abort(self, request_id: str) -> None:
-        held = self._requests.get(request_id)
-        if held is None:
+        tracked = self.requests.get(request_id)
+        if tracked is None:
             return
-        held.aborted = True
-        if held.member is not None:
-            await held.member.replica.abort(request_id)
+        tracked.state = RequestState.ABORTED
+        if tracked.slot is not None:
+            await tracked.slot.replica.abort(request_id)
         else:
-            self._wake()
+            tracked.wake()
 
     def complain(self, request_id: str) -> None:
-        """The replica that has the request does not do in time what takes no time."""
-        held = self._requests.get(request_id)
-        if held is not None and held.member is not None:
-            self._tell(self._outliers.fail(held.member.index))
+        """Counts that the request's replica does not do in time what takes no time."""
+        tracked = self.requests.get(request_id)
+        if tracked is not None and tracked.slot is not None:
+            self._log_ejection(self._outliers.on_failure(tracked.slot.health))
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
             raise self._failure
-        members = list(self._members)
-        reports = await asyncio.gather(*map(_load_of, members))
-        held = sum(held.member is None for held in self._requests.values())
-        replicas = tuple(
-            ReplicaLoad(
-                name=member.name,
-                state=self._state_of(member),
-                num_requests=self._ledger.num_requests[member.index],
-                weighed_tokens=self._ledger.pending_tokens[member.index],
-                num_losses=member.num_losses + member.last_report.num_engine_restarts,
-                report=report,
-            )
-            for member, report in zip(members, reports, strict=True)
-        )
-        counted = [
-            counters_of(member.last_report)
-            for member, report in zip(members, reports, strict=True)
-            if report is None
-        ]
-        return sum_of_loads(replicas, num_held=held, counted=counted)
+        slots = list(self.slots)
+        reports = await asyncio.gather(*(slot.load() for slot in slots))
+        both = list(zip(slots, reports, strict=True))
+        num_waiting = sum(tracked.slot is None for tracked in self.requests.values())
+        loads = tuple(self._load_of(slot, report) for slot, report in both)
+        counted = [counters_of(slot.last_report) for slot, report in both if report is None]
+        return sum_of_loads(loads, num_held=num_waiting, counted=counted)
 
-    def _state_of(self, member: _Member) -> str:
-        state = member.replica.state
-        is_ejected = state is ReplicaState.READY and self._outliers.share(member.index) == 0
-        return "ejected" if is_ejected else state
+    def _load_of(self, slot: ReplicaSlot, report: LoadReport | None) -> ReplicaLoad:
+        state = slot.replica.state
+        is_ejected = state is ReplicaState.READY and self.slots.share(slot) == 0
+        return ReplicaLoad(
+            name=slot.name,
+            state="ejected" if is_ejected else state,
+            num_requests=slot.work.num_requests,
+            weighed_tokens=slot.work.pending_tokens,
+            num_losses=slot.num_losses + slot.last_report.num_engine_restarts,
+            report=report,
+        )
 
     def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
-        unfollow = self._cache.follow(listener)
-        self._follow_caches()
+        end_listening = self._cache.listen(listener)
+        self.update_subscriptions()
 
         def end() -> None:
-            unfollow()
-            self._follow_caches()
+            end_listening()
+            self.update_subscriptions()
 
         return end
 
     def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
-        """Replicas that come later are hosts, of which no steps are told."""
+        """As `Endpoint.subscribe_steps`. Replicas that come later are hosts, whose steps are told there."""
         ends = [
-            member.replica.subscribe_steps(partial(_pass_on, member.name, listener))
-            for member in self._members
+            slot.replica.subscribe_steps(partial(_pass_on, slot.name, listener))
+            for slot in self.slots
         ]
 
         def end() -> None:
-            for unfollow in ends:
-                unfollow()
+            for unsubscribe in ends:
+                unsubscribe()
 
         return end
 
-    def reconsider(self) -> None:
-        """The preparation may need other things than before."""
-        self._follow_caches()
-
     async def health(self) -> Health:
+        """Ready as soon as some of the replicas are; says why if none is."""
         if self._failure is not None:
             return Health(False, str(self._failure))
         if self._draining:
             return Health(False, "the server is shutting down")
-        members = list(self._members)
-        if not members:
-            return Health(False, "there is no replica")
-        answers = await asyncio.gather(*(member.replica.health() for member in members))
-        if any(health.ready for health in answers):
-            return Health(True)
-        reasons = [
-            f"{self._prefix(member)}{health.reason}"
-            for member, health in zip(members, answers, strict=True)
-        ]
-        return Health(False, "; ".join(reasons))
+        reasons = []
+        remaining = iter(list(self.slots))
+        while slots := list(islice(remaining, _NUM_HEALTH_QUERIES)):
+            answers = await asyncio.gather(*(slot.replica.health() for slot in slots))
+            if any(health.ready for health in answers):
+                return Health(True)
+            both = zip(slots, answers, strict=True)
+            reasons += [f"{self._prefix(slot)}{health.reason}" for slot, health in both]
+        return Health(False, "; ".join(reasons) or "there is no replica")
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-                await asyncio.gather(*(m.replica.drain(timeout_s) for m in self._members))
-        for request_id in list(self._requests):
+                await asyncio.gather(*(slot.replica.drain(timeout_s) for slot in self.slots))
+        for request_id in list(self.requests):
             await self.abort(request_id)
 
     async def close(self) -> None:
         if self._judging is not None:
             self._judging.cancel()
-        await cancel_all([*self._watchers, *self._moves])
+            self._judging = None
+        await cancel_all(list(self._tasks))
         self._fail(EngineDeadError("The engine was closed."))
         ends = await asyncio.gather(
-            *(member.replica.close() for member in self._members), return_exceptions=True
+            *(slot.replica.close() for slot in self.slots), return_exceptions=True
         )
         for end in ends:
             if isinstance(end, BaseException):
@@ -418,112 +426,151 @@ class Dispatcher:
 
     # ---- the way of a request
 
-    def _accept(self, request: GenerateRequest) -> _Held:
-        """At the door. Behind it a request is answered, whatever happens to engines."""
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        tracked = self._accept(request)
+        try:
+            while (slot := await self._place(tracked)) is not None:
+                try:
+                    async with self._stream(tracked, slot) as stream:
+                        tracked.waits_since = self._clock.now()
+                        async for chunk in stream:
+                            if (
+                                chunk.finish_reason is FinishReason.ABORT
+                                and tracked.moves_if_aborted
+                            ):
+                                raise _MovedError
+                            chunk = self._receive(tracked, slot, chunk)
+                            yield chunk
+                            if chunk.finish_reason is not None:
+                                return
+                            tracked.waits_since = self._clock.now()
+                except _MovedError:
+                    self._migrate(tracked, slot)
+                except EngineLostError:
+                    self._on_engine_lost(tracked, slot)
+                except OverloadedError as error:
+                    tracked.refusals[slot.number] = error.retry_after_s
+                finally:
+                    self._leave(tracked)
+            yield tracked.final_chunk()
+        finally:
+            self.quarantine.clear(tracked)
+            if tracked.token_ids:
+                # However it ended: at a stop string, and when the client has enough, no last chunk comes.
+                self._load_tracker.observe_length(len(tracked.token_ids))
+            del self.requests[tracked.request_id]
+            if not self.requests:
+                self._idle.set()
+
+    def _accept(self, request: GenerateRequest) -> TrackedRequest:
+        """Admission control: an accepted request always gets a final chunk, whatever happens to engines, unless no
+        replica comes in time.
+
+        Raises:
+            EngineDeadError: all replicas are given up.
+            OverloadedError: the server drains, or has as many requests as all replicas have room for.
+            InvalidRequestError: a request with this id is running, which goes on undisturbed.
+        """
         if self._failure is not None:
             raise self._failure
         if self._draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise InvalidRequestError(f"a request with id {request.request_id} is already running.")
         # More would be refused by all replicas in turn, or wait for one without end.
-        if len(self._requests) >= self._room_for(request):
+        if len(self.requests) >= self.slots.room_for(request):
             raise OverloadedError("The waiting queue is full.")
-        held = self._requests[request.request_id] = _Held(request, self._clock)
+        tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock)
         self._idle.clear()
-        return held
+        return tracked
 
-    def _room_for(self, request: GenerateRequest) -> int:
-        """How many requests those have room for whose part such ones are."""
-        limits = [m.replica.limits for m in _with_a_part(self._members, request)] or [self.limits]
-        return sum(limit.max_num_seqs + limit.max_num_waiting for limit in limits)
-
-    async def _place(self, held: _Held) -> _Member | None:
-        """Enters `held` at a replica, waiting until one takes requests; None when its end is known already.
+    async def _place(self, tracked: TrackedRequest) -> ReplicaSlot | None:
+        """Enters the request at a replica, waiting until one takes requests; None if its end is known already.
 
         Raises:
-            OverloadedError: all replicas are full.
+            OverloadedError: all replicas are full, or none has taken requests for too long.
             EngineDeadError: all replicas are given up.
         """
-        while not (held.aborted or held.is_given_up):
+        waits_until = math.inf
+        while not tracked.is_over:
             if self._failure is not None:
                 raise self._failure
-            if held.is_suspect and self._on_trial is not None:
-                await self._change(held)
-                continue
-            candidates = self._candidates(held)
-            if candidates:
-                return self._enter(held, candidates)
-            if not any(member.takes_requests for member in self._members):
-                held.has_waited = True
-                await self._change(held)
-                held.refusals.clear()
-                continue
-            retry_after_s = min(held.refusals.values())
-            if not (held.has_waited or held.returns):
-                raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
-            # It was taken before, by an engine or when none ran; now too many were held back for those that do.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(retry_after_s):
-                    await self._change(held)
-            held.refusals.clear()
+            if tracked.is_suspect:
+                is_admitted = await self.quarantine.enter(tracked)
+                if not is_admitted or tracked.is_over:
+                    continue
+            chosen = self.slots.choose(tracked, self._keys_of(tracked))
+            if chosen is not None:
+                return self._enter(tracked, *chosen)
+            now = self._clock.now()
+            if self.slots.num_takers:
+                waits_until = math.inf
+                retry_after_s = min(tracked.refusals.values())
+                if not (tracked.has_waited or tracked.returns):
+                    raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
+                # An engine took it before, or none ran; now replicas held too many back for those that do.
+                await self._wait(tracked, retry_after_s)
+            else:
+                tracked.has_waited = True
+                waits_until = min(waits_until, now + self._no_replica_timeout_s)
+                if now >= waits_until or not await self._wait(tracked, waits_until - now):
+                    self._refuse_waiting(tracked)
+            tracked.refusals.clear()
         return None
 
-    def _candidates(self, held: _Held) -> list[_Member]:
-        """Of those that have not refused it: those that compute, else those that will with a new worker.
+    def _refuse_waiting(self, tracked: TrackedRequest) -> None:
+        """Ends a request for which no replica has come; with an error chunk where an answer has begun."""
+        problem = f"No replica has taken requests for {self._no_replica_timeout_s:g} s."
+        if not tracked.token_ids:
+            raise OverloadedError(problem, retry_after_s=max(1, round(self._no_replica_timeout_s)))
+        tracked.problem = problem
 
-        Those that were left out for doing worse than others get some of the first requests after that.
+    async def _wait(self, tracked: TrackedRequest, timeout_s: float) -> bool:
+        """Returns when something may be different for a request without a replica; False after `timeout_s`."""
+        self._waiting[tracked] = None
+        try:
+            return await tracked.wait(None if timeout_s == math.inf else timeout_s)
+        finally:
+            self._waiting.pop(tracked, None)
 
-        Those whose part it is not get it only where nobody else takes requests; one that is full still does.
-        """
-        takers = _with_a_part([m for m in self._members if m.takes_requests], held.request)
-        open_members = [member for member in takers if member.index not in held.refusals]
-        ready = [m for m in open_members if m.replica.state is ReplicaState.READY]
-        draw = self._num_placed * _EVENLY % 1
-        fit = [m for m in ready if self._outliers.share(m.index) > draw]
-        return fit or ready or open_members
+    def _wake(self, num_requests: int) -> None:
+        """Lets requests that wait for a replica look again, as many as may find one."""
+        for tracked in list(islice(self._waiting, num_requests)):
+            del self._waiting[tracked]
+            tracked.wake()
 
-    def _enter(self, held: _Held, candidates: Sequence[_Member]) -> _Member:
-        keys = self._keys_of(held)
-        block_size = self.limits.block_size
-        choices = []
-        for member in candidates:
-            pending_tokens = self._ledger.pending_tokens[member.index]
-            num_cached = member.prefixes.num_cached(keys)
-            num_sharing = member.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
-            choices.append(
-                Candidate(member.name, pending_tokens, num_cached * block_size, num_sharing)
-            )
-        num_tokens = len(held.request.prompt_token_ids) + len(held.token_ids)
-        arrival = Arrival(held.request_id, self._num_placed, num_tokens, held.request.session)
-        self._num_placed += 1
-        chosen = self._policy.choose(arrival, choices)
-        member = candidates[chosen]
-        held.sent_keys, held.num_sent = keys, member.prefixes.add(keys)
-        held.member = member
-        held.queue.enter()
-        held.num_cached_tokens_there = member.prefixes.num_told(keys) * block_size
-        held.leaves = held.lost_worker = False
-        held.num_tokens_there = 0
-        held.fetches_kv = held.request.kv_source is not None
-        held.account = self._ledger.open(
-            member.index,
-            num_tokens=num_tokens,
-            num_cached_tokens=choices[chosen].num_cached_tokens,
-            max_output_tokens=held.num_tokens_left,
+    def _enter(
+        self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
+    ) -> ReplicaSlot:
+        keys = tracked.sent_keys = self._keys_of(tracked)
+        tracked.sent_number = slot.prefixes.add(keys)
+        tracked.num_cached_tokens_here = (
+            slot.prefixes.num_told(keys) * self.limits.block_size if keys else 0
         )
-        if held.is_suspect:
-            self._on_trial = held
-        if self._judging is None and len(self._members) > 1:
+        tracked.slot = slot
+        tracked.state = RequestState.QUEUED
+        tracked.queue.enter()
+        tracked.num_tokens_here = 0
+        tracked.fetches_kv = tracked.request.kv_source is not None
+        tracked.sent_after_ns = slot.latest_ns
+        tracked.work = self._load_tracker.open(
+            slot.work,
+            num_tokens=tracked.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            max_output_tokens=tracked.num_tokens_left,
+        )
+        slot.requests[tracked] = None
+        slot.num_streams += bool(tracked.token_ids)
+        if self._judging is None and len(self.slots) > 1:
             self._judge_later()
-        return member
+        return slot
 
-    def _keys_of(self, held: _Held) -> list[int]:
+    def _keys_of(self, tracked: TrackedRequest) -> list[int]:
         if not self._uses_prefixes:
             return []
-        if held.keys is None:
-            request = held.request
-            held.keys = short_keys(
+        if tracked.keys is None:
+            request = tracked.request
+            tracked.keys = short_keys(
                 prefix_keys(
                     request.prompt_token_ids,
                     self.limits.block_size,
@@ -531,430 +578,154 @@ class Dispatcher:
                     MAX_PREFIX_BLOCKS,
                 )
             )
-        return held.keys
-
-    @property
-    def _uses_prefixes(self) -> bool:
-        """Whether it matters here what replicas have cached."""
-        is_one_of_many = self._policy.uses_prefixes and len(self._members) > 1
-        is_prepared = self._preparation is not None and self._preparation.needs_prefixes
-        return is_one_of_many or is_prepared
+        return tracked.keys
 
     @contextlib.asynccontextmanager
-    async def _prepared(self, held: _Held, member: _Member) -> AsyncIterator[GenerateRequest]:
-        """What `member` is given, for as long as it has it."""
-        request = held.value()
-        if self._preparation is None or held.is_suspect:
-            yield request
-            return
-        place = Place(
-            member.replica.limits.role,
-            held.num_cached_tokens_there,
-            self._ledger.pending_tokens[member.index] - held.account.pending_tokens,
-            sum(bool(h.token_ids) for h in self._requests.values() if h.member is member),
-        )
-        async with self._preparation.prepare(request, place) as prepared:
-            if held.aborted or held.leaves or not member.has_engine:
-                raise _LetGoError("The request was taken away before its replica had it.")
-            held.fetches_kv = prepared.kv_source is not None
-            if held.fetches_kv:
-                self._ledger.reach(held.account, held.account.num_tokens)
-            yield prepared
+    async def _stream(
+        self, tracked: TrackedRequest, slot: ReplicaSlot
+    ) -> AsyncIterator[AsyncGenerator[TokenChunk, None]]:
+        """The chunks of the request at its replica, for as long as the context lasts.
 
-    def _hear(self, held: _Held, member: _Member, news: TokenChunk) -> TokenChunk:
+        Raises:
+            _MovedError: the request was taken away before its replica had it.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            value = tracked.value()
+            if self._offload is not None and not tracked.is_suspect:
+                prepared = self._offload.prepare(value, slot.info(tracked))
+                value = await stack.enter_async_context(prepared)
+                if tracked.state is not RequestState.QUEUED or not slot.has_engine:
+                    raise _MovedError
+                tracked.fetches_kv = value.kv_source is not None
+                if tracked.fetches_kv and tracked.work is not None:
+                    tracked.work.prompt_progress(tracked.work.num_tokens)
+            stream = cast(AsyncGenerator[TokenChunk, None], slot.replica.generate(value))
+            yield await stack.enter_async_context(contextlib.aclosing(stream))
+
+    def _receive(self, tracked: TrackedRequest, slot: ReplicaSlot, chunk: TokenChunk) -> TokenChunk:
+        """Takes a chunk into account and returns it as the client sees it. In the path of each token."""
+        token_ids, work = chunk.token_ids, tracked.work
         num_computed = 0
-        if news.num_computed_tokens is not None:
-            num_computed = self._ledger.reach(held.account, news.num_computed_tokens)
-        self._progress(held, member, num_computed)
-        return held.queue.told(news)
-
-    def _progress(self, held: _Held, member: _Member, num_computed: int) -> None:
-        waited_s = 0.0
-        if held.waits_since is not None:
-            waited_s = self._clock.now() - held.waits_since
-            held.waits_since = None
-        if len(self._members) > 1:
-            self._outliers.progress(member.index, held.request_id, num_computed, waited_s)
-
-    def _take(self, held: _Held, member: _Member, chunk: TokenChunk) -> TokenChunk:
-        """Every token passes here, so it does little."""
-        count = len(chunk.token_ids)
-        if chunk.queue_time_s is not None and not held.token_ids:
-            chunk = held.queue.told(chunk)
-        held.token_ids += chunk.token_ids
-        held.num_tokens_there += count
-        num_computed = self._ledger.advance(held.account, count)
-        if chunk.finish_reason is not FinishReason.ERROR:
-            self._progress(held, member, num_computed)
-        if count and held.deaths:
-            self._acquit(held)
-        if held.num_cached_tokens is None:
-            held.num_cached_tokens = chunk.num_cached_tokens
-        elif chunk.num_cached_tokens != held.num_cached_tokens:
-            chunk = msgspec.structs.replace(chunk, num_cached_tokens=held.num_cached_tokens)
-        if chunk.finish_reason is not None:
-            self._leave(held)
+        if tracked.state is RequestState.QUEUED and chunk.kv_source is None:
+            tracked.state = RequestState.COMPUTING
+        if chunk.queue_time_s is not None and not tracked.token_ids:
+            chunk = tracked.queue.added_to(chunk)
+        if work is None:
+            pass
+        elif token_ids:
+            num_computed = work.output_progress(len(token_ids))
+            if not tracked.token_ids:
+                slot.num_streams += 1
+            tracked.token_ids += token_ids
+            tracked.num_tokens_here += len(token_ids)
+            if tracked.crash_count:
+                # It got on: whatever killed engines before, this request did not.
+                tracked.crash_count = 0
+                self.quarantine.clear(tracked)
+        elif chunk.num_computed_tokens is not None:
+            num_computed = work.prompt_progress(chunk.num_computed_tokens)
+        if chunk.received_ns != slot.latest_ns:
+            slot.received(chunk.received_ns)
+        if chunk.finish_reason is not FinishReason.ERROR and len(self.slots) > 1:
+            now, since = self._clock.now(), tracked.waits_since
+            waited_s = 0.0 if since is None else now - since
+            slot.health.progress(tracked.request_id, num_computed, now, waited_s)
+        tracked.waits_since = None
+        if token_ids or chunk.finish_reason is not None:
+            if tracked.num_cached_tokens is None:
+                tracked.num_cached_tokens = chunk.num_cached_tokens
+            elif chunk.num_cached_tokens != tracked.num_cached_tokens:
+                chunk = msgspec.structs.replace(chunk, num_cached_tokens=tracked.num_cached_tokens)
+            if chunk.finish_reason is not None:
+                self._leave(tracked)
         return chunk
 
-    def _acquit(self, held: _Held) -> None:
-        """It got on: whatever killed engines before, this request did not."""
-        held.deaths = 0
-        if self._on_trial is held:
-            self._on_trial = None
-            self._wake()
-
-    def _leave(self, held: _Held) -> None:
-        """The request is not at its replica any more. May be called twice."""
-        member = held.member
-        if member is None:
+    def _leave(self, tracked: TrackedRequest) -> None:
+        """Takes the request off its replica. May be called twice."""
+        slot, work = tracked.slot, tracked.work
+        if slot is None or work is None:
             return
-        if held.sent_keys:
-            member.prefixes.end(held.num_sent, held.sent_keys)
-        self._outliers.end(member.index, held.request_id)
-        held.member = None
-        held.queue.leave()
-        held.waits_since = None
-        self._ledger.close(held.account)
-        member.left.set()
-        if self._on_trial is held:
-            self._on_trial = None
-            self._wake()
+        if tracked.sent_keys:
+            slot.prefixes.end(tracked.sent_number, tracked.sent_keys)
+        slot.health.end(tracked.request_id)
+        del slot.requests[tracked]
+        slot.num_streams -= bool(tracked.token_ids)
+        slot.crash_suspects.discard(tracked)
+        slot.left.set()
+        work.close()
+        tracked.slot = tracked.work = tracked.waits_since = None
+        if tracked.state is not RequestState.ABORTED:
+            tracked.state = RequestState.WAITING
+        tracked.queue.leave()
+        self.quarantine.clear(tracked)
 
-    # ---- replicas come and go
+    # ---- requests move
 
-    def _on_change(self, member: _Member) -> None:
-        if member not in self._members:
-            return  # it was removed by another who was told the same
-        is_ready = member.replica.state is ReplicaState.READY
-        is_end = self._failure is not None  # of all; none was lost
-        if member.was_ready and not is_ready and not is_end:
-            self._tell(self._outliers.lose(member.index))
-        member.was_ready = is_ready
-        member.num_losses += member.had_engine and not member.has_engine and not is_end
-        member.had_engine = member.has_engine
-        if not is_ready:
-            self._cache.clear(member.prefixes)
-        if member.replica.state is ReplicaState.DEGRADED:
-            self._move_requests_of(member, lost_worker=True)
-        if self._limits is not None and member.limits != member.replica.limits:
-            member.limits = member.replica.limits
-            member.prefixes.resize(member.limits.num_blocks)
-            self._outliers.regroup(member.index, member.limits.role)
-            self._add_limits()
-        self._notify()
+    def _migrate(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
+        """The replica has given the request up, and no engine died of it: another one takes it."""
+        tracked.returns = True
+        tracked.refusals[slot.number] = _MOVED_RETRY_S
+        self._tracer.instant("request moved", {"request": tracked.request_id})
 
-    def _notify(self) -> None:
-        """Something about replicas is different."""
-        self._wake()
-        for listener in list(self._listeners):
-            listener()
+    def _on_engine_lost(self, tracked: TrackedRequest, slot: ReplicaSlot) -> None:
+        tracked.crash_count += tracked in slot.crash_suspects
+        tracked.returns = True
+        tracked.refusals.clear()
+        self._tracer.instant("request moved", {"request": tracked.request_id})
+        _log.info(
+            "%slost it; it goes on with the %d tokens that it has",
+            self._prefix(slot),
+            len(tracked.token_ids),
+            extra={"request_id": tracked.request_id},
+        )
 
-    def _follow_caches(self) -> None:
-        """As long as what replicas have cached matters: to a choice, to who prepares requests, or to followers."""
-        matters = self._uses_prefixes or self._cache.is_followed
-        for member in self._members:
-            if matters and member.unfollow is None:
-                self._cache.add(member.prefixes)
-                member.unfollow = member.replica.subscribe_cache(
-                    partial(self._cache.take, member.prefixes)
-                )
-            elif not matters:
-                self._unfollow_cache(member)
+    def _move_requests_of(self, slot: ReplicaSlot, *, lost_worker: bool) -> None:
+        """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have
+        their tokens sooner. Requests that may have killed its worker count a crash."""
+        suspects = slot.may_have_computed() if lost_worker else ()
+        for tracked in slot.requests:
+            is_moved = tracked.state in (RequestState.MOVING, RequestState.ABORTED)
+            if not is_moved and self.slots.has_other(slot, tracked.request):
+                tracked.state = RequestState.MOVING
+                tracked.crash_count += tracked in suspects
+                self._spawn(slot.replica.abort(tracked.request_id))
 
-    def _unfollow_cache(self, member: _Member) -> None:
-        if member.unfollow is not None:
-            member.unfollow()
-            member.unfollow = None
-            self._cache.remove(member.prefixes)
+    # ---- replicas are judged
 
     def _judge_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._judging = loop.call_later(_JUDGE_INTERVAL_S, self._judge)
+        self._judging = asyncio.get_running_loop().call_later(_JUDGE_INTERVAL_S, self._judge)
 
     def _judge(self) -> None:
         """Compares replicas, for as long as there are requests."""
         self._judging = None
-        if not self._requests:
+        if not self.requests:
             return
         self._judge_later()
-        waiting: dict[int, Waiting] = {}
-        for held in self._requests.values():
-            member, since = held.member, held.waits_since
-            if member is None or since is None or member.replica.state is not ReplicaState.READY:
-                continue
-            num_prompt_tokens = 0 if held.has_begun else held.account.num_tokens
-            one = Waiting(since, num_prompt_tokens, self._kv_s(held))
-            waiting[member.index] = one.beside(waiting.get(member.index))
-        verdicts = self._outliers.check(waiting)
+        verdicts = self._outliers.check(self._waiting_at)
         for ejection in verdicts.ejected:
-            self._tell(ejection)
-        for member in self._members:
-            if member.index in verdicts.stuck:
-                self._move_requests_of(member, lost_worker=False)
+            self._log_ejection(ejection)
+        for number in verdicts.stuck:
+            self._move_requests_of(self.slots.by_number(number), lost_worker=False)
 
-    def _kv_s(self, held: _Held) -> float:
-        if held.has_begun or held.account.num_tokens <= self.limits.block_size:
-            return 0.0
-        return REMOTE_KV_S if held.fetches_kv else TIER_KV_S
+    def _waiting_at(self, number: int) -> Waiting | None:
+        return self.slots.by_number(number).waiting()
 
-    def _tell(self, ejection: Ejection | None) -> None:
+    def _log_ejection(self, ejection: Ejection | None) -> None:
         if ejection is None:
             return
-        for member in self._members:
-            if member.index == ejection.member:
-                _log.warning(
-                    "%sgets no new requests for %g s: %s",
-                    self._prefix(member),
-                    ejection.duration_s,
-                    ejection.reason,
-                )
-
-    def _move_requests_of(self, member: _Member, *, lost_worker: bool) -> None:
-        """It computes nothing, or will do so without their KV: another replica has their tokens sooner."""
-        others = [
-            m
-            for m in self._members
-            if m is not member and m.takes_requests and m.replica.state is ReplicaState.READY
-        ]
-        for held in self._requests.values():
-            if held.member is member and any(m.has_part_in(held.request) for m in others):
-                held.leaves = True
-                held.lost_worker = lost_worker
-                move = asyncio.ensure_future(member.replica.abort(held.request_id))
-                self._moves.add(move)
-                move.add_done_callback(self._moves.discard)
-
-    async def _watch(self, member: _Member) -> None:
-        member.failure = await member.replica.wait_failed()
-        failures = [m.failure for m in self._members if m.failure is not None]
-        if len(failures) == len(self._members):
-            text = f"{self._prefix(member)}{member.failure}"
-            self._fail(EngineDeadError(text))
-        else:
-            _log.error(
-                "%s%s; %d of %d replicas go on",
-                self._prefix(member),
-                str(member.failure).removesuffix("."),
-                len(self._members) - len(failures),
-                len(self._members),
-            )
-
-    def _fail(self, error: EngineDeadError) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._failed.set()
-            self._wake()
-
-    async def _change(self, held: _Held) -> None:
-        """Returns when something may be different for a request that waits."""
-        change = self._waiting[held] = asyncio.get_running_loop().create_future()
-        try:
-            await change
-        finally:
-            self._waiting.pop(held, None)
-
-    def _wake(self) -> None:
-        for change in self._waiting.values():
-            if not change.done():
-                change.set_result(None)
-
-    def _prefix(self, member: _Member) -> str:
-        if member.replica.name:
-            return f"host {member.name}: "
-        if len(self._members) == 1:
-            return ""
-        return f"replica {member.name}: "
-
-
-class _Member:
-    """A replica and what is known about it."""
-
-    def __init__(self, index: int, name: str, replica: Replica) -> None:
-        self.index = index
-        self.name = name
-        self.replica = replica
-        self.prefixes = PrefixIndex(0)
-        self.limits: EngineReady | None = None
-        """As they were added up."""
-        self.failure: EngineDeadError | None = None
-        self.is_leaving = False
-        self.was_ready = False
-        self.had_engine = False
-        self.num_losses = 0
-        """How often its engine was lost."""
-        self.last_report = LoadReport()
-        self.left = asyncio.Event()
-        """Set whenever a request has left it."""
-        self.unwatch: Callable[[], None] = lambda: None
-        self.unfollow: Callable[[], None] | None = None
-        """Ends the news of its cache; None while there are none."""
-
-    @property
-    def has_engine(self) -> bool:
-        return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.has_engine and not self.is_leaving
-
-    def has_part_in(self, request: GenerateRequest) -> bool:
-        """Whether such requests are meant for it, by its role in prefill/decode handoff."""
-        role = self.replica.limits.role
-        if request.holds_kv:
-            return role.holds_kv
-        if request.kv_source is not None:
-            return role.fetches_kv
-        return role is not Role.PREFILL
-
-
-def _with_a_part(members: Sequence[_Member], request: GenerateRequest) -> Sequence[_Member]:
-    """Those for whom `request` is meant; all, where there is none."""
-    return [member for member in members if member.has_part_in(request)] or members
-
-
-class _QueueTime:
-    """How long a request has waited for its first step, at replicas and between them."""
-
-    def __init__(self, clock: LoopClock) -> None:
-        self._clock = clock
-        self._since = clock.now()
-        """When it was last accepted, entered at a replica, or left one."""
-        self._before_s = 0.0
-        """Until it came to its replica."""
-        self._there_s: float | None = None
-        """At its replica; None until that is told."""
-
-    def enter(self) -> None:
-        now = self._clock.now()
-        self._before_s += now - self._since
-        self._since, self._there_s = now, None
-
-    def leave(self) -> None:
-        now = self._clock.now()
-        # Where its first step was not seen, it waited all the time.
-        self._before_s += now - self._since if self._there_s is None else self._there_s
-        self._since = now
-
-    def told(self, chunk: TokenChunk) -> TokenChunk:
-        """`chunk` with all of it, if it says how long that was at the replica."""
-        if chunk.queue_time_s is None:
-            return chunk
-        self._there_s = chunk.queue_time_s
-        return msgspec.structs.replace(chunk, queue_time_s=self._before_s + self._there_s)
-
-
-class _Held:
-    """A request as a value, from the door to its last chunk."""
-
-    def __init__(self, request: GenerateRequest, clock: LoopClock) -> None:
-        self.request = request
-        self.queue = _QueueTime(clock)
-        self.request_id = request.request_id
-        self.token_ids = list(request.output_token_ids)
-        self.returns = request.returns
-        """An engine took it, so none refuses it for want of room any more."""
-        self.has_waited = False
-        """It was accepted when no engine ran, so it is not refused for want of room either, but waits."""
-        self.member: _Member | None = None
-        """Where it is; None while it waits for a replica."""
-        self.account = Account(0, num_tokens=0, prompt_tokens=0, output_tokens=0)
-        self.num_cached_tokens_there = 0
-        """What its member says to have in its cache."""
-        self.num_tokens_there = 0
-        """Of the answer, from its member."""
-        self.fetches_kv = False
-        """It was told that another engine has the KV of its prompt."""
-        self.num_cached_tokens: int | None = None
-        """What its first engine found; that of later ones says nothing about the client's prompt."""
-        self.keys: list[int] | None = None
-        """Short ones, of the blocks of its prompt."""
-        self.waits_since: float | None = None
-        """When its replica was last asked for more; None while its client is not, or it is at none."""
-        self.sent_keys: list[int] = []
-        """That the `PrefixIndex` of its replica was told of."""
-        self.num_sent = 0
-        """Of that `PrefixIndex`."""
-        self.refusals: dict[int, int] = {}
-        """Replicas that were full, and after how many seconds to come again."""
-        self.deaths = 0
-        """Engines that died while it was there, since its last token."""
-        self.aborted = False
-        self.leaves = False
-        """Its replica was told to let it go, so that another takes it."""
-        self.lost_worker = False
-        """That was because a worker died, for which the request may be to blame."""
-
-    @property
-    def num_tokens_left(self) -> int:
-        return (self.request.sampling.max_tokens or 1) - len(self.token_ids)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether its member goes on with it: the first token may be of whoever computed its prompt."""
-        return self.num_tokens_there > 1
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.deaths >= SOLO_DEATHS
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.deaths >= MAX_DEATHS
-
-    def value(self) -> GenerateRequest:
-        """What a replica is given: the request with the tokens so far."""
-        if not self.returns:
-            return self.request
-        request = self.request
-        has_moved_on = len(self.token_ids) > len(request.output_token_ids)
-        return msgspec.structs.replace(
-            request,
-            output_token_ids=list(self.token_ids),
-            returns=True,
-            # What is held there ends with a token that has come already.
-            kv_source=None if has_moved_on else request.kv_source,
+        slot = self.slots.by_number(ejection.replica)
+        self.slots.refit(slot)
+        _log.warning(
+            "%sgets no new requests for %g s: %s",
+            self._prefix(slot),
+            ejection.duration_s,
+            ejection.reason,
         )
 
-    def lost_an_engine(self) -> None:
-        self.deaths += 1
-        self.returns = True
-        self.refusals.clear()
 
-    @property
-    def is_let_go(self) -> bool:
-        """Whether its replica, when it ends it, leaves it to others. A prompt that is computed for someone else
-        ends when nobody wants it any more."""
-        return not self.aborted and (self.leaves or not self.request.holds_kv)
-
-    def was_let_go(self, member: _Member) -> None:
-        """It is at `member` no more, which is not asked again soon."""
-        if self.lost_worker:
-            self.lost_an_engine()
-        self.returns = True
-        self.refusals[member.index] = _LET_GO_RETRY_S
-
-    def ending(self) -> TokenChunk:
-        """The last chunk of a request that is tried no more."""
-        if self.aborted:
-            return TokenChunk(self.request_id, [], FinishReason.ABORT)
-        problem = f"{self.deaths} engines in a row died while this request was running."
-        return TokenChunk(self.request_id, [], FinishReason.ERROR, error=problem)
+class _MovedError(Exception):
+    """The request is not at its replica any more, and no engine died of it."""
 
 
-def _chunks_of(replica: Replica, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-    return cast(AsyncGenerator[TokenChunk, None], replica.generate(request))
-
-
-def _pass_on(replica: str, listener: StepListener, news: StepStatistics) -> None:
-    listener(msgspec.structs.replace(news, replica=replica))
-
-
-async def _load_of(member: _Member) -> LoadReport | None:
-    """None from a replica that has no engine, or whose engine does not answer."""
-    try:
-        async with asyncio.timeout(_LOAD_TIMEOUT_S):
-            report = await member.replica.load()
-    except (TimeoutError, EngineLostError, EngineDeadError):
-        return None
-    member.last_report = report
-    return report
+def _pass_on(replica: str, listener: StepListener, steps: StepStatistics) -> None:
+    listener(msgspec.structs.replace(steps, replica=replica))

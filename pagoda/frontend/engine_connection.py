@@ -42,7 +42,7 @@ QUERY_TIMEOUT_S = 2.0
 """Seconds until an unanswered query for a load report raises TimeoutError."""
 STALL_LIMIT_S = 60.0
 """An engine that has work and finishes no step for this many seconds is not ready."""
-_PROBE = 0
+PROBE = 0
 """Query id of the watchdog's probes; no query has it."""
 
 Answer = (
@@ -89,12 +89,12 @@ class EngineConnection:
         self._idle = asyncio.Event()
         self._idle.set()
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
-        self._num_queries = _PROBE
+        self._num_queries = PROBE
         self._history = CounterHistory()
         self._watchdog = hang_timeout_s and Watchdog(
             hang_timeout_s,
             is_owed=lambda: bool(self._streams or self._queries),
-            probe=lambda: self._tell(LoadQuery(_PROBE)),
+            probe=lambda: self._tell(LoadQuery(PROBE)),
             on_silence=on_hang,
         )
 
@@ -276,7 +276,7 @@ class EngineConnection:
                     is_ready = message.is_worker_ready
                     self._enter(ReplicaState.READY if is_ready else ReplicaState.DEGRADED)
                 report = self._history.update(message)
-                answer = self._queries.get(message.query_id or _PROBE)
+                answer = self._queries.get(message.query_id or PROBE)
                 if answer is not None and not answer.done():
                     answer.set_result(report)
             case RequestRefused(request_id, retry_after_s):

@@ -16,12 +16,13 @@ from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.base import Context, Discover, Register, Registration
-from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S, Dispatcher
 from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.pods import DEFAULT_MIN_TOKENS, Pod
 from pagoda.frontend.policies import DEFAULT_POLICY, POLICIES, PolicyName
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.frontend.registry import Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -227,6 +228,8 @@ class RouterConfig:
     policy: PolicyName = DEFAULT_POLICY
     remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
     """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
+    no_replica_timeout_s: float = DEFAULT_NO_REPLICA_TIMEOUT_S
+    """How long a request waits while no host takes requests."""
 
 
 class RoutedFleet:
@@ -241,18 +244,23 @@ class RoutedFleet:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self.registry: Registry | None = None
         self.router_id = new_id()
-        self._pod = Pod(POLICIES[config.policy], config.remote_prefill_min_tokens, self._tracer)
+        self._hosts = PrefillDecodeRouter(
+            POLICIES[config.policy],
+            config.remote_prefill_min_tokens,
+            self._tracer,
+            no_replica_timeout_s=config.no_replica_timeout_s,
+        )
 
     @property
     def dispatcher(self) -> Dispatcher:
-        return self._pod.dispatcher
+        return self._hosts.dispatcher
 
     async def start(self) -> None:
         config = self._config
         start_authenticator(self._context, config.keys)
         router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
         self.registry = Registry(
-            self._pod,
+            self._hosts,
             config.discover(self._context),
             self._context,
             config.keys,
@@ -267,7 +275,7 @@ class RoutedFleet:
     async def close(self) -> None:
         if self.registry is not None:
             await self.registry.close()
-        await self._pod.close()
+        await self._hosts.close()
         self._context.term()
 
     def start_trace(self, order: StartTrace) -> None:

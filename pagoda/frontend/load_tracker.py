@@ -1,91 +1,171 @@
-"""How much work each replica has: every request counts on one replica, from its acceptance to its end.
+"""How much work each replica has: every request counts at one replica, from its placement until it leaves there.
 
-A request's work is counted in tokens: those of its prompt that are not computed yet, as far as its engine says,
-and those of its answer that are still to come. How long an answer will be nobody knows; until it ends it counts
+A request's work is counted in tokens: tokens of its prompt that are not computed yet, as far as the engine says,
+and tokens of its answer that are still to come. Nobody knows how long an answer will be; until it ends it counts
 as one of the usual length, and never as more than `max_tokens` allows.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Container
+from itertools import count
+
 _USUAL_WEIGHT = 0.02
-"""Of the latest answer in the moving average of their lengths."""
+"""Weight of the latest answer in the moving average of answer lengths."""
+_STALE_TOKENS = 32
+_STALE_SHIFT = 3
+"""A replica moves up in `LeastLoaded` when its work has shrunk by 32 tokens and by 1 / 2**3."""
 
 
-class Account:
-    """One request on one replica."""
+class ReplicaWork:
+    """The summed work of the requests at one replica."""
+
+    __slots__ = ("floor", "num_requests", "number", "on_floor", "pending_tokens", "ticket")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pending_tokens = 0
+        """Zero exactly when the replica has no request."""
+        self.num_requests = 0
+        self.floor = -1
+        """Below this many pending tokens `on_floor` is called."""
+        self.on_floor: Callable[[ReplicaWork], None] = lambda _: None
+        self.ticket = -1
+        """Number of the valid entry in a `LeastLoaded`; -1 without one."""
+
+
+class RequestWork:
+    """The work of one request at one replica."""
 
     __slots__ = ("num_tokens", "output_tokens", "prompt_tokens", "replica")
 
     def __init__(
-        self, replica: int, *, num_tokens: int, prompt_tokens: int, output_tokens: int
+        self, replica: ReplicaWork, num_tokens: int, prompt_tokens: int, output_tokens: int
     ) -> None:
         self.replica = replica
         self.num_tokens = num_tokens
-        """That the replica was given, cached or not."""
+        """Tokens that the replica was given, cached or not."""
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
+        replica.pending_tokens += prompt_tokens + output_tokens
+        replica.num_requests += 1
 
     @property
     def pending_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
+    def output_progress(self, num_tokens: int) -> int:
+        """Counts `num_tokens` of the answer; with the first token the whole prompt is computed.
 
-class LoadTracker:
-    """The open accounts of each replica, added up."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self.pending_tokens = [0] * num_replicas
-        """Zero exactly when no account of that replica is open."""
-        self.num_requests = [0] * num_replicas
-        self._usual_output_tokens = 64.0
-
-    def add_replica(self) -> int:
-        """Makes room for one more; returns its number, which is never given again."""
-        self.pending_tokens.append(0)
-        self.num_requests.append(0)
-        return len(self.pending_tokens) - 1
-
-    def open(
-        self, replica: int, *, num_tokens: int, num_cached_tokens: int, max_output_tokens: int
-    ) -> Account:
-        """A request of `num_tokens`, of which the first are believed to be cached, was given to `replica`."""
-        account = Account(
-            replica,
-            num_tokens=num_tokens,
-            prompt_tokens=max(0, num_tokens - num_cached_tokens),
-            output_tokens=max(1, min(max_output_tokens, round(self._usual_output_tokens))),
-        )
-        self.pending_tokens[replica] += account.pending_tokens
-        self.num_requests[replica] += 1
-        return account
-
-    def advance(self, account: Account, num_tokens: int) -> int:
-        """So many tokens of the answer have come; with the first of them the prompt is computed.
-
-        Returns how many tokens have been computed for that.
+        Returns the number of tokens that have been computed for them.
         """
-        if not num_tokens:
-            return 0
-        num_computed = num_tokens + account.prompt_tokens
-        done = min(num_tokens, account.output_tokens - 1) + account.prompt_tokens
-        account.output_tokens -= done - account.prompt_tokens
-        account.prompt_tokens = 0
-        self.pending_tokens[account.replica] -= done
-        return num_computed
+        num_prompt_tokens = self.prompt_tokens
+        done = min(num_tokens, self.output_tokens - 1)
+        self.output_tokens -= done
+        self.prompt_tokens = 0
+        self._shrink(done + num_prompt_tokens)
+        return num_tokens + num_prompt_tokens
 
-    def reach(self, account: Account, num_computed_tokens: int) -> int:
-        """So many of the request's tokens have been computed, or were cached; returns how many more than known."""
-        left = max(0, account.num_tokens - num_computed_tokens)
-        done = max(0, account.prompt_tokens - left)
-        account.prompt_tokens -= done
-        self.pending_tokens[account.replica] -= done
+    def prompt_progress(self, num_computed_tokens: int) -> int:
+        """Counts the prompt up to `num_computed_tokens`; returns how many of them are news."""
+        left = max(0, self.num_tokens - num_computed_tokens)
+        done = max(0, self.prompt_tokens - left)
+        self.prompt_tokens -= done
+        self._shrink(done)
         return done
 
-    def close(self, account: Account) -> None:
-        """The request has left the replica."""
-        self.pending_tokens[account.replica] -= account.pending_tokens
-        self.num_requests[account.replica] -= 1
+    def close(self) -> None:
+        """Takes the request off its replica; called once."""
+        self.replica.num_requests -= 1
+        self._shrink(self.prompt_tokens + self.output_tokens)
 
-    def learn(self, num_output_tokens: int) -> None:
-        """An answer has ended with so many tokens."""
+    def _shrink(self, num_tokens: int) -> None:
+        replica = self.replica
+        replica.pending_tokens -= num_tokens
+        if replica.pending_tokens < replica.floor:
+            replica.on_floor(replica)
+
+
+class LoadTracker:
+    """Estimates the work of requests from the lengths of earlier answers."""
+
+    def __init__(self) -> None:
+        self._usual_output_tokens = 64.0
+
+    def open(
+        self,
+        replica: ReplicaWork,
+        *,
+        num_tokens: int,
+        num_cached_tokens: int,
+        max_output_tokens: int,
+    ) -> RequestWork:
+        """Counts a request of `num_tokens`, of which the first are believed to be cached, at `replica`."""
+        return RequestWork(
+            replica,
+            num_tokens,
+            max(0, num_tokens - num_cached_tokens),
+            max(1, min(max_output_tokens, round(self._usual_output_tokens))),
+        )
+
+    def observe_length(self, num_output_tokens: int) -> None:
+        """Takes the length of an answer that has ended into the average."""
         self._usual_output_tokens += _USUAL_WEIGHT * (num_output_tokens - self._usual_output_tokens)
+
+
+class LeastLoaded:
+    """Finds the replicas with the least work among those added, in O(log n).
+
+    A binary heap with lazy entries: an entry is too low after work was added, which is put right when it comes to
+    the top, and at most 1/8 (and 32 tokens) too high after work was done. Replicas with equally high entries take
+    turns.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, ReplicaWork]] = []
+        """(pending tokens, ticket, replica); valid where the ticket is the replica's."""
+        self._tickets = count()
+        self._size = 0
+
+    def add(self, work: ReplicaWork) -> None:
+        self._size += 1
+        work.on_floor = self._push
+        self._push(work)
+
+    def discard(self, work: ReplicaWork) -> None:
+        """Takes out a replica that was added."""
+        self._size -= 1
+        work.floor = work.ticket = -1
+
+    def first(self, num_replicas: int, excluded: Container[int]) -> list[ReplicaWork]:
+        """The `num_replicas` with the least work whose numbers are not in `excluded`; fewer if there are fewer."""
+        heap = self._heap
+        found: list[ReplicaWork] = []
+        aside = []
+        while heap and len(found) < num_replicas:
+            pending_tokens, ticket, work = heap[0]
+            if ticket != work.ticket:
+                heapq.heappop(heap)
+            elif work.pending_tokens > pending_tokens:
+                heapq.heapreplace(heap, self._entry(work))
+            else:
+                aside.append(heapq.heappop(heap))
+                if work.number not in excluded:
+                    found.append(work)
+        for entry in aside:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _push(self, work: ReplicaWork) -> None:
+        if len(self._heap) > 2 * self._size + 64:
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, self._entry(work))
+
+    def _entry(self, work: ReplicaWork) -> tuple[int, int, ReplicaWork]:
+        work.ticket = next(self._tickets)
+        pending_tokens = work.pending_tokens
+        stale_tokens = max(_STALE_TOKENS, pending_tokens >> _STALE_SHIFT)
+        work.floor = max(1, pending_tokens - stale_tokens) if pending_tokens else 0
+        return pending_tokens, work.ticket, work

@@ -1,110 +1,124 @@
 """Which replica takes a request: pure functions of the request and of what is known about the replicas.
 
-None of them asks for the time or draws random numbers of its own: the same arguments give the same choice in
-every process and in every simulation. Ties go round by the number of the request, so that idle replicas share
-the work.
+A policy neither asks for the time nor draws random numbers: the same arguments give the same choice in every
+process and in every simulation. Ties go round by the number of the request, so that idle replicas share the work.
+
+Small fleets are looked at as a whole. Of a large one, the policy first names a few replicas that are found without
+a look at all others (`Policy.shortlist`).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from pagoda.frontend.replica_pool import Shortlist, stable_hash
+from pagoda.frontend.replica_slot import ReplicaSlot
 
-class Arrival(msgspec.Struct, frozen=True):
+
+class RoutingRequest(msgspec.Struct, frozen=True):
     """A request that needs a replica, for the first time or again."""
 
     request_id: str
     number: int
-    """How many requests were placed before it."""
+    """How many requests were placed before this one."""
     num_tokens: int
-    """Prompt and output so far: what has to be computed where nothing of it is cached."""
+    """Prompt and output so far: tokens to compute where none of them is cached."""
     session: str | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A replica that takes requests."""
+    """The load of a replica that takes requests, seen from one request."""
 
     replica: str
-    """Its name, which stays its own however many others are there, in all routers and when it comes back."""
+    """The name, which stays the same however many replicas there are, in all routers, and when it comes back."""
     pending_tokens: int
-    """The work of the requests that it has."""
+    """Work of the requests that the replica has."""
     num_cached_tokens: int = 0
-    """Leading tokens of the arrival that are believed to be in its prefix cache."""
+    """Leading tokens of the request that are believed to be in the replica's prefix cache."""
     num_sharing: int = 0
-    """Requests there that begin with these tokens too."""
+    """Requests at the replica that begin with these tokens too."""
 
 
 _COPY_COST = 3
-"""What others lose by each token that is computed though it is cached elsewhere, in tokens of pending work. With
-conversations, hits grow up to about here, and first tokens come no later."""
+"""Cost, in pending tokens, of computing one token that another replica has cached. With conversations, hits grow
+up to about here, and first tokens come no later."""
+_NUM_LEAST = 2
+"""Replicas with the least work that a large fleet's shortlist has."""
+NUM_HOLDERS = 8
+"""Replicas with a prefix of the request that a large fleet's shortlist has."""
 
-Choose = Callable[[Arrival, Sequence[Candidate]], int]
-"""The index of the candidate that takes the arrival; there is at least one."""
+_MAX_LOOKS = 32
+"""Replicas that are looked at for one that has not refused the request."""
+
+Choose = Callable[[RoutingRequest, Sequence[Candidate]], int]
+"""Returns the index of the candidate that takes the request; there is at least one."""
+ShortlistOf = Callable[[RoutingRequest, Shortlist], Iterable[ReplicaSlot]]
 
 
 class Policy(NamedTuple):
     choose: Choose
+    shortlist: ShortlistOf
     uses_prefixes: bool = False
-    """Whether it needs `Candidate.num_cached_tokens`, which costs a digest over the prompt."""
+    """The policy needs `Candidate.num_cached_tokens`, which costs a digest over the prompt."""
 
 
-def round_robin(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
-    """One after the other, whatever they have to do."""
-    return arrival.number % len(candidates)
+def round_robin(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:
+    """One replica after the other, whatever they have to do."""
+    return request.number % len(candidates)
 
 
-def least_pending_tokens(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
-    """The one with the least work."""
-    return _least([candidate.pending_tokens for candidate in candidates], arrival.number)
+def least_pending_tokens(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:
+    """The replica with the least work."""
+    return _least([candidate.pending_tokens for candidate in candidates], request.number)
 
 
-def power_of_two(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
-    """The one with less work of two drawn at random (Mitzenmacher 2001); the request's id is the seed."""
-    count = len(candidates)
-    if count == 1:
+def power_of_two(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:
+    """The replica with less work of two drawn at random (Mitzenmacher 2001); the request's id is the seed."""
+    num_candidates = len(candidates)
+    if num_candidates == 1:
         return 0
-    draw = _digest(arrival.request_id)
-    first = draw % count
-    second = (first + 1 + draw // count % (count - 1)) % count
+    draw = stable_hash(request.request_id)
+    first = draw % num_candidates
+    second = (first + 1 + draw // num_candidates % (num_candidates - 1)) % num_candidates
     return min(first, second, key=lambda index: candidates[index].pending_tokens)
 
 
-def prefix_affinity(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
-    """The one with the least work before the first token; what of it could be spared elsewhere counts more.
+def prefix_affinity(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:
+    """The replica with the least work before the first token, where cached tokens count more than their work.
 
-    To compute what is cached elsewhere costs more than the time of this request: those behind it wait too, and
-    other prefixes are evicted for the copy. So a cached prefix draws a request to its replica until that is behind
-    another by several times as many tokens as are cached. A copy of a prefix that many requests have in common
-    will serve the next ones too, so it costs the less the more of them there are.
+    To compute what another replica has cached costs more than the time of this request: the requests behind it
+    wait too, and other prefixes are evicted for the copy. So a cached prefix draws a request to its replica until
+    that is behind another by several times as many tokens as are cached. A copy of a prefix that many requests
+    have in common will serve the next ones too, so the copy costs the less the more of them there are.
     """
     work = [
         candidate.pending_tokens - _worth_of_a_copy(candidate) * candidate.num_cached_tokens
         for candidate in candidates
     ]
-    return _least(work, arrival.number)
+    return _least(work, request.number)
 
 
 def _worth_of_a_copy(candidate: Candidate) -> float:
-    """In tokens of pending work, for each cached token."""
+    """Pending tokens that a cached token is worth."""
     return 1 + _COPY_COST / (1 + candidate.num_sharing)
 
 
-def session_affinity(arrival: Arrival, candidates: Sequence[Candidate]) -> int:
+def session_affinity(request: RoutingRequest, candidates: Sequence[Candidate]) -> int:
     """The session's own replica; requests without a session go where the least work is.
 
-    By rendezvous hashing (Thaler and Ravishankar 1998): when a replica goes, only its own sessions move, and
-    when it is back they return.
+    The replica is found by rendezvous hashing (Thaler and Ravishankar 1998): when a replica goes, only its own
+    sessions move, and when it is back they return.
     """
-    if arrival.session is None:
-        return least_pending_tokens(arrival, candidates)
-    session = arrival.session
+    if request.session is None:
+        return least_pending_tokens(request, candidates)
+    session = request.session
     return max(
         range(len(candidates)),
-        key=lambda index: _digest(f"{candidates[index].replica}:{session}"),
+        key=lambda index: stable_hash(f"{candidates[index].replica}:{session}"),
     )
 
 
@@ -115,9 +129,31 @@ def _least(work: Sequence[float], number: int) -> int:
     return equals[number % len(equals)]
 
 
-def _digest(text: str) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+# ---- of a large fleet
+
+
+def _next(request: RoutingRequest, fleet: Shortlist) -> Iterable[ReplicaSlot]:
+    return islice(fleet.at(range(request.number, request.number + _MAX_LOOKS)), 1)
+
+
+def _least_loaded(_request: RoutingRequest, fleet: Shortlist) -> Iterable[ReplicaSlot]:
+    return fleet.least_loaded(_NUM_LEAST)
+
+
+def _two_drawn(request: RoutingRequest, fleet: Shortlist) -> Iterable[ReplicaSlot]:
+    draw = stable_hash(request.request_id)
+    first, step = draw % 2**32, 1 + draw // 2**32
+    return islice(dict.fromkeys(fleet.at(range(first, first + _MAX_LOOKS * step, step))), 2)
+
+
+def _home(request: RoutingRequest, fleet: Shortlist) -> Iterable[ReplicaSlot]:
+    if request.session is None:
+        return fleet.least_loaded(_NUM_LEAST)
+    return fleet.home_of(request.session)
+
+
+def _with_prefix(_request: RoutingRequest, fleet: Shortlist) -> Iterable[ReplicaSlot]:
+    return dict.fromkeys([*fleet.with_prefix(), *fleet.least_loaded(_NUM_LEAST)])
 
 
 PolicyName = Literal[
@@ -126,9 +162,9 @@ PolicyName = Literal[
 DEFAULT_POLICY: PolicyName = "prefix-affinity"
 
 POLICIES: Mapping[PolicyName, Policy] = {
-    "prefix-affinity": Policy(prefix_affinity, uses_prefixes=True),
-    "least-pending-tokens": Policy(least_pending_tokens),
-    "power-of-two": Policy(power_of_two),
-    "session-affinity": Policy(session_affinity),
-    "round-robin": Policy(round_robin),
+    "prefix-affinity": Policy(prefix_affinity, _with_prefix, uses_prefixes=True),
+    "least-pending-tokens": Policy(least_pending_tokens, _least_loaded),
+    "power-of-two": Policy(power_of_two, _two_drawn),
+    "session-affinity": Policy(session_affinity, _home),
+    "round-robin": Policy(round_robin, _next),
 }

@@ -1,39 +1,116 @@
-"""What may be done for a request between the choice of a replica for it and its going there."""
+"""Has long prompts computed on prefill hosts, between the choice of a replica for a request and its going
+there."""
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, cast
 
-from pagoda.messages.frontend import GenerateRequest
-from pagoda.messages.worker_config import Role
+import msgspec
+
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.replica_slot import ReplicaInfo
+from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
+
+if TYPE_CHECKING:
+    from pagoda.frontend.dispatcher import Dispatcher
+
+DEFAULT_MIN_TOKENS = 128
+"""Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
+PATIENCE_S = 1.0
+"""How long a request waits to hear where its KV will be: a prefill host says so at once."""
+
+_log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
-    """The replica that will have a request."""
+def is_better_here(num_tokens: int, replica: ReplicaInfo, pending_tokens: int) -> bool:
+    """True if a prompt with `num_tokens` to compute is better computed at the replica that answers it than behind
+    `pending_tokens` of others, at the prefill host that has the fewest. Both are taken to be as fast.
 
-    role: Role
-    num_cached_tokens: int
-    """Leading tokens of the request that it says it has in its cache."""
-    pending_tokens: int
-    """The work of the other requests that it has."""
-    num_streams: int
-    """Requests there whose answers have begun: they stand still while it computes a prompt."""
+    Here the prompt waits for the replica's work, and every stream that runs here waits for the prompt. What its
+    own computing takes is the same at both, and counted only here: a prompt goes elsewhere unless that is clearly
+    worse.
+    """
+    return pending_tokens > replica.pending_tokens + (1 + replica.num_streams) * num_tokens
 
 
-class PrefillOffload(Protocol):
-    """Makes a request ready for the replica that a `Dispatcher` chose."""
+class PrefillOffload:
+    """Makes requests ready for the replicas that a `Dispatcher` chose."""
+
+    def __init__(
+        self, prefill: Dispatcher, min_tokens: int, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._prefill = prefill
+        self._min_tokens = min_tokens
+        self._patience_s = patience_s
+        self._numbers = itertools.count()
 
     @property
     def needs_prefixes(self) -> bool:
-        """Whether it would make use of what replicas have cached, which costs a digest over the prompt."""
-        ...
+        """True if it matters what replicas have cached, which costs a digest over each prompt."""
+        return self._prefill.num_replicas > 0
 
-    def prepare(
-        self, request: GenerateRequest, place: Place
-    ) -> AbstractAsyncContextManager[GenerateRequest]:
-        """What the replica is to be given; what was done for it lasts until the context ends.
+    @asynccontextmanager
+    async def prepare(
+        self, request: GenerateRequest, replica: ReplicaInfo
+    ) -> AsyncIterator[GenerateRequest]:
+        """What the replica is to be given; what was done for the request lasts until the context ends.
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
-        ...
+        if not self._is_worth_it(request, replica):
+            yield request
+            return
+        source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
+        copy = msgspec.structs.replace(
+            request, request_id=f"{request.request_id}/prefill{next(self._numbers)}", holds_kv=True
+        )
+        computing = asyncio.create_task(self._compute(copy, source))
+        try:
+            await asyncio.wait(
+                (source, computing),
+                timeout=self._patience_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if source.done():
+                yield msgspec.structs.replace(request, kv_source=source.result())
+            else:
+                self._prefill.complain(copy.request_id)
+                await cancel_all([computing])
+                yield request
+        finally:
+            await cancel_all([computing])
+
+    def _is_worth_it(self, request: GenerateRequest, replica: ReplicaInfo) -> bool:
+        if request.holds_kv or request.kv_source is not None:
+            return False  # somebody else has arranged it
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        num_left = num_tokens - replica.num_cached_tokens
+        if num_left < self._min_tokens or not replica.role.fetches_kv:
+            return False
+        pending_tokens = self._prefill.least_pending_tokens
+        return pending_tokens is not None and not is_better_here(num_left, replica, pending_tokens)
+
+    async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
+        """Has a prefill host compute `copy`, and sets `source` as soon as that is known."""
+        chunks = cast(AsyncGenerator[TokenChunk, None], self._prefill.generate(copy))
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.kv_source is None:
+                        continue
+                    if not source.done():
+                        source.set_result(chunk.kv_source)
+                    elif chunk.kv_source.transfer_id != source.result().transfer_id:
+                        return  # the host was lost, and at the next one nobody will ask
+        except (OverloadedError, InvalidRequestError, EngineDeadError) as error:
+            _log.info(
+                "the prompt is not computed by a prefill host: %s",
+                error,
+                extra={"request_id": copy.request_id},
+            )

@@ -1,149 +1,204 @@
-"""What a dispatcher believes to be in the prefix cache of one replica, and what it therefore has all together.
+"""What a dispatcher believes to be in the prefix cache of one replica.
 
-Blocks are known by short keys: the first 8 bytes of theirs, as a number.
+Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.block_keys`) as a number.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
 from pagoda.messages.frontend import PrefixCacheUpdate
 
 
-class PrefixIndex:
-    """What the replica says that it has, and what was sent there and it has said nothing of yet.
+class Holders:
+    """Which replicas, by their numbers, have a block: a multimap that stores the only holder of a key bare."""
 
-    Of the latter, those not sent for the longest time go first where there are more than the replica's cache has
-    blocks; and all of a request's are gone a little after its end. A replica that says nothing, or not yet, is
-    known by what was sent alone. A wrong belief costs time, never correctness.
+    def __init__(self) -> None:
+        self._by_key: dict[int, int | set[int]] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._by_key
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_key)
+
+    def of(self, key: int) -> Iterable[int]:
+        found = self._by_key.get(key, ())
+        return (found,) if isinstance(found, int) else found
+
+    def add(self, key: int, replica: int) -> bool:
+        """Returns True if the replica is the first to have the block."""
+        found = self._by_key.setdefault(key, replica)
+        if isinstance(found, set):
+            found.add(replica)
+        elif found != replica:
+            self._by_key[key] = {found, replica}
+        else:
+            return True
+        return False
+
+    def discard(self, key: int, replica: int) -> bool:
+        """Returns True if the replica was the last to have the block."""
+        found = self._by_key.get(key)
+        if isinstance(found, set):
+            found.discard(replica)
+            if len(found) == 1:
+                [self._by_key[key]] = found
+        elif found == replica:
+            del self._by_key[key]
+            return True
+        return False
+
+
+class PrefixIndex:
+    """Blocks that the replica says it has (told), and blocks of prompts that were sent there since (sent).
+
+    Where there are more sent blocks than the replica's cache has room for, those not sent for the longest time go
+    first; and all of a request's go a little after its end. A replica that says nothing, or not yet, is known by
+    what was sent alone. A wrong belief costs time, never correctness.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(
+        self, capacity: int, *, replica: int = 0, sent_holders: Holders | None = None
+    ) -> None:
+        """`capacity` is the number of blocks of the replica's cache. `sent_holders` is kept up to date with the
+        blocks sent to this replica, under its number."""
+        self.capacity = capacity
+        self.replica = replica
+        self._sent_holders = Holders() if sent_holders is None else sent_holders
         self.told: set[int] = set()
-        """What the replica says that it has."""
         self._sent: OrderedDict[int, int] = OrderedDict()
         """By key, the number of the last call of `add` with it."""
         self._num_running: dict[int, int] = {}
-        """By key, how many of the requests that are there now begin with it."""
-        self._num_added = 0
+        """By key, how many of the requests at the replica begin with it."""
+        self.num_added = 0
+        """Calls of `add` so far."""
         self._ended: OrderedDict[int, int] = OrderedDict()
-        """By key that the last request with it has left in `_sent`, how many news there had been; oldest first."""
-        self._num_news = 0
+        """By key that the last request with it has left in `_sent`, the value of `num_updates` then; oldest
+        first."""
+        self.num_updates = 0
+        """Updates from the replica since its cache was last lost."""
 
     def __len__(self) -> int:
         return len(self.told) + len(self._sent)
 
     def num_cached(self, keys: Sequence[int]) -> int:
-        """How many leading ones of `keys`, a chain from its root, are believed to be there."""
-        count = self.num_told(keys)
-        for key in keys[count:]:
+        """The number of leading `keys`, a chain from its root, that are told or sent."""
+        length = self.num_told(keys)
+        for key in keys[length:]:
             if key not in self.told and key not in self._sent:
-                return count
-            count += 1
-        return count
+                return length
+            length += 1
+        return length
 
     def num_told(self, keys: Sequence[int]) -> int:
-        """How many leading ones of `keys` the replica says that it has: more may be on the way there."""
+        """The number of leading `keys` that are told: more may be on the way to the replica."""
         if self.told.issuperset(keys):  # in a quarter of the time that the loop takes
             return len(keys)
-        return next(count for count, key in enumerate(keys) if key not in self.told)
+        return next(length for length, key in enumerate(keys) if key not in self.told)
 
     def num_sharing(self, key: int) -> int:
-        """How many of the requests that are there now begin with this block."""
+        """The number of requests at the replica that begin with this block."""
         return self._num_running.get(key, 0)
 
     def resize(self, capacity: int) -> None:
-        """The replica's cache has another size."""
-        self._capacity = capacity
+        """Takes a new size of the replica's cache."""
+        self.capacity = capacity
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._sent) > self._capacity:
-            key, _ = self._sent.popitem(last=False)
+        while len(self._sent) > self.capacity:
+            self._forget(next(iter(self._sent)))
+
+    def _forget(self, key: int) -> None:
+        if self._sent.pop(key, None) is not None:
             self._ended.pop(key, None)
+            self._sent_holders.discard(key, self.replica)
 
     def add(self, keys: Sequence[int]) -> int:
-        """A prompt with these blocks was sent; returns a number for `end`.
+        """Counts a prompt with these blocks as sent; returns a number for `end`.
 
         Ends of chains go before their roots, as in the block pool.
         """
-        self._num_added += 1
+        self.num_added += 1
         for key in reversed(keys):
             self._num_running[key] = self._num_running.get(key, 0) + 1
             if key not in self.told:
-                self._sent[key] = self._num_added
+                self._sent[key] = self.num_added
                 self._sent.move_to_end(key)
                 self._ended.pop(key, None)
+                self._sent_holders.add(key, self.replica)
         self._trim()
-        return self._num_added
+        return self.num_added
 
     def end(self, number: int, keys: Sequence[int]) -> None:
-        """A request with these blocks is not there any more: what it left behind, news will have told soon."""
+        """Ends a request with these blocks: updates will soon have told which of them stay."""
         for key in keys:
             num_running = self._num_running.pop(key, 1) - 1
             if num_running:
                 self._num_running[key] = num_running
-            if self._num_news and self._sent.get(key) == number:
-                self._ended[key] = self._num_news
+            if self.num_updates and self._sent.get(key) == number:
+                self._ended[key] = self.num_updates
 
-    def take(self, news: PrefixCacheUpdate) -> Changes:
-        """What the replica says; returns what is new in it."""
-        if news.starts_anew:
+    def apply(self, update: PrefixCacheUpdate) -> Changes:
+        """Takes what the replica tells; returns what is different from what it told before."""
+        if update.starts_anew:
             removed = self.told
             self.told = set()
         else:
-            removed = self.told.intersection(short_keys_in(news.removed))
+            removed = self.told.intersection(short_keys_in(update.removed))
             self.told -= removed
-        stored = [key for key in short_keys_in(news.stored) if key not in self.told]
+        stored = [key for key in short_keys_in(update.stored) if key not in self.told]
         self.told.update(stored)
         for key in stored:
-            self._sent.pop(key, None)
-            self._ended.pop(key, None)
-        self._num_news += 1
+            self._forget(key)
+        self.num_updates += 1
         self._forget_ended()
-        if news.starts_anew:
+        if update.starts_anew:
             stored, removed = [k for k in stored if k not in removed], removed - self.told
         return Changes(stored, removed)
 
     def clear(self) -> Changes:
-        """The replica's cache is lost."""
+        """Forgets all: the replica's cache is lost."""
         removed, self.told = self.told, set()
-        self._sent.clear()
-        self._ended.clear()
-        self._num_news = 0
+        for key in list(self._sent):
+            self._forget(key)
+        self.num_updates = 0
         return Changes([], removed)
 
     def _forget_ended(self) -> None:
-        """The first news after a request's end may have been on their way; the second know of it."""
+        """The first update after a request's end may have been on its way then; the second knows of the end."""
         while self._ended:
             key = next(iter(self._ended))
-            if self._ended[key] + 2 > self._num_news:
+            if self._ended[key] + 2 > self.num_updates:
                 return
-            del self._ended[key], self._sent[key]
+            self._forget(key)
 
 
 class Changes(NamedTuple):
-    """What a replica has now and had not, and the other way round."""
+    """Keys that a replica has now and had not, and keys that it had and has no more."""
 
     stored: Iterable[int]
     removed: Iterable[int]
 
 
 def short_keys(keys: Iterable[bytes]) -> list[int]:
-    """Of whole ones."""
+    """The short keys of whole keys."""
     return [int.from_bytes(key[:SHORT_KEY_BYTES], "little") for key in keys]
 
 
 def short_keys_in(packed: bytes) -> Sequence[int]:
-    """Of a field of `PrefixCacheUpdate`."""
+    """The short keys in a field of `PrefixCacheUpdate`."""
     return struct.unpack(f"<{len(packed) // SHORT_KEY_BYTES}Q", packed)
 
 
 def packed(keys: Sequence[int]) -> bytes:
-    """As a field of `PrefixCacheUpdate`."""
+    """A field of `PrefixCacheUpdate` with these short keys."""
     return struct.pack(f"<{len(keys)}Q", *keys)

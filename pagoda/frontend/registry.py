@@ -17,7 +17,7 @@ from pagoda.frontend.async_utils import cancel_all, first_of, keep_going
 from pagoda.frontend.discovery.base import Context, Discovery
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.host_client import HELLO_TIMEOUT_S, HostClient, Identity
-from pagoda.frontend.pods import Members
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.hosts import HostRecord
 from pagoda.messages.load import LoadReport
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -76,7 +76,7 @@ class Registry:
 
     def __init__(
         self,
-        members: Members,
+        members: PrefillDecodeRouter,
         discovery: Discovery,
         context: Context,
         keys: CurveKeys,

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pagoda.messages.figures import merged, without_gauges
-from pagoda.messages.frontend import EngineReady
 from pagoda.messages.load import LoadReport, ReplicaLoad
-from pagoda.messages.worker_config import Role
 
 
 class CounterHistory:
@@ -69,29 +67,3 @@ def sum_of_loads(
         is_worker_ready=any(report.is_worker_ready for report in reports),
         replicas=replicas,
     )
-
-
-def sum_of_limits(limits: Sequence[EngineReady]) -> EngineReady:
-    """The limits of all replicas together, for requests that each replica can take."""
-    summaries = list(dict.fromkeys(limit.summary for limit in limits))
-    count = f"{len(limits)} replicas, each " if len(limits) > 1 else ""
-    return EngineReady(
-        max_model_len=min(limit.max_model_len for limit in limits),
-        vocab_size=min(limit.vocab_size for limit in limits),
-        num_blocks=sum(limit.num_blocks for limit in limits),
-        block_size=limits[0].block_size,
-        max_num_seqs=sum(limit.max_num_seqs for limit in limits),
-        max_num_waiting=sum(limit.max_num_waiting for limit in limits),
-        summary=count + "; ".join(summaries),
-        role=_sum_of_roles([limit.role for limit in limits]),
-        routers=tuple(sorted({router for limit in limits for router in limit.routers})),
-    )
-
-
-def _sum_of_roles(roles: Sequence[Role]) -> Role:
-    """The role of all replicas together: whatever at least one can do."""
-    holds = any(role.holds_kv for role in roles)
-    fetches = any(role.fetches_kv for role in roles)
-    if holds and fetches:
-        return Role.BOTH
-    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE

@@ -13,6 +13,7 @@ from pagoda.executor.sim import SimExecutor, SimNeighbours
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_connection import EngineConnection
+from pagoda.frontend.prefix_index import short_keys
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import (
     AbortRequests,
@@ -55,7 +56,7 @@ class SimEndpoint:
         event loop, and where it has `address`, `tcp://HOST:PORT`.
         """
         self._config = config
-        self._network = network
+        self.network = network
         self._address = address
         self._num_starts = 0
         self._check_kv = check_kv
@@ -109,6 +110,19 @@ class SimEndpoint:
         if self._core is not None:
             self.connection.receive(self._report(self._core, None))
 
+    def lose_worker(self, *, restart_s: float) -> None:
+        """The worker ends; the engine takes requests, and computes nothing until another is ready `restart_s`
+        later."""
+        core = self._core
+        self.hang(restart_s)
+        self.set_worker_ready(False)
+
+        def on_ready() -> None:
+            if self._core is core:
+                self.set_worker_ready(True)
+
+        asyncio.get_running_loop().call_later(restart_s, on_ready)
+
     def give_up(self, reason: str) -> None:
         """Ends the engine for good."""
         if not self.connection.has_failed:
@@ -122,6 +136,34 @@ class SimEndpoint:
             self._restart.cancel()
         if running is not None:
             await cancel_all([running])
+
+    # ---- for tests to inspect
+
+    def check_idle(self) -> None:
+        """
+        Raises:
+            RuntimeError: a request is left, or a block is not free.
+        """
+        if self.connection.num_streams:
+            raise RuntimeError(f"{self.connection.num_streams} requests have a stream.")
+        scheduler = None if self._core is None else self._core.scheduler
+        if scheduler is None:
+            return
+        if scheduler.has_requests():
+            raise RuntimeError("The scheduler has requests.")
+        pool = scheduler.kv.pool
+        pool.check()
+        if pool.num_available != pool.num_blocks:
+            raise RuntimeError(f"{pool.num_blocks - pool.num_available} blocks are not free.")
+
+    def cached_keys(self) -> set[int]:
+        """Short keys of the blocks that a request would find."""
+        scheduler = None if self._core is None else self._core.scheduler
+        return set() if scheduler is None else set(short_keys(scheduler.kv.pool.keys()))
+
+    def next_wakeup(self) -> float | None:
+        """When the engine has something to do; None if it has not."""
+        return None if self._core is None else self._core.next_wakeup()
 
     # ---- the engine
 
@@ -141,13 +183,13 @@ class SimEndpoint:
         self.connection.receive(core.ready)
 
     def _link(self) -> tuple[HandoffLinks | None, SimNeighbours | None]:
-        if self._network is None or self._config.handoff is None:
+        if self.network is None or self._config.handoff is None:
             return None, None
         engine_id = f"{self._address}-{self._num_starts}"
-        links = self._network.links(
+        links = self.network.links(
             engine_id, self._config.handoff.role, self._address, self._wake_at
         )
-        return links, self._network.neighbours
+        return links, self.network.neighbours
 
     def _wake_at(self, instant: float) -> None:
         asyncio.get_running_loop().call_at(instant, self._news.set)

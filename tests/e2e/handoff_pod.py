@@ -19,8 +19,8 @@ from pagoda.frontend.engine_client import EngineClient
 from pagoda.frontend.engine_options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.frontend.handoff_options import HandoffOptions
 from pagoda.frontend.model_text import load_model_text
-from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenLogprobs
 from pagoda.messages.load import TierLoad
 from pagoda.messages.sampling_params import SamplingParams
@@ -58,9 +58,9 @@ def engine_config(key: Path, role: str, **options: object) -> EngineConfig:
 
 
 @asynccontextmanager
-async def pod_of(engines: Sequence[EngineClient]) -> AsyncIterator[Pod]:
+async def pod_of(engines: Sequence[EngineClient]) -> AsyncIterator[PrefillDecodeRouter]:
     """A pod over engines that have started, and go on."""
-    pod = Pod(POLICIES["round-robin"], MIN_TOKENS)
+    pod = PrefillDecodeRouter(POLICIES["round-robin"], MIN_TOKENS)
     for engine in engines:
         pod.add(engine)
     try:

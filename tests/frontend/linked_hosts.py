@@ -15,8 +15,8 @@ from pagoda.frontend.endpoint import Endpoint
 from pagoda.frontend.fleet import new_id
 from pagoda.frontend.host_client import Identity
 from pagoda.frontend.host_server import HostServer
-from pagoda.frontend.pods import Pod
 from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.registry import HostReport, Registry
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.ipc.curve import keys_of, start_authenticator
@@ -41,11 +41,11 @@ class Router:
     def __init__(self, discover: Discover = join_discovery) -> None:
         self.context = zmq.Context()
         start_authenticator(self.context, KEYS)
-        self.pod = Pod(POLICIES["round-robin"])
-        self.dispatcher = self.pod.dispatcher
+        self.hosts = PrefillDecodeRouter(POLICIES["round-robin"])
+        self.dispatcher = self.hosts.dispatcher
         self.identity = Identity(id=new_id(), model="m", model_digest="1", is_router=True)
         self.discovery = discover(self.context)
-        self.registry = Registry(self.pod, self.discovery, self.context, KEYS, self.identity)
+        self.registry = Registry(self.hosts, self.discovery, self.context, KEYS, self.identity)
 
     @property
     def address(self) -> str:
@@ -72,7 +72,7 @@ class Router:
 
     async def close(self) -> None:
         await self.registry.close()
-        await self.pod.close()
+        await self.hosts.close()
         self.context.term()
 
 

@@ -74,12 +74,12 @@ async def test_a_router_sees_how_far_a_prompt_is() -> None:
     )
     async with routed(config) as router:
         seen = [
-            (chunk.num_computed_tokens, router.ledger.pending_tokens[0])
+            (chunk.num_computed_tokens, next(iter(router.slots)).work.pending_tokens)
             async for chunk in router.generate(request)
             if chunk.is_news
         ]
         assert seen == [(32, 68 + 2), (64, 36 + 2), (96, 4 + 2)]
-        assert router.ledger.pending_tokens == [0]
+        assert [slot.work.pending_tokens for slot in router.slots] == [0]
 
 
 class Door:

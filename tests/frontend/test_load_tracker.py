@@ -3,74 +3,102 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.frontend.load_tracker import Account, LoadTracker
+from pagoda.frontend.load_tracker import LeastLoaded, LoadTracker, ReplicaWork, RequestWork
 
 REPLICAS = 3
 
 
 @given(st.data())
-def test_the_ledger_is_the_sum_of_its_open_accounts_and_zero_without_any(
+def test_the_work_of_a_replica_is_that_of_its_requests_and_the_least_is_found(
     data: st.DataObject,
 ) -> None:
-    ledger = LoadTracker(REPLICAS)
-    accounts: list[Account] = []
+    tracker, least = LoadTracker(), LeastLoaded()
+    replicas = [ReplicaWork(number) for number in range(REPLICAS)]
+    for replica in replicas:
+        least.add(replica)
+    requests: list[RequestWork] = []
     for _ in range(data.draw(st.integers(0, 40))):
-        action = data.draw(st.sampled_from(["open", "reach", "advance", "close", "learn"]))
+        action = data.draw(st.sampled_from(["open", "prompt", "output", "close", "observe"]))
         if action == "open":
-            accounts.append(
-                ledger.open(
-                    data.draw(st.integers(0, REPLICAS - 1)),
+            requests.append(
+                tracker.open(
+                    data.draw(st.sampled_from(replicas)),
                     num_tokens=data.draw(st.integers(0, 10_000)),
                     num_cached_tokens=data.draw(st.integers(0, 10_000)),
                     max_output_tokens=data.draw(st.integers(-1, 5_000)),
                 )
             )
-        elif action == "learn":
-            ledger.learn(data.draw(st.integers(0, 100_000)))
-        elif accounts:
-            account = data.draw(st.sampled_from(accounts))
-            if action == "advance":
-                ledger.advance(account, data.draw(st.integers(0, 300)))
-            elif action == "reach":
-                ledger.reach(account, data.draw(st.integers(0, 12_000)))
+        elif action == "observe":
+            tracker.observe_length(data.draw(st.integers(0, 100_000)))
+        elif requests:
+            request = data.draw(st.sampled_from(requests))
+            if action == "output":
+                request.output_progress(data.draw(st.integers(0, 300)))
+            elif action == "prompt":
+                request.prompt_progress(data.draw(st.integers(0, 12_000)))
             else:
-                accounts.remove(account)
-                ledger.close(account)
-        for replica in range(REPLICAS):
-            mine = [account for account in accounts if account.replica == replica]
-            assert ledger.num_requests[replica] == len(mine)
-            assert ledger.pending_tokens[replica] == sum(
-                account.prompt_tokens + account.output_tokens for account in mine
-            )
+                requests.remove(request)
+                request.close()
+        for replica in replicas:
+            mine = [request for request in requests if request.replica is replica]
+            assert replica.num_requests == len(mine)
+            assert replica.pending_tokens == sum(request.pending_tokens for request in mine)
             assert all(a.output_tokens >= 1 and a.prompt_tokens >= 0 for a in mine)
-    for account in accounts:
-        ledger.close(account)
-    assert ledger.pending_tokens == ledger.num_requests == [0] * REPLICAS
+        [found] = least.first(1, ())
+        fewest = min(replica.pending_tokens for replica in replicas)
+        assert found.pending_tokens <= max(fewest + 32, fewest * 8 / 7 + 1)
+        assert bool(found.pending_tokens) == bool(fewest)
+    for request in requests:
+        request.close()
+    assert {(r.pending_tokens, r.num_requests) for r in replicas} == {(0, 0)}
+
+
+def test_equally_loaded_replicas_take_turns() -> None:
+    tracker, least = LoadTracker(), LeastLoaded()
+    for number in range(4):
+        least.add(ReplicaWork(number))
+    chosen = []
+    for _ in range(12):
+        [replica] = least.first(1, ())
+        chosen.append(replica.number)
+        tracker.open(replica, num_tokens=5, num_cached_tokens=0, max_output_tokens=9)
+    assert sorted(chosen) == sorted([*range(4)] * 3)
+    assert [work.number for work in least.first(9, {1, 2})] == [0, 3]
+
+
+def test_a_replica_that_was_taken_out_is_not_found() -> None:
+    least, replicas = LeastLoaded(), [ReplicaWork(0), ReplicaWork(1)]
+    for replica in replicas:
+        least.add(replica)
+    least.discard(replicas[0])
+    assert least.first(2, ()) == [replicas[1]]
+    least.add(replicas[0])
+    assert len(least.first(2, ())) == 2
 
 
 def test_a_prompt_counts_until_the_first_token_and_an_answer_until_it_ends() -> None:
-    ledger = LoadTracker(1)
-    account = ledger.open(0, num_tokens=1200, num_cached_tokens=200, max_output_tokens=10)
-    assert ledger.pending_tokens == [1010]
-    ledger.reach(account, 200)
-    assert ledger.pending_tokens == [1010]
-    ledger.reach(account, 700)
-    assert ledger.pending_tokens == [510]
-    ledger.reach(account, 16)  # computed again after a preemption: what is left was known before
-    assert ledger.pending_tokens == [510]
-    ledger.advance(account, 0)
-    assert ledger.pending_tokens == [510]
-    ledger.advance(account, 1)
-    assert ledger.pending_tokens == [9]
-    ledger.advance(account, 50)
-    assert ledger.pending_tokens == [1]
-    ledger.close(account)
-    assert ledger.pending_tokens == [0]
+    replica = ReplicaWork(0)
+    request = LoadTracker().open(
+        replica, num_tokens=1200, num_cached_tokens=200, max_output_tokens=10
+    )
+    assert replica.pending_tokens == 1010
+    assert request.prompt_progress(200) == 0
+    assert request.prompt_progress(700) == 500
+    assert replica.pending_tokens == 510
+    # After a preemption it is computed again: what is left was known before.
+    assert request.prompt_progress(16) == 0
+    assert replica.pending_tokens == 510
+    assert request.output_progress(1) == 501
+    assert replica.pending_tokens == 9
+    request.output_progress(50)
+    assert replica.pending_tokens == 1
+    request.close()
+    assert replica.pending_tokens == 0
 
 
 def test_an_answer_counts_as_one_of_the_usual_length() -> None:
-    ledger = LoadTracker(1)
+    tracker, replica = LoadTracker(), ReplicaWork(0)
     for _ in range(1000):
-        ledger.learn(300)
-    ledger.open(0, num_tokens=0, num_cached_tokens=0, max_output_tokens=100_000)
-    assert ledger.pending_tokens == [300]
+        tracker.observe_length(300)
+    tracker.open(replica, num_tokens=0, num_cached_tokens=0, max_output_tokens=100_000)
+    assert replica.pending_tokens == 300

@@ -1,4 +1,4 @@
-"""Who is left out, and for how long. Members are lists of what they do at which time."""
+"""Which replicas are left out, and for how long. Replicas are lists of what they do at which time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pagoda.frontend.outliers import (
     RETURN_S,
     SILENCE_S,
     STUCK_S,
+    Ejection,
     OutlierDetector,
+    ReplicaHealth,
     Waiting,
 )
 from pagoda.ipc.clock import VirtualClock
@@ -28,8 +30,9 @@ class Group:
         self.clock = VirtualClock()
         self.detector = OutlierDetector(self.clock)
         self.members = range(count)
-        for member in self.members:
-            self.detector.add(member, "group")
+        self.health = [ReplicaHealth(member) for member in self.members]
+        for health in self.health:
+            self.detector.add(health, "group")
         self.since = dict.fromkeys(self.members, 0.0)
 
     def pass_time(self, seconds: float) -> None:
@@ -43,16 +46,23 @@ class Group:
                     self.step(member, step_s)
 
     def step(self, member: int, step_s: float, num_tokens: int = 1) -> None:
-        self.detector.progress(member, f"r{member}", num_tokens, step_s)
-        self.since[member] = self.clock.now()
+        now = self.clock.now()
+        self.health[member].progress(f"r{member}", num_tokens, now, step_s)
+        self.since[member] = now
 
     def check(self) -> tuple[list[int], list[int]]:
         waiting = {member: Waiting(since) for member, since in self.since.items()}
-        verdicts = self.detector.check(waiting)
-        return [ejection.member for ejection in verdicts.ejected], verdicts.stuck
+        verdicts = self.detector.check(waiting.get)
+        return [ejection.replica for ejection in verdicts.ejected], verdicts.stuck
 
     def shares(self) -> list[float]:
-        return [self.detector.share(member) for member in self.members]
+        return [health.share(self.clock.now()) for health in self.health]
+
+    def fail(self, member: int) -> Ejection | None:
+        return self.detector.on_failure(self.health[member])
+
+    def lose(self, member: int) -> Ejection | None:
+        return self.detector.on_loss(self.health[member])
 
 
 def test_members_that_are_alike_all_stay() -> None:
@@ -90,7 +100,7 @@ def test_long_steps_are_no_silence() -> None:
         (Waiting(0.0, 100), 3.5),
         (Waiting(0.0, 100, kv_s=30.0), 33.5),
         (Waiting(0.0, 10**6, kv_s=30.0), 123.0),
-        (Waiting(0.0, 200, kv_s=30.0).beside(Waiting(0.0)), 4.0),
+        (Waiting(0.0, 200, kv_s=30.0).merge(Waiting(0.0)), 4.0),
     ],
 )
 def test_a_prompt_takes_its_time(waiting: Waiting, patience_s: float) -> None:
@@ -100,13 +110,13 @@ def test_a_prompt_takes_its_time(waiting: Waiting, patience_s: float) -> None:
     began = group.clock.now()
     while group.clock.now() < began + patience_s + 1:
         group.steps(1, 0.05, without=(1,))
-        verdicts = group.detector.check({1: waiting._replace(since=began)})
+        verdicts = group.detector.check({1: waiting._replace(since=began)}.get)
         late_s = group.clock.now() - began - patience_s
         if verdicts.ejected:
             break
         assert not verdicts.stuck
     assert abs(late_s) < 0.1
-    assert [ejection.member for ejection in verdicts.ejected] == [1]
+    assert [ejection.replica for ejection in verdicts.ejected] == [1]
 
 
 def test_when_all_are_silent_it_is_not_one_of_them() -> None:
@@ -168,32 +178,34 @@ def test_time_in_which_nobody_waits_is_not_counted() -> None:
     group = Group(2)
     for _ in range(40):
         group.steps(10, 0.02, without=(1,))
-        group.detector.progress(1, "r1", 10, 0.02)  # its client took ten times as long
+        group.health[1].progress(
+            "r1", 10, group.clock.now(), 0.02
+        )  # its client took ten times as long
     assert group.check() == ([], [])
 
 
 def test_failures_in_a_row_with_nothing_in_between() -> None:
     group = Group(2)
     for _ in range(MAX_FAILURES - 1):
-        assert group.detector.fail(0) is None
+        assert group.fail(0) is None
     group.step(0, 0.01)
     for _ in range(MAX_FAILURES - 1):
-        assert group.detector.fail(0) is None
-    ejection = group.detector.fail(0)
+        assert group.fail(0) is None
+    ejection = group.fail(0)
     assert ejection is not None
-    assert (ejection.member, ejection.duration_s) == (0, EJECTION_S)
+    assert (ejection.replica, ejection.duration_s) == (0, EJECTION_S)
     assert "2 requests in a row" in ejection.reason
 
 
 def test_one_that_is_lost_again_and_again() -> None:
     group = Group(2)
-    assert group.detector.lose(0) is None
+    assert group.lose(0) is None
     group.pass_time(FORGIVEN_S)
-    assert group.detector.lose(0) is None
+    assert group.lose(0) is None
     durations = []
     for _ in range(4):
         group.pass_time(20)
-        ejection = group.detector.lose(0)
+        ejection = group.lose(0)
         durations.append(ejection and ejection.duration_s)
     assert durations == [EJECTION_S, 2 * EJECTION_S, 3 * EJECTION_S, 4 * EJECTION_S]
 
@@ -203,7 +215,7 @@ def test_ejections_have_a_limit_and_are_forgiven() -> None:
 
     def eject() -> float:
         """However many times it takes."""
-        while (ejection := group.detector.lose(0)) is None:
+        while (ejection := group.lose(0)) is None:
             pass
         return ejection.duration_s
 
@@ -217,11 +229,11 @@ def test_ejections_have_a_limit_and_are_forgiven() -> None:
 
 def test_the_share_of_one_that_is_back_grows() -> None:
     group = Group(2)
-    group.detector.lose(0)
-    group.detector.lose(0)
+    group.lose(0)
+    group.lose(0)
     shares = []
     for _ in range(int(EJECTION_S + RETURN_S) + 1):
-        shares.append(group.detector.share(0))
+        shares.append(group.shares()[0])
         group.pass_time(1.0)
     assert shares[: int(EJECTION_S)] == [0] * int(EJECTION_S)
     back = shares[int(EJECTION_S) :]
@@ -234,22 +246,23 @@ def test_the_share_of_one_that_is_back_grows() -> None:
 def test_at_most_half_are_left_out(count: int, most: int) -> None:
     group = Group(count)
     for member in group.members:
-        group.detector.lose(member)
-        group.detector.lose(member)
+        group.lose(member)
+        group.lose(member)
     assert group.shares().count(0) == most
 
 
 def test_members_of_other_kinds_are_not_compared() -> None:
     clock = VirtualClock()
     detector = OutlierDetector(clock)
-    detector.add(0, "prefill")
-    detector.add(1, "decode")
-    detector.lose(0)
-    assert detector.lose(0) is None
+    first, second = ReplicaHealth(0), ReplicaHealth(1)
+    detector.add(first, "prefill")
+    detector.add(second, "decode")
+    detector.on_loss(first)
+    assert detector.on_loss(first) is None
     for _ in range(40):
-        detector.progress(0, "a", 1, 0.01)
-        detector.progress(1, "b", 1, 1.0)
-    assert detector.check({0: Waiting(0.0), 1: Waiting(0.0)}).ejected == []
+        first.progress("a", 1, 0.0, 0.01)
+        second.progress("b", 1, 0.0, 1.0)
+    assert detector.check(lambda _: Waiting(0.0)).ejected == []
 
 
 class Fleet(RuleBasedStateMachine):
@@ -260,13 +273,15 @@ class Fleet(RuleBasedStateMachine):
         self.clock = VirtualClock()
         self.detector = OutlierDetector(self.clock)
         self.groups: dict[int, str] = {}
+        self.health: dict[int, ReplicaHealth] = {}
         self.since: dict[int, float] = {}
         self.out_until: dict[int, float] = {}
         self.next_member = 0
 
     @rule(group=st.sampled_from("ab"))
     def join(self, group: str) -> None:
-        self.detector.add(self.next_member, group)
+        health = self.health[self.next_member] = ReplicaHealth(self.next_member)
+        self.detector.add(health, group)
         self.groups[self.next_member] = group
         self.next_member += 1
 
@@ -274,7 +289,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         member = self.member(data)
-        self.detector.remove(member)
+        self.detector.remove(self.health.pop(member))
         del self.groups[member]
         self.since.pop(member, None)
         self.out_until.pop(member, None)
@@ -284,14 +299,14 @@ class Fleet(RuleBasedStateMachine):
     def work(self, data: st.DataObject, step_s: float, count: int) -> None:
         member = self.member(data)
         for _ in range(count):
-            self.detector.progress(member, f"r{member}", 1, step_s)
+            self.health[member].progress(f"r{member}", 1, self.clock.now(), step_s)
         self.since[member] = self.clock.now()
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
         member = self.member(data)
-        self.detector.end(member, f"r{member}")
+        self.health[member].end(f"r{member}")
         self.since.pop(member, None)
 
     @precondition(lambda self: self.groups)
@@ -299,9 +314,10 @@ class Fleet(RuleBasedStateMachine):
     def go_wrong(self, data: st.DataObject, loses: bool) -> None:
         member = self.member(data)
         before = self.num_out(self.groups[member])
-        ejection = self.detector.lose(member) if loses else self.detector.fail(member)
+        health = self.health[member]
+        ejection = self.detector.on_loss(health) if loses else self.detector.on_failure(health)
         if ejection is not None:
-            self.note(ejection.member, ejection.duration_s)
+            self.note(ejection.replica, ejection.duration_s)
             assert self.num_out(self.groups[member]) == before + 1
 
     @rule(num_prompt_tokens=st.sampled_from([0, 10**6]), kv_s=st.sampled_from([0.0, 9.0]))
@@ -309,9 +325,9 @@ class Fleet(RuleBasedStateMachine):
         waiting = {
             member: Waiting(since, num_prompt_tokens, kv_s) for member, since in self.since.items()
         }
-        verdicts = self.detector.check(waiting)
+        verdicts = self.detector.check(waiting.get)
         for ejection in verdicts.ejected:
-            self.note(ejection.member, ejection.duration_s)
+            self.note(ejection.replica, ejection.duration_s)
         assert set(verdicts.stuck) <= self.since.keys()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
@@ -330,12 +346,12 @@ class Fleet(RuleBasedStateMachine):
 
     def num_out(self, group: str) -> int:
         mine = [member for member in self.groups if self.groups[member] == group]
-        return sum(self.detector.share(member) == 0 for member in mine)
+        return sum(self.health[member].share(self.clock.now()) == 0 for member in mine)
 
     @invariant()
     def those_that_are_out_are_back_in_time(self) -> None:
         for member in self.groups:
-            share = self.detector.share(member)
+            share = self.health[member].share(self.clock.now())
             is_out = self.clock.now() < self.out_until.get(member, 0.0)
             assert (share == 0) == is_out
             assert 0 <= share <= 1

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pagoda.frontend.policies import (
     DEFAULT_POLICY,
     POLICIES,
-    Arrival,
     Candidate,
+    RoutingRequest,
     least_pending_tokens,
     power_of_two,
     prefix_affinity,
@@ -21,8 +21,8 @@ from pagoda.frontend.policies import (
 )
 
 
-def arrival(number: int = 0, *, num_tokens: int = 100, session: str | None = None) -> Arrival:
-    return Arrival(f"r{number}", number, num_tokens, session)
+def asking(number: int = 0, *, num_tokens: int = 100, session: str | None = None) -> RoutingRequest:
+    return RoutingRequest(f"r{number}", number, num_tokens, session)
 
 
 def candidates(*pending: int, cached: tuple[int, ...] = ()) -> list[Candidate]:
@@ -39,7 +39,7 @@ def candidates(*pending: int, cached: tuple[int, ...] = ()) -> list[Candidate]:
 def test_every_policy_chooses_one_of_the_candidates(
     name: str, number: int, pending: list[int], session: str | None
 ) -> None:
-    asked = arrival(number, session=session)
+    asked = asking(number, session=session)
     choose = POLICIES[name].choose  # type: ignore[index]
     chosen = choose(asked, candidates(*pending))
     assert 0 <= chosen < len(pending)
@@ -47,22 +47,22 @@ def test_every_policy_chooses_one_of_the_candidates(
 
 
 def test_round_robin_takes_turns() -> None:
-    assert [round_robin(arrival(i), candidates(9, 0, 5)) for i in range(5)] == [0, 1, 2, 0, 1]
+    assert [round_robin(asking(i), candidates(9, 0, 5)) for i in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_the_least_pending_tokens() -> None:
-    assert least_pending_tokens(arrival(), candidates(7, 3, 5)) == 1
-    assert least_pending_tokens(arrival(), candidates(7)) == 0
+    assert least_pending_tokens(asking(), candidates(7, 3, 5)) == 1
+    assert least_pending_tokens(asking(), candidates(7)) == 0
 
 
 def test_equals_take_turns() -> None:
-    chosen = Counter(least_pending_tokens(arrival(i), candidates(4, 0, 0, 0)) for i in range(30))
+    chosen = Counter(least_pending_tokens(asking(i), candidates(4, 0, 0, 0)) for i in range(30))
     assert chosen == {1: 10, 2: 10, 3: 10}
 
 
 def test_power_of_two_avoids_the_busiest_and_reaches_all_others() -> None:
     pending = (1000, 0, 10, 20)
-    chosen = Counter(power_of_two(arrival(i), candidates(*pending)) for i in range(600))
+    chosen = Counter(power_of_two(asking(i), candidates(*pending)) for i in range(600))
     assert set(chosen) == {1, 2, 3}
     # Of the six pairs, the idle one is in three, and the next best in two without it.
     assert 240 < chosen[1] < 360
@@ -70,11 +70,11 @@ def test_power_of_two_avoids_the_busiest_and_reaches_all_others() -> None:
 
 
 def test_power_of_two_draws_two_different_ones() -> None:
-    assert {power_of_two(arrival(i), candidates(5, 0)) for i in range(50)} == {1}
+    assert {power_of_two(asking(i), candidates(5, 0)) for i in range(50)} == {1}
 
 
 def test_a_cached_prefix_draws_a_request_until_its_replica_is_far_behind() -> None:
-    asked = arrival(num_tokens=500)
+    asked = asking(num_tokens=500)
     assert prefix_affinity(asked, candidates(1599, 0, cached=(400, 0))) == 0
     assert prefix_affinity(asked, candidates(1601, 0, cached=(400, 0))) == 1
     assert prefix_affinity(asked, candidates(50, 50, cached=(16, 32))) == 1
@@ -83,7 +83,7 @@ def test_a_cached_prefix_draws_a_request_until_its_replica_is_far_behind() -> No
 def test_a_prefix_that_many_have_in_common_draws_less() -> None:
     def chosen(pending: int, num_sharing: int) -> int:
         there = Candidate("0", pending, 400, num_sharing)
-        return prefix_affinity(arrival(num_tokens=500), [there, Candidate("1", 0)])
+        return prefix_affinity(asking(num_tokens=500), [there, Candidate("1", 0)])
 
     assert chosen(1500, 0) == 0
     assert chosen(1500, 1) == 1
@@ -93,25 +93,25 @@ def test_a_prefix_that_many_have_in_common_draws_less() -> None:
 
 
 def test_without_anything_cached_prefix_affinity_balances() -> None:
-    assert prefix_affinity(arrival(), candidates(3, 1, 2)) == 1
+    assert prefix_affinity(asking(), candidates(3, 1, 2)) == 1
 
 
 def test_a_session_stays_where_it_is() -> None:
     everyone = candidates(10, 0, 500, 3)
     for session in map(str, range(100)):
-        home = session_affinity(arrival(session=session), everyone)
-        assert session_affinity(arrival(9, session=session), candidates(0, 9, 9, 9)) == home
+        home = session_affinity(asking(session=session), everyone)
+        assert session_affinity(asking(9, session=session), candidates(0, 9, 9, 9)) == home
         others = [one for one in everyone if one.replica != str((home + 1) % 4)]
-        assert others[session_affinity(arrival(session=session), others)].replica == str(home)
+        assert others[session_affinity(asking(session=session), others)].replica == str(home)
 
 
 def test_sessions_are_spread_and_requests_without_one_go_to_the_least_busy() -> None:
     homes = Counter(
-        session_affinity(arrival(session=str(i)), candidates(0, 0, 0, 0)) for i in range(400)
+        session_affinity(asking(session=str(i)), candidates(0, 0, 0, 0)) for i in range(400)
     )
     assert len(homes) == 4
     assert min(homes.values()) > 60
-    assert session_affinity(arrival(), candidates(5, 0)) == 1
+    assert session_affinity(asking(), candidates(5, 0)) == 1
 
 
 def test_only_prefix_affinity_costs_a_digest() -> None:

@@ -97,7 +97,7 @@ async def test_a_router_sees_a_host_of_two_replicas_as_one() -> None:
         router = Dispatcher([], POLICIES["prefix-affinity"])
         router.add(remote)
         index = PrefixIndex(100)
-        router.subscribe_cache(index.take)
+        router.subscribe_cache(index.apply)
         await until(lambda: index.told == blocks_of(first))
         await ask(router, second)
         await until(lambda: index.told == blocks_of(first) | blocks_of(second))
@@ -112,13 +112,13 @@ async def test_a_host_stops_telling_a_router_that_is_gone() -> None:
     async with pair() as it:
         remote = await it.dial()
         index = PrefixIndex(100)
-        remote.subscribe_cache(index.take)
-        await until(lambda: index._num_news > 0)
-        assert it.host._cache.is_followed
+        remote.subscribe_cache(index.apply)
+        await until(lambda: index.num_updates > 0)
+        assert it.host.is_subscribed
         await remote.close()
         async with asyncio.timeout(20):
             # It is known to be gone when something cannot be sent to it.
             for token in itertools.count(3):
                 await ask(it.host, [token % 50] * 9)
-                if not it.host._cache.is_followed:
+                if not it.host.is_subscribed:
                     return

@@ -56,7 +56,7 @@ def test_a_chain_longer_than_the_cache_keeps_its_root() -> None:
 def test_after_a_restart_nothing_is_cached() -> None:
     index = PrefixIndex(4)
     index.add(keys(A, 2))
-    index.take(news(keys(B, 2), anew=True))
+    index.apply(news(keys(B, 2), anew=True))
     assert index.clear() == ([], set(keys(B, 2)))
     assert len(index) == index.num_cached(keys(A, 2)) == index.num_cached(keys(B, 2)) == 0
 
@@ -77,64 +77,64 @@ def test_requests_that_begin_alike_are_counted_while_they_are_there() -> None:
 
 def test_what_the_replica_says_counts_however_long_ago_it_was_sent() -> None:
     index = PrefixIndex(2)
-    index.take(news(keys(A, 5), anew=True))
+    index.apply(news(keys(A, 5), anew=True))
     index.add(keys(B, 2))
     assert index.num_cached(keys(A, 5)) == 5
     assert index.num_cached(keys(B, 2)) == 2
-    assert index.take(news([], [A + 3])) == ([], {A + 3})
+    assert index.apply(news([], [A + 3])) == ([], {A + 3})
     assert index.num_cached(keys(A, 5)) == 3
 
 
 def test_what_is_new_in_news_is_passed_on() -> None:
     index = PrefixIndex(9)
-    assert index.take(news([1, 2], anew=True)) == ([1, 2], set())
-    assert index.take(news([2, 3], [1, 7])) == ([3], {1})
-    assert index.take(news([3, 4], anew=True)) == ([4], {2})
+    assert index.apply(news([1, 2], anew=True)) == ([1, 2], set())
+    assert index.apply(news([2, 3], [1, 7])) == ([3], {1})
+    assert index.apply(news([3, 4], anew=True)) == ([4], {2})
 
 
 def test_what_was_sent_and_never_stored_is_forgotten_with_the_second_news_after_the_end() -> None:
     index = PrefixIndex(9)
-    index.take(news([], anew=True))
+    index.apply(news([], anew=True))
     number = index.add(keys(A, 4))
-    index.take(news(keys(A, 1)))
+    index.apply(news(keys(A, 1)))
     assert index.num_cached(keys(A, 4)) == 4
     index.end(number, keys(A, 4))
-    index.take(news([]))
+    index.apply(news([]))
     assert index.num_cached(keys(A, 4)) == 4
-    index.take(news([]))
+    index.apply(news([]))
     assert index.num_cached(keys(A, 4)) == 1
 
 
 def test_what_another_request_brings_stays_until_that_ends() -> None:
     index = PrefixIndex(9)
-    index.take(news([], anew=True))
+    index.apply(news([], anew=True))
     first, second = index.add(keys(A, 4)), index.add(keys(A, 2))
     index.end(first, keys(A, 4))
     for _ in range(3):
-        index.take(news([]))
+        index.apply(news([]))
     assert index.num_cached(keys(A, 4)) == 2
     index.end(second, keys(A, 2))
     for _ in range(2):
-        index.take(news([]))
+        index.apply(news([]))
     assert len(index) == 0
 
 
 def test_a_replica_that_never_has_news_is_known_by_no_more_than_its_cache_has_room_for() -> None:
     index = PrefixIndex(9)
-    index.take(news([], anew=True))
+    index.apply(news([], anew=True))
     for first in [A] * 100 + list(range(100)):
         index.end(index.add(keys(first, 4)), keys(first, 4))
         assert index._ended.keys() <= index._sent.keys()
     assert len(index._sent) == 9
     for _ in range(2):
-        index.take(news([]))
+        index.apply(news([]))
     assert len(index) == len(index._ended) == 0
 
 
 @given(st.data())
 def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -> None:
     index = PrefixIndex(1000)
-    index.take(news([], anew=True))
+    index.apply(news([], anew=True))
     there: set[int] = set()
     running: dict[int, list[int]] = {}
     for _ in range(data.draw(st.integers(0, 30))):
@@ -147,18 +147,18 @@ def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -
             index.end(number, running.pop(number))
         elif action == "news":
             removed = [k for k in data.draw(st.lists(st.integers(0, 9))) if k not in some]
-            changes = index.take(news(some, removed))
+            changes = index.apply(news(some, removed))
             assert set(changes.stored) == set(some) - there
             assert set(changes.removed) == set(removed) & there
             there = (there | set(some)) - set(removed)
         elif action == "anew":
-            changes = index.take(news(some, anew=True))
+            changes = index.apply(news(some, anew=True))
             assert set(changes.stored) == set(some) - there
             assert set(changes.removed) == there - set(some)
             there = set(some)
         elif action == "clear":
             index.clear()
-            index.take(news([], anew=True))
+            index.apply(news([], anew=True))
             there = set()
             running.clear()
         assert index.told == there
@@ -167,7 +167,7 @@ def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -
     for number, some in running.items():
         index.end(number, some)
     for _ in range(2):
-        index.take(news([]))
+        index.apply(news([]))
     assert len(index) == len(there)
 
 

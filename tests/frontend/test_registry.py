@@ -65,7 +65,7 @@ async def test_a_host_that_leaves_finishes_what_it_has_and_gets_nothing_new() ->
         await leaving.leave()
         async with joined(router, "new"):
             await router.until_hosts(2)
-            await until(lambda: any(m.is_leaving for m in router.dispatcher._members))
+            await until(lambda: any(slot.is_leaving for slot in router.dispatcher.slots))
             assert await router.ask("r2") == ("new", FinishReason.STOP)
             leaving.endpoint.go_on.set()
             assert await asking == ("old", FinishReason.STOP)

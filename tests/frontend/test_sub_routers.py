@@ -62,7 +62,7 @@ async def test_limits_grow_and_shrink_with_the_hosts_below() -> None:
         second = ScriptedHost(lower)
         await until(lambda: upper.dispatcher.limits.max_num_seqs == 16)
         assert upper.dispatcher.limits.num_blocks == 128
-        assert upper.dispatcher._members[0].prefixes._capacity == 128
+        assert [slot.prefixes.capacity for slot in upper.dispatcher.slots] == [128]
         second.endpoint.limits = msgspec.structs.replace(second.endpoint.limits, max_model_len=99)
         second.endpoint.change()
         await until(lambda: upper.dispatcher.limits.max_model_len == 99)
@@ -125,7 +125,9 @@ async def test_a_router_that_leaves_finishes_what_it_has() -> None:
         asking = [asyncio.create_task(upper.ask(f"r{index}")) for index in range(2)]
         await host.endpoint.paused.wait()
         await door.leave()
-        await until(lambda: [m.takes_requests for m in upper.dispatcher._members].count(True) == 1)
+        await until(
+            lambda: [slot.takes_requests for slot in upper.dispatcher.slots].count(True) == 1
+        )
         assert await upper.ask("r3") == ("new", FinishReason.STOP)
         host.endpoint.go_on.set()
         answers = await asyncio.gather(*asking)
@@ -192,13 +194,13 @@ async def test_the_role_of_a_router_is_that_of_its_hosts() -> None:
     async with routed() as upper, routed() as lower, joined(lower) as host:
         roles(host, Role.PREFILL)
         async with below(lower, upper):
-            await until(lambda: len(upper.pod._prefill.replicas) == 1)
+            await until(lambda: len(upper.hosts.prefill.replicas) == 1)
             [link] = upper.dispatcher.replicas
             async with joined(lower) as second:
                 roles(second, Role.DECODE)
                 await until(lambda: upper.dispatcher.limits.role is Role.BOTH)
-                assert upper.pod._prefill.replicas == []
-            await until(lambda: len(upper.pod._prefill.replicas) == 1)
+                assert upper.hosts.prefill.replicas == []
+            await until(lambda: len(upper.hosts.prefill.replicas) == 1)
             assert upper.dispatcher.replicas == [link]  # still the same connection
 
 

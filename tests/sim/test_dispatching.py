@@ -8,172 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 import pytest
+from virtual_fleet import (
+    POISON,
+    VOCAB_SIZE,
+    Answer,
+    ask,
+    assert_caches_are_known,
+    assert_nothing_left,
+    engine,
+    expected,
+    request,
+    start,
+    worker_breaking,
+)
 
-from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.engine.load_reports import REPORT_INTERVAL_S
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from pagoda.executor.sim import sim_token
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.prefix_index import PrefixIndex, short_keys
-from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.frontend.policies import POLICIES
+from pagoda.frontend.prefix_index import PrefixIndex
+from pagoda.messages.frontend import FinishReason
 from pagoda.messages.load import LoadReport, TierLoad
-from pagoda.messages.sampling_params import SamplingParams
-from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
 from pagoda.sim.event_loop import run
 
-VOCAB_SIZE = 100
-POISON = VOCAB_SIZE + 1
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50
-
-
-def engine(**fields: object) -> EngineConfig:
-    sim = {"base_s": 0.01, "per_token_s": 0.0002, "num_blocks": 64, "block_size": 4}
-    sim |= {"max_model_len": 128, "vocab_size": VOCAB_SIZE}
-    names = SimConfig.__struct_fields__
-    sim |= {name: value for name, value in fields.items() if name in names}
-    rest = {name: value for name, value in fields.items() if name not in names}
-    return EngineConfig(
-        worker=WorkerConfig(model="sim"),
-        executor="sim",
-        sim=SimConfig(**sim),  # type: ignore[arg-type]
-        **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **rest},  # type: ignore[arg-type]
-    )
-
-
-def request(name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=name,
-        prompt_token_ids=list(prompt),
-        sampling=SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens),
-    )
-
-
-def expected(asked: GenerateRequest) -> list[int]:
-    tokens = [asked.prompt_token_ids[-1]]
-    for position in range(asked.sampling.max_tokens or 0):
-        tokens.append(sim_token(asked.sampling.seed or 0, position, tokens[-1], VOCAB_SIZE))
-    return tokens[1:]
-
-
-@dataclass
-class Answer:
-    """What a client got."""
-
-    request: GenerateRequest
-    tokens: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    error: str | None = None
-    refusal: Exception | None = None
-    left: bool = False
-    chunks: list[TokenChunk] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return self.finish is FinishReason.LENGTH and self.tokens == expected(self.request)
-
-
-async def ask(
-    dispatcher: Dispatcher, asked: GenerateRequest, *, leave_after: int | None = None
-) -> Answer:
-    answer = Answer(asked)
-    try:
-        async with aclosing(dispatcher.generate(asked)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                assert answer.finish is None, "a chunk behind the last one"
-                assert chunk.is_news != bool(chunk.token_ids or chunk.finish_reason)
-                if chunk.is_news:
-                    continue
-                answer.chunks.append(chunk)
-                answer.tokens += chunk.token_ids
-                answer.finish, answer.error = chunk.finish_reason, chunk.error
-                if leave_after is not None and len(answer.tokens) >= leave_after:
-                    answer.left = True
-                    break
-    except (OverloadedError, EngineDeadError) as error:
-        answer.refusal = error
-    return answer
-
-
-def poisoned(endpoint: SimEndpoint) -> SimEndpoint:
-    """Its engine dies a little after it has taken a prompt with a `POISON` token."""
-    inner = endpoint.generate
-
-    async def generate(asked: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        if POISON in asked.prompt_token_ids:
-            kill = asyncio.get_running_loop().call_later
-            kill(0.005, lambda: endpoint.kill(restart_s=0.5))
-        async with aclosing(inner(asked)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield chunk
-
-    endpoint.generate = generate  # type: ignore[method-assign]
-    return endpoint
-
-
-def worker_breaking(endpoint: SimEndpoint) -> SimEndpoint:
-    """As `poisoned`, but it is the worker that dies: the engine goes on, and takes requests meanwhile."""
-    inner = endpoint.generate
-
-    def lose_worker() -> None:
-        endpoint.hang(0.5)
-        endpoint.set_worker_ready(False)
-        asyncio.get_running_loop().call_later(0.5, endpoint.set_worker_ready, True)
-
-    async def generate(asked: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        if POISON in asked.prompt_token_ids:
-            asyncio.get_running_loop().call_later(0.005, lose_worker)
-        async with aclosing(inner(asked)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield chunk
-
-    endpoint.generate = generate  # type: ignore[method-assign]
-    return endpoint
-
-
-def assert_nothing_left(dispatcher: Dispatcher) -> None:
-    assert not any(dispatcher.ledger.pending_tokens)
-    assert not any(dispatcher.ledger.num_requests)
-    assert not dispatcher._requests
-    assert not dispatcher._waiting
-    assert dispatcher._on_trial is None
-    for endpoint in dispatcher.replicas:
-        assert isinstance(endpoint, SimEndpoint)
-        assert endpoint.connection.num_streams == 0
-        if endpoint._core is not None:
-            scheduler = endpoint._core.scheduler
-            assert scheduler is not None
-            assert not scheduler.has_requests()
-            scheduler.kv.pool.check()
-            assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
-
-
-def assert_caches_are_known(dispatcher: Dispatcher) -> None:
-    for member in dispatcher._members:
-        endpoint = member.replica
-        assert isinstance(endpoint, SimEndpoint)
-        core = endpoint._core
-        cached = [] if core is None or core.scheduler is None else core.scheduler.kv.pool._by_key
-        assert member.prefixes.told == set(short_keys(cached))
-
-
-async def start(
-    count: int, policy: PolicyName = "least-pending-tokens", **fields: object
-) -> tuple[Dispatcher, list[SimEndpoint]]:
-    endpoints = [poisoned(SimEndpoint(engine(**fields), check_kv=True)) for _ in range(count)]
-    dispatcher = Dispatcher(endpoints, POLICIES[policy])
-    await dispatcher.start()
-    return dispatcher, endpoints
 
 
 # ---- whole lives
@@ -269,13 +136,12 @@ def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
         answers = [asyncio.create_task(ask(dispatcher, one)) for one in asked]
         await asyncio.sleep(0.1)
         lost = endpoints[1]
-        assert dispatcher.ledger.num_requests[1] == 4
-        lost.hang(3600)
-        lost.set_worker_ready(False)
+        assert dispatcher.num_requests(lost) == 4
+        lost.lose_worker(restart_s=1000)
         await asyncio.sleep(0.1)
-        assert dispatcher.ledger.num_requests[1] == 0
+        assert dispatcher.num_requests(lost) == 0
         assert all(answer.complete for answer in await asyncio.gather(*answers))
-        lost.set_worker_ready(True)
+        assert asyncio.get_running_loop().time() < 1000
         assert_nothing_left(dispatcher)
         await dispatcher.close()
 
@@ -288,7 +154,7 @@ def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
         endpoints[1].kill(restart_s=0.1)
         await asyncio.sleep(0.2)
         await dispatcher.close()
-        assert [member.num_losses for member in dispatcher._members] == [0, 1]
+        assert [slot.num_losses for slot in dispatcher.slots] == [0, 1]
 
     run(main())
     assert "was lost" not in caplog.text
@@ -361,9 +227,7 @@ def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
         dispatcher, (only,) = await start(1)
         answer = asyncio.create_task(ask(dispatcher, request("r", [1, 2], max_tokens=60)))
         await asyncio.sleep(0.1)
-        only.set_worker_ready(False)
-        await asyncio.sleep(0.1)
-        only.set_worker_ready(True)
+        only.lose_worker(restart_s=0.1)
         assert (await answer).complete
         assert_nothing_left(dispatcher)
         await dispatcher.close()
@@ -409,8 +273,8 @@ def test_a_request_that_is_moved_often_kills_no_engines() -> None:
         asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
         for _ in range(5):
             await asyncio.sleep(1.1)
-            [member] = [m for m in dispatcher._members if dispatcher.ledger.num_requests[m.index]]
-            dispatcher._move_requests_of(member, lost_worker=False)
+            [busy] = [slot.replica for slot in dispatcher.slots if slot.requests]
+            await busy.abort("r")
         assert (await asking).complete
         assert_nothing_left(dispatcher)
         await dispatcher.close()
@@ -498,11 +362,11 @@ def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
         dispatcher, endpoints = await start(2, "prefix-affinity")
         prompt = list(range(60))
         await ask(dispatcher, request("first", prompt))
-        [home] = [m for m in dispatcher._members if len(m.prefixes)]
+        [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
         for i in range(5):
             await ask(dispatcher, request(f"again{i}", prompt))
-        assert [len(m.prefixes) > 0 for m in dispatcher._members].count(True) == 1
-        endpoints[home.index].kill(restart_s=0.01)
+        assert [len(slot.prefixes) > 0 for slot in dispatcher.slots].count(True) == 1
+        endpoints[home.number].kill(restart_s=0.01)
         assert len(home.prefixes) == 0
         await dispatcher.close()
 
@@ -515,7 +379,7 @@ def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_hav
         asked = [request(f"r{i}", [i] * 9) for i in range(6)]
         await asyncio.gather(*(ask(dispatcher, one) for one in asked))
         above = PrefixIndex(1000)
-        unfollow = dispatcher.subscribe_cache(above.take)
+        unfollow = dispatcher.subscribe_cache(above.apply)
         await asyncio.sleep(0.1)
         assert above.told == cached_by(endpoints)
         await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))
@@ -538,9 +402,7 @@ def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_hav
 
 
 def cached_by(endpoints: Sequence[SimEndpoint]) -> set[int]:
-    cores = [endpoint._core for endpoint in endpoints]
-    schedulers = [core.scheduler for core in cores if core is not None]
-    return set(short_keys(key for s in schedulers if s is not None for key in s.kv.pool._by_key))
+    return set().union(*(endpoint.cached_keys() for endpoint in endpoints))
 
 
 def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
@@ -549,9 +411,7 @@ def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
         await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
         await asyncio.sleep(REPORT_INTERVAL_S + 0.1)
         assert_caches_are_known(dispatcher)
-        assert [endpoint._core and endpoint._core.next_wakeup() for endpoint in endpoints] == [
-            None
-        ] * 2
+        assert [endpoint.next_wakeup() for endpoint in endpoints] == [None] * 2
         await dispatcher.close()
 
     run(main())
@@ -597,7 +457,7 @@ def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
 def test_a_degraded_replica_is_avoided_but_better_than_none() -> None:
     async def main() -> None:
         dispatcher, endpoints = await start(2)
-        endpoints[0].set_worker_ready(False)
+        endpoints[0].lose_worker(restart_s=8)
         await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
         load = await dispatcher.load()
         assert [r.state for r in load.replicas] == ["degraded", "ready"]
@@ -683,7 +543,7 @@ def test_many_replicas_share_the_work(count: int) -> None:
         asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
         asking_all = asyncio.gather(*asking)
         await asyncio.sleep(0.1)
-        assert dispatcher.ledger.num_requests == [4] * count
+        assert [len(slot.requests) for slot in dispatcher.slots] == [4] * count
         for endpoint in endpoints[::3]:
             endpoint.kill(restart_s=1)
         assert all(answer.complete for answer in await asking_all)

@@ -9,15 +9,17 @@ from contextlib import aclosing
 
 import msgspec
 import pytest
-from test_dispatching import Answer, ask, assert_nothing_left, engine, request
+from virtual_fleet import Answer, ask, assert_nothing_left, engine, request
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
+from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.outliers import SILENCE_S
-from pagoda.frontend.pods import PATIENCE_S, Pod, is_better_here
 from pagoda.frontend.policies import POLICIES, PolicyName
-from pagoda.frontend.prefill_offload import Place
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.prefill_offload import PATIENCE_S, is_better_here
+from pagoda.frontend.replica_slot import ReplicaInfo
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -79,8 +81,8 @@ class Host(SimEndpoint):
 
 async def start(
     roles: Sequence[Role], policy: PolicyName = "least-pending-tokens", **fields: object
-) -> tuple[Pod, list[Host]]:
-    pod = Pod(POLICIES[policy], MIN_TOKENS)
+) -> tuple[PrefillDecodeRouter, list[Host]]:
+    pod = PrefillDecodeRouter(POLICIES[policy], MIN_TOKENS)
     network = SimNetwork(LoopClock())
     hosts = [Host(role, network, index, **fields) for index, role in enumerate(roles)]
     for host in hosts:
@@ -89,17 +91,21 @@ async def start(
     return pod, hosts
 
 
-async def end(pod: Pod, hosts: Sequence[Host]) -> None:
+async def end(pod: PrefillDecodeRouter, hosts: Sequence[Host]) -> None:
     """Nothing is held for longer than a lease, on either side."""
     await asyncio.sleep(LEASE_S + 2)
     assert_nothing_left(pod.dispatcher)
-    assert_nothing_left(pod._prefill)
+    assert_nothing_left(pod.prefill)
     for host in hosts:
         if host.state is ReplicaState.READY:
             assert (await host.load()).num_leases == 0
         pod.remove(host)
         await host.close()
     await pod.close()
+
+
+def pending_tokens(dispatcher: Dispatcher) -> list[int]:
+    return [slot.work.pending_tokens for slot in dispatcher.slots]
 
 
 def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
@@ -181,8 +187,8 @@ def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
         pod, hosts = await start([P, D], base_s=1.0)
         asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=3)))
         await asyncio.sleep(0.1)
-        assert pod.dispatcher.ledger.pending_tokens == [0, 3]
-        assert pod._prefill.ledger.pending_tokens == [len(LONG) + 3]
+        assert pending_tokens(pod.dispatcher) == [0, 3]
+        assert pending_tokens(pod.prefill) == [len(LONG) + 3]
         assert (await asking).complete
         await end(pod, hosts)
 
@@ -205,7 +211,7 @@ def test_a_queue_of_prefill_hosts_is_weighed_against_what_the_prompt_would_hold_
     waiting: int, decoding: int, num_streams: int, is_here: bool
 ) -> None:
     """By a prompt of 100 tokens."""
-    assert is_better_here(100, Place(D, 0, decoding, num_streams), waiting) == is_here
+    assert is_better_here(100, ReplicaInfo(D, 0, decoding, num_streams), waiting) == is_here
 
 
 def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
@@ -248,7 +254,7 @@ def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
             await asyncio.sleep(0.2)
         assert all(answer.complete for answer in await asyncio.gather(*asking))
         assert len(hosts[0].taken) <= 5
-        assert [r.state for r in (await pod._prefill.load()).replicas] == ["ejected", "ready"]
+        assert [r.state for r in (await pod.prefill.load()).replicas] == ["ejected", "ready"]
         assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 15
         await end(pod, hosts)
 
@@ -332,7 +338,7 @@ def test_a_prompt_is_not_computed_for_an_answer_that_has_ended() -> None:
         pod, hosts = await start([P, D], base_s=0.05)
         answer = await ask(pod.dispatcher, request("r", LONG, max_tokens=2), leave_after=1)
         assert answer.left
-        assert pod._prefill.ledger.num_requests == [0]
+        assert pod.prefill.num_requests(hosts[0]) == 0
         await asyncio.sleep(6)
         await end(pod, hosts)
 
@@ -395,7 +401,7 @@ def test_prefill_hosts_answer_when_there_is_nobody_else() -> None:
     async def main() -> None:
         pod, hosts = await start([P, P])
         assert (await ask(pod.dispatcher, request("r", LONG))).complete
-        late = Host(D, hosts[0]._network, 2)
+        late = Host(D, hosts[0].network, 2)
         await late.start()
         pod.add(late)
         assert (await ask(pod.dispatcher, request("s", LONG))).complete
@@ -427,7 +433,7 @@ def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
             return {bool(host.connection.num_subscribers) for host in hosts}
 
         assert are_followed() == {False}
-        p = Host(P, hosts[0]._network, 2)
+        p = Host(P, hosts[0].network, 2)
         await p.start()
         pod.add(p)
         assert are_followed() == {True}
@@ -446,7 +452,7 @@ def test_routers_agree_on_the_host_of_a_session_however_hosts_have_joined() -> N
         pod, hosts = await start([NONE] * 3)
         for host in hosts:
             pod.remove(host)
-        pod.dispatcher._policy = POLICIES["session-affinity"]
+        pod.dispatcher.slots.policy = POLICIES["session-affinity"]
         for name, host in zip(names, hosts, strict=True):
             host.name = name
             pod.add(host)

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from test_dispatching import ask, assert_nothing_left, engine, request, start
+from virtual_fleet import ask, assert_nothing_left, engine, request, start
 
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher
@@ -34,8 +34,7 @@ class Traffic:
         return after - before
 
     def placed(self) -> dict[int, int]:
-        counts = (member.prefixes._num_added for member in self.dispatcher._members)
-        return dict(enumerate(counts))
+        return {slot.number: slot.prefixes.num_added for slot in self.dispatcher.slots}
 
     async def _ask(self, number: int) -> float:
         loop = asyncio.get_running_loop()
@@ -142,7 +141,7 @@ def test_an_idle_fleet_is_not_watched() -> None:
         dispatcher, _ = await start(2)
         await ask(dispatcher, request("one"))
         await asyncio.sleep(2)
-        assert dispatcher._judging is None
+        assert not dispatcher.is_judging
         await dispatcher.close()
 
     run(main())

@@ -1,0 +1,332 @@
+"""The replicas of a dispatcher: which there are, what they can take together, and which takes a request."""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+
+from pagoda.frontend.cache_union import CacheUnion
+from pagoda.frontend.endpoint import Replica, ReplicaState
+from pagoda.frontend.outliers import OutlierDetector
+from pagoda.frontend.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
+from pagoda.frontend.replica_pool import RolePool, Shortlist, low_discrepancy
+from pagoda.frontend.replica_slot import Fitness, ReplicaSlot, has_part_in
+from pagoda.frontend.tracked_request import TrackedRequest
+from pagoda.ipc.clock import Clock
+from pagoda.messages.frontend import EngineReady, GenerateRequest
+from pagoda.messages.worker_config import Role
+
+T = TypeVar("T")
+
+SMALL_FLEET = 16
+"""Up to so many replicas all of them are looked at for each request, and beyond that a shortlist. A request that
+so many replicas of a large fleet have refused finds no other soon."""
+_NUM_RETURNING = 4
+"""Replicas with less than their full share that are looked at beside a shortlist."""
+
+
+class ReplicaSet:
+    """Keeps sums and lists up to date as replicas change, so that nothing looks at all replicas for one
+    request."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cache: CacheUnion,
+        outliers: OutlierDetector,
+        clock: Clock,
+        on_room: Callable[[int], None],
+    ) -> None:
+        """`on_room` is called when a replica takes requests that did not before, with how many of those that wait
+        may find room there."""
+        self.policy = policy
+        self._cache = cache
+        self._outliers = outliers
+        self._clock = clock
+        self._on_room = on_room
+        self._slots: dict[int, ReplicaSlot] = {}
+        self._by_replica: dict[Replica, ReplicaSlot] = {}
+        self._names: set[str] = set()
+        self._num_added = 0
+        self._num_placed = 0
+        self._pools = {role: RolePool(role) for role in Role}
+        self._limits: Counter[EngineReady] = Counter()
+        """How many replicas have which limits, apart from the ids in them."""
+        self._routers: Counter[str] = Counter()
+        """Ids of routers, and behind how many replicas they are."""
+        self._sum: EngineReady | None = None
+        """The sum of limits; None when it has to be made anew."""
+        self._last_limits: EngineReady | None = None
+        self._returns: list[tuple[float, int]] = []
+        """A heap of when replicas have their full share again, and their numbers."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[ReplicaSlot]:
+        return iter(self._slots.values())
+
+    def __contains__(self, slot: ReplicaSlot) -> bool:
+        return slot.number in self._slots
+
+    def __getitem__(self, replica: Replica) -> ReplicaSlot:
+        return self._by_replica[replica]
+
+    def get(self, replica: Replica) -> ReplicaSlot | None:
+        return self._by_replica.get(replica)
+
+    def by_number(self, number: int) -> ReplicaSlot:
+        return self._slots[number]
+
+    def new_slot(self, replica: Replica) -> ReplicaSlot:
+        """A slot for a replica that may not have started yet."""
+        number = self._num_added
+        self._num_added += 1
+        name = replica.name or str(number)
+        if name in self._names:
+            name = f"{name}#{number}"
+        slot = ReplicaSlot(number, name, replica, self._cache.new_index(number, 0))
+        self._slots[number] = self._by_replica[replica] = slot
+        self._names.add(name)
+        return slot
+
+    def start(self, slot: ReplicaSlot) -> None:
+        """Takes in a replica that has started."""
+        self._outliers.add(slot.health, slot.replica.limits.role)
+        self.take_limits(slot)
+
+    def remove(self, slot: ReplicaSlot) -> None:
+        self._list(slot, None)
+        del self._slots[slot.number], self._by_replica[slot.replica]
+        self._names.discard(slot.name)
+        self._outliers.remove(slot.health)
+        self._count(slot.limits, -1)
+
+    # ---- limits
+
+    @property
+    def limits(self) -> EngineReady:
+        """What all replicas together can take, of requests that each of them can take.
+
+        Without any replica the last limits hold: requests wait for another one of the same kind.
+
+        Raises:
+            RuntimeError: no replica has ever started.
+        """
+        if self._sum is None:
+            self._sum = _sum_of(self._limits, self._routers) if self._limits else self._last_limits
+        if self._sum is None:
+            raise RuntimeError("The replicas have not started.")
+        return self._sum
+
+    @property
+    def has_limits(self) -> bool:
+        return bool(self._limits) or self._last_limits is not None
+
+    def take_limits(self, slot: ReplicaSlot) -> None:
+        """Takes the replica's limits into the sums, where they are others than before."""
+        old, new = slot.limits, slot.replica.limits
+        if old == new:
+            return
+        self._list(slot, None)
+        self._count(new, 1)
+        self._count(old, -1)
+        slot.limits = new
+        slot.prefixes.resize(new.num_blocks)
+        if old is not None and old.role is not new.role:
+            self._outliers.regroup(slot.health, new.role)
+        self.refit(slot)
+
+    def _count(self, limits: EngineReady | None, change: int) -> None:
+        if limits is None:
+            return
+        pool = self._pools[limits.role]
+        pool.num_replicas += change
+        pool.room += change * (limits.max_num_seqs + limits.max_num_waiting)
+        if change < 0 and len(self._limits) == 1:
+            self._last_limits = self.limits
+        _add(self._limits, msgspec.structs.replace(limits, host_id="", routers=()), change)
+        for router in limits.routers:
+            _add(self._routers, router, change)
+        self._sum = None
+
+    def room_for(self, request: GenerateRequest) -> int:
+        """Requests of this kind that all replicas meant for them can have, running and waiting."""
+        pools = [pool for pool in self._pools.values() if pool.num_replicas]
+        room = sum(p.room for p in pools if has_part_in(p.role, request))
+        if room or not pools:
+            limits = self.limits
+            return room or limits.max_num_seqs + limits.max_num_waiting
+        return sum(pool.room for pool in pools)
+
+    # ---- who takes requests
+
+    @property
+    def num_takers(self) -> int:
+        return sum(pool.num_takers for pool in self._pools.values())
+
+    @property
+    def num_ready(self) -> int:
+        return sum(pool.num_ready for pool in self._pools.values())
+
+    def least_pending_tokens(self) -> int | None:
+        """The least work of a replica that takes requests, computes and is not left out; None if there is none."""
+        self._refit_returned()
+        slots = [
+            self._slots[work.number]
+            for pool in self._pools.values()
+            for work in pool.least.first(1, ())
+        ]
+        for pool in self._pools.values():
+            slots += [s for s in pool.by_fitness[Fitness.RETURNING] if self.share(s) > 0]
+        return min((slot.work.pending_tokens for slot in slots), default=None)
+
+    def has_other(self, slot: ReplicaSlot, request: GenerateRequest) -> bool:
+        """True if a ready replica besides `slot` is meant for requests like this one."""
+        num_ready = sum(p.num_ready for p in self._pools.values() if has_part_in(p.role, request))
+        is_one = slot.fitness in (Fitness.FIT, Fitness.RETURNING)
+        return num_ready > (is_one and has_part_in(slot.role, request))
+
+    def share(self, slot: ReplicaSlot) -> float:
+        """The share of requests that the replica gets of those that it would get otherwise, from 0 to 1."""
+        return slot.health.share(self._clock.now())
+
+    def refit(self, slot: ReplicaSlot) -> None:
+        """Puts the replica on the list where it belongs after a change."""
+        was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
+        if slot.number not in self._slots or slot.limits is None or not slot.takes_requests:
+            self._list(slot, None)
+        elif slot.replica.state is not ReplicaState.READY:
+            self._list(slot, Fitness.DEGRADED)
+        elif self._clock.now() < slot.health.recovered_at:
+            self._list(slot, Fitness.RETURNING)
+            heapq.heappush(self._returns, (slot.health.recovered_at, slot.number))
+        else:
+            self._list(slot, Fitness.FIT)
+        if slot.fitness is not None and slot.limits is not None and not was_taker:
+            room = slot.limits.max_num_seqs + slot.limits.max_num_waiting
+            self._on_room(room if had_takers else sys.maxsize)
+
+    def _list(self, slot: ReplicaSlot, fitness: Fitness | None) -> None:
+        if slot.fitness is fitness:
+            return
+        pool = self._pools[slot.role]
+        if slot.fitness is not None:
+            pool.remove(slot, slot.fitness)
+        if fitness is not None:
+            pool.add(slot, fitness)
+        slot.fitness = fitness
+
+    def _refit_returned(self) -> None:
+        now = self._clock.now()
+        while self._returns and self._returns[0][0] <= now:
+            slot = self._slots.get(heapq.heappop(self._returns)[1])
+            if slot is not None:
+                self.refit(slot)
+
+    # ---- placement
+
+    def choose(
+        self, tracked: TrackedRequest, keys: Sequence[int]
+    ) -> tuple[ReplicaSlot, int] | None:
+        """The replica that takes the request, and how many tokens are believed to be cached there.
+
+        `keys` are short keys of the prompt's blocks, where it matters what is cached. Returns None where no
+        replica takes requests, or all have refused this one.
+        """
+        self._refit_returned()
+        request = RoutingRequest(
+            tracked.request_id, self._num_placed, tracked.num_tokens, tracked.request.session
+        )
+        slots = self._candidates(tracked, request, keys)
+        if not slots:
+            return None
+        self._num_placed += 1
+        candidates = [self._candidate(slot, keys) for slot in slots]
+        chosen = self.policy.choose(request, candidates)
+        return slots[chosen], candidates[chosen].num_cached_tokens
+
+    def _candidates(
+        self, tracked: TrackedRequest, request: RoutingRequest, keys: Sequence[int]
+    ) -> list[ReplicaSlot]:
+        """Ready replicas that have not refused the request, else degraded ones.
+
+        Replicas that were left out for doing worse than others get some of the first requests after that. Replicas
+        not meant for such requests get this one only where no other takes requests, not where others are full.
+        """
+        takers = [pool for pool in self._pools.values() if pool.num_takers]
+        pools = [pool for pool in takers if has_part_in(pool.role, tracked.request)] or takers
+        refused = tracked.refusals
+        draw = low_discrepancy(request.number)
+        if sum(pool.num_takers for pool in pools) <= SMALL_FLEET:
+            fit = _open(pools, Fitness.FIT, refused)
+            returning = _open(pools, Fitness.RETURNING, refused)
+            chosen = fit + [slot for slot in returning if self.share(slot) > draw]
+            chosen = chosen or returning or _open(pools, Fitness.DEGRADED, refused)
+            return sorted(chosen, key=_number)
+        if len(refused) >= SMALL_FLEET:
+            return []
+        holders = self._cache.holders(keys, NUM_HOLDERS) if keys else ()
+        shortlist = Shortlist(pools, refused, self._slots, holders)
+        positions = range(request.number, request.number + SMALL_FLEET)
+        returning = list(islice(shortlist.at(positions, Fitness.RETURNING), _NUM_RETURNING))
+        chosen = list(self.policy.shortlist(request, shortlist))
+        chosen += [slot for slot in dict.fromkeys(returning) if self.share(slot) > draw]
+        return chosen or returning or list(islice(shortlist.at(positions, Fitness.DEGRADED), 1))
+
+    def _candidate(self, slot: ReplicaSlot, keys: Sequence[int]) -> Candidate:
+        num_cached = slot.prefixes.num_cached(keys)
+        num_sharing = slot.prefixes.num_sharing(keys[num_cached - 1]) if num_cached else 0
+        num_cached_tokens = num_cached and num_cached * self.limits.block_size
+        return Candidate(slot.name, slot.work.pending_tokens, num_cached_tokens, num_sharing)
+
+
+def _open(
+    pools: Sequence[RolePool], fitness: Fitness, refused: Container[int]
+) -> list[ReplicaSlot]:
+    return [
+        slot for pool in pools for slot in pool.by_fitness[fitness] if slot.number not in refused
+    ]
+
+
+def _add(counter: Counter[T], item: T, change: int) -> None:
+    counter[item] += change
+    if not counter[item]:
+        del counter[item]
+
+
+def _number(slot: ReplicaSlot) -> int:
+    return slot.number
+
+
+def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady:
+    """What replicas with these limits, by how many have them, can take together."""
+    num_replicas = limits.total()
+    summaries = dict.fromkeys(limit.summary for limit in limits)
+    prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
+    return EngineReady(
+        max_model_len=min(limit.max_model_len for limit in limits),
+        vocab_size=min(limit.vocab_size for limit in limits),
+        num_blocks=sum(limit.num_blocks * count for limit, count in limits.items()),
+        block_size=next(iter(limits)).block_size,
+        max_num_seqs=sum(limit.max_num_seqs * count for limit, count in limits.items()),
+        max_num_waiting=sum(limit.max_num_waiting * count for limit, count in limits.items()),
+        summary=prefix + "; ".join(summaries),
+        role=_sum_of_roles({limit.role for limit in limits}),
+        routers=tuple(sorted(routers)),
+    )
+
+
+def _sum_of_roles(roles: set[Role]) -> Role:
+    """What can be asked of some replicas can be asked of all together."""
+    holds = any(role.holds_kv for role in roles)
+    fetches = any(role.fetches_kv for role in roles)
+    if holds and fetches:
+        return Role.BOTH
+    return Role.PREFILL if holds else Role.DECODE if fetches else Role.NONE

@@ -1,0 +1,140 @@
+"""A fleet in virtual time: requests of clients, what they got, and engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from pagoda.engine.config import EngineConfig, SimConfig
+from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.executor.sim import sim_token
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker_config import WorkerConfig
+from pagoda.sim.endpoint import SimEndpoint
+
+VOCAB_SIZE = 100
+POISON = VOCAB_SIZE + 1
+
+
+def engine(**fields: object) -> EngineConfig:
+    sim = {"base_s": 0.01, "per_token_s": 0.0002, "num_blocks": 64, "block_size": 4}
+    sim |= {"max_model_len": 128, "vocab_size": VOCAB_SIZE}
+    names = SimConfig.__struct_fields__
+    sim |= {name: value for name, value in fields.items() if name in names}
+    rest = {name: value for name, value in fields.items() if name not in names}
+    return EngineConfig(
+        worker=WorkerConfig(model="sim"),
+        executor="sim",
+        sim=SimConfig(**sim),  # type: ignore[arg-type]
+        **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **rest},  # type: ignore[arg-type]
+    )
+
+
+def request(name: str, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 20) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        sampling=SamplingParams(seed=sum(name.encode()), max_tokens=max_tokens),
+    )
+
+
+def expected(asked: GenerateRequest) -> list[int]:
+    tokens = [asked.prompt_token_ids[-1]]
+    for position in range(asked.sampling.max_tokens or 0):
+        tokens.append(sim_token(asked.sampling.seed or 0, position, tokens[-1], VOCAB_SIZE))
+    return tokens[1:]
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    request: GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+    refusal: Exception | None = None
+    left: bool = False
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.finish is FinishReason.LENGTH and self.tokens == expected(self.request)
+
+
+async def ask(
+    dispatcher: Dispatcher, asked: GenerateRequest, *, leave_after: int | None = None
+) -> Answer:
+    answer = Answer(asked)
+    try:
+        async with aclosing(dispatcher.generate(asked)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                assert answer.finish is None, "a chunk behind the last one"
+                assert chunk.is_news != bool(chunk.token_ids or chunk.finish_reason)
+                if chunk.is_news:
+                    continue
+                answer.chunks.append(chunk)
+                answer.tokens += chunk.token_ids
+                answer.finish, answer.error = chunk.finish_reason, chunk.error
+                if leave_after is not None and len(answer.tokens) >= leave_after:
+                    answer.left = True
+                    break
+    except (OverloadedError, EngineDeadError) as error:
+        answer.refusal = error
+    return answer
+
+
+def poisoned(endpoint: SimEndpoint) -> SimEndpoint:
+    """An endpoint whose engine dies a little after it has taken a prompt with a `POISON` token."""
+    return _after_poison(endpoint, lambda: endpoint.kill(restart_s=0.5))
+
+
+def worker_breaking(endpoint: SimEndpoint) -> SimEndpoint:
+    """An endpoint whose worker dies a little after it has taken a prompt with a `POISON` token; the engine goes
+    on."""
+    return _after_poison(endpoint, lambda: endpoint.lose_worker(restart_s=0.5))
+
+
+def _after_poison(endpoint: SimEndpoint, fault: Callable[[], None]) -> SimEndpoint:
+    inner = endpoint.generate
+
+    async def generate(asked: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if POISON in asked.prompt_token_ids:
+            asyncio.get_running_loop().call_later(0.005, fault)
+        async with aclosing(inner(asked)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+    endpoint.generate = generate  # type: ignore[method-assign]
+    return endpoint
+
+
+def assert_nothing_left(dispatcher: Dispatcher) -> None:
+    assert not dispatcher.requests
+    assert dispatcher.quarantine.suspect is None
+    for slot in dispatcher.slots:
+        assert (slot.work.pending_tokens, slot.work.num_requests) == (0, 0)
+        assert not slot.requests
+        assert slot.num_streams == 0
+        assert isinstance(slot.replica, SimEndpoint)
+        slot.replica.check_idle()
+
+
+def assert_caches_are_known(dispatcher: Dispatcher) -> None:
+    for slot in dispatcher.slots:
+        assert isinstance(slot.replica, SimEndpoint)
+        assert slot.prefixes.told == slot.replica.cached_keys()
+
+
+async def start(
+    count: int, policy: PolicyName = "least-pending-tokens", **fields: object
+) -> tuple[Dispatcher, list[SimEndpoint]]:
+    endpoints = [poisoned(SimEndpoint(engine(**fields), check_kv=True)) for _ in range(count)]
+    dispatcher = Dispatcher(endpoints, POLICIES[policy])
+    await dispatcher.start()
+    return dispatcher, endpoints
