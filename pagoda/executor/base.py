@@ -1,4 +1,4 @@
-"""How an engine reaches the workers that compute its steps."""
+"""Interface through which an engine reaches the workers that compute its steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Executor(Protocol):
     """
 
     max_in_flight: int
-    """How many plans may be under way."""
+    """Plans that may be under way."""
 
     def start(self, num_blocks: int | None = None) -> None:
         """Begins to start the workers; a `WorkerReady` or `WorkerLost` event follows.
@@ -68,7 +68,7 @@ class Executor(Protocol):
         ...
 
     def poll(self) -> list[ExecutorEvent]:
-        """What has happened since the last call. Never waits."""
+        """Returns what has happened since the last call. Never waits."""
         ...
 
     def pollables(self) -> list[object]:
@@ -80,7 +80,7 @@ class Executor(Protocol):
         ...
 
     def next_event_at(self) -> float | None:
-        """When to call `poll` even if nothing became readable, on the engine's clock; None for never."""
+        """Time to call `poll` even if nothing became readable, on the engine's clock; None for never."""
         ...
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Executor(Protocol):
 
 
 def max_in_flight(num_stages: int) -> int:
-    """How many plans keep workers busy: one at each stage, and one in front of the first, planned meanwhile.
+    """Plans that keep workers busy: one at each stage, and one in front of the first, planned meanwhile.
 
     Of decoding requests there is at most one step at each stage, since each waits for its sample; the one more is
     then a prompt's, whose chunks follow each other without waiting.

@@ -45,9 +45,9 @@ _log = logging.getLogger(__name__)
 _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
-"""How long workers may take to say hello before the log says who has not."""
+"""Seconds without a hello after which the log names the silent workers."""
 _HANG_UP_S = 1.0
-"""How long a worker may be without a connection before it counts as lost."""
+"""Seconds without a connection after which a worker counts as lost."""
 
 
 class GroupExecutor:
@@ -91,7 +91,7 @@ class GroupExecutor:
         self._num_starts = 0
         self._group: _Group | None = None
         self._news: list[ExecutorEvent] = []
-        """What `poll` has to tell besides what workers say."""
+        """Events for `poll` besides what workers say."""
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
 
     def start(self, num_blocks: int | None = None) -> None:
@@ -300,18 +300,18 @@ class _Group:
         self._links: dict[int, TransferLink] = {}
         """All three by rank in the replica."""
         self.ask_at: float | None = None
-        """When to look who has not said hello."""
+        """Time at which to look for workers that have not said hello."""
         self.start_deadline: float | None = None
-        """When the workers, which start, have been silent for too long; None once they are ready."""
+        """Time at which starting workers have been silent for too long; None once they are ready."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.give_up_at = 0.0
-        """When it counts as lost: by then it is known how its process ended, if it did."""
+        """Time at which the worker counts as lost: by then it is known how its process ended, if it did."""
         self.num_in_flight = 0
         self.deadline: float | None = None
-        """When the step that is being executed has taken too long; None when there is none."""
+        """Time at which the step under way has taken too long; None when there is none."""
         self.trace = configs[0].trace
-        """What the workers have been told to trace."""
+        """Trace that the workers have been told to take."""
         self._trace_ends_of: set[int] = set()
         """Ranks whose fragments are to be closed."""
         self._trace_problems: list[str] = []
@@ -320,7 +320,7 @@ class _Group:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all ranks are, apart from their connections for transfers."""
+        """True if all ranks are ready, apart from their connections for transfers."""
         return len(self._readies) == len(self._configs)
 
     @property
@@ -332,7 +332,7 @@ class _Group:
         self._send(self._configs[rank], self._identities[rank], payload, now)
 
     def pids(self) -> dict[str, int]:
-        """Of the workers on this host, by role."""
+        """Process ids of the workers on this host, by role."""
         pids = self.workers.pids
         return {
             config.place.role: pids[name]
@@ -361,7 +361,7 @@ class _Group:
                 self.give_up_at = now + _HANG_UP_S
 
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
-        """What has come, with the rank that said it.
+        """Returns the messages that have come, each with the rank that sent it.
 
         Raises:
             msgspec.ValidationError: it came on a connection that is not for such messages.
@@ -375,7 +375,7 @@ class _Group:
         return messages
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
-        """Once all have said hello, tells them of each other."""
+        """Notes a hello; once all have said hello, tells the ranks of each other."""
         self._hellos[rank] = hello
         if len(self._hellos) < len(self._configs):
             return
@@ -387,7 +387,7 @@ class _Group:
     def take_ready(
         self, rank: int, message: WorkerReady | TransferLink
     ) -> WorkerReady | WorkerLost | None:
-        """What is to be said of all workers, once the last of them is ready and all that connect twice have."""
+        """Returns the event of all workers, once the last of them is ready and has made all its connections."""
         match message:
             case WorkerReady():
                 self._readies[rank] = message
@@ -418,7 +418,7 @@ class _Group:
         self._trace_problems = []
 
     def take_trace_end(self, rank: int, message: TraceStopped) -> list[TraceStopped]:
-        """What is to be said of all workers, once the last of them that was asked has stopped."""
+        """Returns the problems of all workers, once the last of them that was asked has stopped."""
         if rank not in self._trace_ends_of:
             return []
         self._trace_ends_of.discard(rank)
@@ -488,7 +488,7 @@ def _link_identity(rank: int) -> bytes:
 
 
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
-    """By identity, whose connection it is and how to read what comes on it."""
+    """Returns rank and decoder of each connection, by identity."""
     decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
     return {identity: (rank, decode) for rank, identity in enumerate(identities)}
 

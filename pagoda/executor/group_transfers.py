@@ -20,17 +20,17 @@ class GroupTransfers:
         self._timeout_s = timeout_s
         self._block_bytes = 0
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
-        """By id and generation."""
+        """Transfers by id and generation."""
         self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
 
     def learn(self, ranks: Sequence[KVRank]) -> None:
-        """What the KV of these workers is, if they have a part in handoff."""
+        """Notes the KV of these workers, if they have a part in handoff."""
         sizes = (sum(p.num_heads * p.head_bytes for p in rank.parts) for rank in ranks)
         self._block_bytes = max(sizes, default=0)
 
     @property
     def deadline(self) -> float | None:
-        """When a rank has ended nothing for too long, though there is something to do; None if there is not.
+        """Time at which a rank has ended nothing for too long, though it has work; None if no rank has work.
 
         A disk that is slow but moves is none that hangs, however many transfers wait for it. Another engine that
         does not answer is none either: the worker itself gives up, so it has that much longer.
@@ -72,7 +72,7 @@ class GroupTransfers:
 
 
 class _Kind(enum.Enum):
-    """What a transfer depends on besides this host's memory: one of them may hang while the others move."""
+    """Dependence of a transfer besides this host's memory: one kind may hang while the others move."""
 
     MEMORY = enum.auto()
     DISK = enum.auto()
@@ -90,20 +90,20 @@ class _UnderWay:
     def __init__(self, transfer: Transfer, block_bytes: int) -> None:
         self.kind = _kind(transfer)
         self.limit_s = 0.0
-        """How long a worker itself may wait for others before it ends the transfer."""
+        """Seconds that a worker itself may wait for others before it ends the transfer."""
         if isinstance(transfer.source, RemoteBlocks):
             self.limit_s = longest_transfer_s(len(transfer.source.block_ids) * block_bytes)
         self.ends: dict[int, TransferEnd] = {}
-        """By rank."""
+        """Ends by rank."""
 
 
 class _Work:
-    """What one rank has to do of one kind."""
+    """Work of one kind for one rank."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self.moved_at = 0.0
-        """When the last of it ended, or the first of it began."""
+        """Time at which the last transfer ended, or the first began."""
 
 
 def _join(ends: Sequence[TransferEnd]) -> TransferEnd:

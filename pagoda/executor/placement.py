@@ -1,4 +1,4 @@
-"""How the ranks of a server are laid over the hosts of a cluster, counted in cores."""
+"""Placement of the ranks of a server on the hosts of a cluster, counted in cores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pagoda.parallel.config import ParallelConfig
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """What one replica asks of the cluster: bundles of cores, each on one host, all or none."""
+    """Request of one replica to the cluster: bundles of cores, each on one host, all or none."""
 
     threads: int
-    """Of each rank, and as many cores."""
+    """Threads of each rank, which has as many cores."""
     ranks_per_bundle: int
     num_bundles: int
 
@@ -55,7 +55,7 @@ def _largest_share(cores_of_hosts: Sequence[int], num_ranks: int) -> int:
 
 
 def _room(cores_of_hosts: Sequence[int], cores: int) -> int:
-    """How many bundles of so many cores fit."""
+    """Returns the number of bundles of so many cores that fit."""
     return sum(host // cores for host in cores_of_hosts)
 
 

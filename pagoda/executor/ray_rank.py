@@ -17,7 +17,7 @@ from pagoda.version import __version__
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launcher must know of the node that an actor came to."""
+    """Facts of the node of an actor that a launcher must know."""
 
     node_id: str
     memory_bytes: int

@@ -33,7 +33,7 @@ from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
 _FRONTEND = b"frontend"
-"""It has one."""
+"""Identity of the only frontend."""
 
 
 class SimEndpoint:
@@ -50,7 +50,7 @@ class SimEndpoint:
         network: SimNetwork | None = None,
         address: str = "",
     ) -> None:
-        """With `check_kv` the simulated worker refuses to read KV that is not the sequence's own.
+        """The simulated worker refuses with `check_kv` to read KV that is not the sequence's own.
 
         An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
         event loop, and where it has `address`, `tcp://HOST:PORT`.
@@ -162,7 +162,7 @@ class SimEndpoint:
         return set() if scheduler is None else set(short_keys(scheduler.kv.pool.keys()))
 
     def next_wakeup(self) -> float | None:
-        """When the engine has something to do; None if it has not."""
+        """Time at which the engine has something to do; None if it has nothing."""
         return None if self._core is None else self._core.next_wakeup()
 
     # ---- the engine
@@ -223,7 +223,7 @@ class SimEndpoint:
         self._core = self._running = self._restart = self._executor = self._links = None
 
     def _send(self, message: FrontendMessage) -> None:
-        """What an engine process would read from its socket; an engine that is gone needs to know nothing."""
+        """Gives the engine a message, as its socket would; an engine that is gone gets none."""
         if self._core is None:
             return
         match message:

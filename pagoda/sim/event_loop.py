@@ -38,7 +38,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 class _TimeSelector:
-    """What the event loop waits with: the clock moves instead."""
+    """Selector that moves the clock instead of waiting."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
