@@ -201,9 +201,9 @@ class SimEndpoint:
                 await asyncio.sleep(self._hangs_until - loop.time())
             self._news.clear()
             self._deliver(core.step())
-            for _, news in core.take_news():
+            for _, news in core.drain_updates():
                 self.connection.receive(news)
-            if core.take_load_report() is not None:
+            if core.drain_load_report() is not None:
                 self.connection.receive(self._report(core, None))
             wakeup = core.next_wakeup()
             timer = None if wakeup is None else loop.call_at(wakeup, self._news.set)
@@ -245,7 +245,7 @@ class SimEndpoint:
             case SubscribeSteps():
                 self._core.subscribe_steps(_FRONTEND)
             case UnsubscribeSteps():
-                self._core.unfollow_steps(_FRONTEND)
+                self._core.unsubscribe_steps(_FRONTEND)
 
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:
         report = core.load()

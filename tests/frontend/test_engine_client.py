@@ -26,8 +26,8 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role, WorkerConfig
+from pagoda.pd.links import SocketPeers
 from pagoda.pd.messages import KVRelease, KVSubscribe
-from pagoda.pd.peers import SocketPeers
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 VOCAB_SIZE = 100

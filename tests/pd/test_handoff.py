@@ -36,7 +36,7 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
     request = make_request("r", PROMPT)
     pair.submit(request)
     remote = pair.decode.remote
-    pair.run_until(lambda: bool(remote._copies))
+    pair.run_until(lambda: bool(remote.reads))
     assert pair.prefill.harness.scheduler.has_requests(), "the prompt is still being computed"
     pair.run()
     assert len(pair.told(KVBlocks)) == 4
@@ -64,9 +64,9 @@ def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
     pair.run()
     pair.decode.add(make_request("again", PROMPT[:22]))
     pair.run()
-    for block in pair.decode.harness.scheduler.kv.pool._blocks:
-        if block.key is not None:
-            pair.decode.harness.scheduler.kv.pool.discard(block.key)
+    pool = pair.decode.harness.scheduler.kv.pool
+    for key in list(pool.keys()):
+        pool.discard(key)
     request = make_request("r", PROMPT)
     pair.submit(request)
     pair.run()
@@ -209,12 +209,12 @@ def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
     pair.decode.add(blocker)
     request = make_request("r", PROMPT)
     source = pair.submit(request)
-    fetch = pair.decode.remote._fetches["r"]
+    fetch = pair.decode.remote.fetches["r"]
     pair.run_until(lambda: fetch.has_token and not fetch.is_incomplete)
     assert fetch.load is None
     pair.clock.advance_to(pair.clock.now() + STALL_S + 1)
     pair.decode.remote.step()
-    assert "r" not in pair.decode.remote._fetches
+    assert "r" not in pair.decode.remote.fetches
     pair.run()
     assert source.transfer_id not in pair.prefill.exporter.leases
     assert_complete(pair.decode.harness, [blocker, request])

@@ -142,7 +142,7 @@ def test_what_is_freed_while_it_is_read_is_not_used() -> None:
     )
     request = make_request("r", PROMPT)
     source = pair.submit(request)
-    pair.run_until(lambda: bool(pair.decode.remote._copies) and bool(pair.told(KVPrefilled)))
+    pair.run_until(lambda: bool(pair.decode.remote.reads) and bool(pair.told(KVPrefilled)))
     pair.prefill.exporter.drop(source.transfer_id, "somebody made a mistake")
     for number, document in enumerate(documents(2)):
         pair.prefill.add(make_request(f"next{number}", document))
@@ -278,16 +278,16 @@ def test_workers_started_anew_are_other_peers() -> None:
     pair.submit(first)
     pair.run()
     exporter = pair.prefill.exporter
-    before = exporter._peer
+    before = exporter.peer
     pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
     pair.run()
-    assert exporter._peer not in (None, before)
+    assert exporter.peer not in (None, before)
     pair.submit(second)
     pair.run()
     assert_complete(pair.decode.harness, [first, second])
     assert {blocks.peer_id for blocks in pair.told(KVBlocks)} == {
-        f"{exporter._engine_id}-1",
-        f"{exporter._engine_id}-2",
+        f"{exporter.engine_id}-1",
+        f"{exporter.engine_id}-2",
     }
     assert pair.decode.harness.core.load().tiers[0].num_failed == 0
 
@@ -451,7 +451,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
         pair.prefill.harness.core.lose_worker(WorkerLost("it was killed"))
     peers = pair.network.peers()
     peers.send(pair.prefill.address, KVHello(digest="of another model"))
-    pair.run_until(lambda: bool(exporter._early))
+    pair.run_until(lambda: bool(exporter.early))
     assert peers.next_event_at() is None
     pair.run()
     answers = []
@@ -459,7 +459,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
         pair.clock.advance_to(at)
         answers += [message for _, message in peers.receive()]
     assert [type(answer) for answer in answers] == [KVRefused]
-    assert not exporter._early
+    assert not exporter.early
 
 
 def test_waiting_for_the_handshake_costs_nothing() -> None:
@@ -517,7 +517,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     is_silent = True
     pair.run_until(lambda: "r0" in pair.decode.harness.finished)
     assert pair.clock.now() < SILENCE_S + 2.5
-    assert pair.decode.remote._peers._peers == {}
+    assert pair.decode.remote.peers.by_address == {}
     is_silent = False
     pair.submit(second)
     pair.run()

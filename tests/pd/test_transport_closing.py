@@ -102,7 +102,7 @@ def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.Monke
         link.close()
         with pytest.raises(TransportError):
             reading.result(20)
-    assert link._agent is None
+    assert link.agent is None
     assert abandoned == [agent]
 
 
@@ -122,11 +122,11 @@ def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
         assert agent.begun.wait(20)
         link.close()
         assert not reading.done()
-        assert link._agent is not None, "it is read by still"
+        assert link.agent is not None, "it is read by still"
         is_over.set()
         with pytest.raises(TransportError, match="closed"):
             reading.result(20)
-    assert link._agent is None
+    assert link.agent is None
     assert not abandoned
 
 

@@ -173,7 +173,7 @@ def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
 def test_a_guest_that_was_sent_away_comes_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prover = house.exported._prover  # type: ignore[attr-defined]
+    prover = house.exported.prover  # type: ignore[attr-defined]
     admit, turns = prover.admit, itertools.count()
 
     def admit_the_third(stream: socket.socket, channel: bytes, deadline: float) -> int:
@@ -192,7 +192,7 @@ def test_a_guest_that_was_sent_away_comes_again(
 
 
 def test_strangers_cannot_ask_for_what_costs_much(tcp_house: House) -> None:
-    slow = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT, tcp._ENCRYPTED)
+    slow = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT, tcp.ENCRYPTED)
     with pytest.raises(OSError, match="handshake failure"):
         slow.wrap_socket(tcp_house.knock())
 
@@ -211,9 +211,9 @@ def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
 def enter(house: House, stream: socket.socket | None = None) -> socket.socket:
     """A reader's stream, to say on it what one likes; `stream` has not said anything yet."""
     remote = msgspec.msgpack.decode(house.exported.descriptor, type=TcpDescriptor)
-    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
-    Prover(SECRET, remote.export_id).enter(channel, tcp._binding(channel), 0, soon())
-    bare = tcp._bared(channel, soon())
+    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
+    Prover(SECRET, remote.export_id).enter(channel, tcp.channel_binding(channel), 0, soon())
+    bare = tcp.unwrap(channel, soon())
     bare.settimeout(20)
     return bare
 
@@ -290,7 +290,7 @@ def test_memory_that_was_handed_over_cannot_be_written_to_or_cut() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(file.descriptor, 0)
     before = house.theirs.bytes_of(0, 0, 4)
-    house.theirs._map[0:4] = b"ours"  # as whoever handed it over can
+    house.theirs.memory[0:4] = b"ours"  # as whoever handed it over can
     assert house.theirs.bytes_of(0, 0, 4) == b"ours" != before
     house.close()
 
@@ -300,8 +300,8 @@ def test_a_host_that_encrypts_takes_no_guest_that_does_not(tcp_house: House) -> 
     tcp_house.exported = make("tcp", tcp_house.theirs, encrypts=True).export()
     stream = tcp_house.knock()
     remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
-    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
-    Prover(SECRET, remote.export_id).enter(channel, tcp._binding(channel), 0, soon())
+    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
+    Prover(SECRET, remote.export_id).enter(channel, tcp.channel_binding(channel), 0, soon())
     assert channel.recv(100) == b""
     channel.close()
     tcp_house.check()
@@ -366,8 +366,8 @@ def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: House) -> Non
 
     def stand_between() -> None:
         reader, _ = listener.accept()
-        inside = tcp._tls(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(reader, server_side=True)
-        outside = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
+        inside = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(reader, server_side=True)
+        outside = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
             socket.create_connection(("127.0.0.1", remote.port))
         )
         inside.sendall(outside.recv(32))

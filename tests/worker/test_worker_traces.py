@@ -232,7 +232,7 @@ def test_sampling_is_told_in_parts(tmp_path: Path, backend: str) -> None:
     for sample in _named(spans, "sample"):
         parts = [span for span in spans if span is not sample and sample.has(span)]
         assert [(span.name, span.args) for span in parts] == [
-            (name, {"rows": 1}) for name in ("greedy", "logits", "sampler")
+            (name, {"rows": 1}) for name in ("argmax", "logits", "sampler")
         ]
 
 

@@ -112,12 +112,12 @@ class NixlLink:
         self._turn = threading.Lock()
         """Of whoever reads."""
         self._readers = Readers(self._let_go)
-        self._agent: Any = _new_agent(nixl, regions)
+        self.agent: Any = _new_agent(nixl, regions)
         try:
-            self._peer = self._agent.add_remote_agent(remote.metadata)
-            self._agent.make_connection(self._peer)
+            self._peer = self.agent.add_remote_agent(remote.metadata)
+            self.agent.make_connection(self._peer)
         except Exception as error:
-            self._agent = None
+            self.agent = None
             raise TransportError(f"NIXL does not reach it: {_told(error)}") from error
         if time.monotonic() > deadline:
             self.close()
@@ -138,7 +138,7 @@ class NixlLink:
                     raise
 
     def _read(self, batch: list[Piece], deadline: float) -> None:
-        agent = self._agent
+        agent = self.agent
         try:
             here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
             there = agent.get_xfer_descs([(p.source, p.num_bytes, 0) for p in batch], "DRAM")
@@ -159,7 +159,7 @@ class NixlLink:
         return time.monotonic() > self._readers.patience(deadline, _FAREWELL_S)
 
     def _let_go(self) -> None:
-        agent, self._agent = self._agent, None
+        agent, self.agent = self.agent, None
         if self._has_failed:
             self._abandoned.append(agent)
         elif agent is not None:

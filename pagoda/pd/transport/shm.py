@@ -101,7 +101,7 @@ class ShmListener:
         sizes = [region.num_bytes for region in regions]
         self._layout = msgspec.msgpack.encode(_Layout(list(file.offsets), sizes))
         export_id = new_export_id()
-        self._prover = Prover(secret, export_id)
+        self.prover = Prover(secret, export_id)
         name = f"pagoda-kv-{secrets.token_hex(16)}"
         try:
             fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -122,7 +122,7 @@ class ShmListener:
 
     def _admit(self, stream: socket.socket, deadline: float) -> Admitted:
         _check_user(stream)
-        return Admitted(stream, self._prover.admit(stream, b"", deadline))
+        return Admitted(stream, self.prover.admit(stream, b"", deadline))
 
     def _serve(self, reader: Admitted) -> None:
         stream = reader.stream

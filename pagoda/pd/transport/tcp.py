@@ -54,8 +54,8 @@ _BUFFERS = 1024
 
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<IQQ")
-_PLAIN, _ENCRYPTED = 0, 1
-_CIPHERS = {_PLAIN: "AECDH-AES256-SHA", _ENCRYPTED: "ADH-AES256-GCM-SHA384"}
+PLAIN, ENCRYPTED = 0, 1
+_CIPHERS = {PLAIN: "AECDH-AES256-SHA", ENCRYPTED: "ADH-AES256-GCM-SHA384"}
 """For the proof, and for KV."""
 _GROUP = Path(__file__).parent / "ffdhe2048.pem"
 
@@ -94,9 +94,9 @@ class TcpListener:
             for region in regions
         ]
         self._encrypts = access.encrypts
-        self._tls = {wish: _tls(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
+        self._tls = {wish: tls_context(ssl.PROTOCOL_TLS_SERVER, wish) for wish in _CIPHERS}
         export_id = new_export_id()
-        self._prover = Prover(access.secret, export_id)
+        self.prover = Prover(access.secret, export_id)
         listener = _listen(access.host)
         port: int = listener.getsockname()[1]
         self._descriptor = msgspec.msgpack.encode(
@@ -113,13 +113,13 @@ class TcpListener:
 
     def _admit(self, stream: socket.socket, deadline: float) -> Admitted:
         _tune(stream)
-        channel, wish = self._prove(stream, _PLAIN, deadline)
-        if self._encrypts and wish != _ENCRYPTED:
+        channel, wish = self._prove(stream, PLAIN, deadline)
+        if self._encrypts and wish != ENCRYPTED:
             raise TransportError("a guest wants no encryption, but this host does")
-        bare = _bared(channel, deadline)
-        if wish != _ENCRYPTED:
+        bare = unwrap(channel, deadline)
+        if wish != ENCRYPTED:
             return Admitted(bare, wish)
-        return Admitted(*self._prove(bare, _ENCRYPTED, deadline))
+        return Admitted(*self._prove(bare, ENCRYPTED, deadline))
 
     def _prove(
         self, stream: socket.socket, kind: int, deadline: float
@@ -127,7 +127,7 @@ class TcpListener:
         """A channel to somebody who knows the secret, and what he wishes."""
         wait_until(stream, deadline)
         channel = self._tls[kind].wrap_socket(stream, server_side=True)
-        return channel, self._prover.admit(channel, _binding(channel), deadline)
+        return channel, self.prover.admit(channel, channel_binding(channel), deadline)
 
     def _serve(self, reader: Admitted) -> None:
         stream = reader.stream
@@ -178,9 +178,11 @@ class TcpLink:
             TransportError: it is no descriptor of this transport.
         """
         self._remote = read_descriptor(descriptor, TcpDescriptor)
-        self._prover = Prover(access.secret, self._remote.export_id)
-        self._wish = _ENCRYPTED if access.encrypts or self._remote.encrypts else _PLAIN
-        self._tls = {wish: _tls(ssl.PROTOCOL_TLS_CLIENT, wish) for wish in (_PLAIN, self._wish)}
+        self.prover = Prover(access.secret, self._remote.export_id)
+        self._wish = ENCRYPTED if access.encrypts or self._remote.encrypts else PLAIN
+        self._tls = {
+            wish: tls_context(ssl.PROTOCOL_TLS_CLIENT, wish) for wish in (PLAIN, self._wish)
+        }
         self._lock = threading.Lock()
         """Guards all that follows."""
         self._idle: list[_Stream] = []
@@ -250,10 +252,10 @@ class TcpLink:
             limit = max(0.001, deadline - time.monotonic())
             stream = opened.enter_context(socket.create_connection(where, limit))
             _tune(stream)
-            channel = opened.enter_context(self._prove(stream, _PLAIN, deadline))
-            stream = opened.enter_context(_bared(channel, deadline))
-            if self._wish == _ENCRYPTED:
-                stream = opened.enter_context(self._prove(stream, _ENCRYPTED, deadline))
+            channel = opened.enter_context(self._prove(stream, PLAIN, deadline))
+            stream = opened.enter_context(unwrap(channel, deadline))
+            if self._wish == ENCRYPTED:
+                stream = opened.enter_context(self._prove(stream, ENCRYPTED, deadline))
             opened.pop_all()
         return stream
 
@@ -262,7 +264,7 @@ class TcpLink:
         wait_until(stream, deadline)
         channel = self._tls[kind].wrap_socket(stream)
         try:
-            self._prover.enter(channel, _binding(channel), self._wish, deadline)
+            self.prover.enter(channel, channel_binding(channel), self._wish, deadline)
         except BaseException:
             channel.close()
             raise
@@ -450,7 +452,7 @@ def _listen(host: str) -> socket.socket:
     return listener
 
 
-def _tls(side: int, kind: int = _PLAIN) -> ssl.SSLContext:
+def tls_context(side: int, kind: int = PLAIN) -> ssl.SSLContext:
     """
     Raises:
         TransportError: this OpenSSL was made without what it takes.
@@ -467,19 +469,19 @@ def _tls(side: int, kind: int = _PLAIN) -> ssl.SSLContext:
     except ssl.SSLError:
         raise TransportError(f"this OpenSSL does not have {_CIPHERS[kind]}") from None
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
-    if side == ssl.PROTOCOL_TLS_SERVER and kind == _ENCRYPTED:
+    if side == ssl.PROTOCOL_TLS_SERVER and kind == ENCRYPTED:
         context.load_dh_params(str(_GROUP))
     return context
 
 
-def _binding(channel: ssl.SSLSocket) -> bytes:
+def channel_binding(channel: ssl.SSLSocket) -> bytes:
     binding = channel.get_channel_binding("tls-unique")
     if binding is None:
         raise TransportError("the channel has no name that a proof could cover")
     return binding
 
 
-def _bared(channel: ssl.SSLSocket, deadline: float) -> socket.socket:
+def unwrap(channel: ssl.SSLSocket, deadline: float) -> socket.socket:
     """The stream below, once both sides have ended TLS."""
     wait_until(channel, deadline)
     channel.unwrap()
