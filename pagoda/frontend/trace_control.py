@@ -163,8 +163,8 @@ class TraceControl:
 
 
 async def _beside(work: Callable[[], T]) -> T:
-    """Runs `work` in a new daemon thread, which, unlike threads of `asyncio.to_thread`, lets the process end when a
-    disk never answers."""
+    """Runs `work` in a daemon thread of its own. Unlike `asyncio.to_thread`, that lets the process end when a disk
+    never answers."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

@@ -31,7 +31,7 @@ def available_memory_bytes() -> int:
 
 
 def process_memory_bytes(pid: int) -> int | None:
-    """Resident bytes of a process, shared pages included; None if unknown, or if the process has ended."""
+    """Resident bytes of a process, shared pages included; None if they are not known, or it has ended."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as statm:
             return int(statm.read().split()[1]) * _PAGE_BYTES

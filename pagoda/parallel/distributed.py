@@ -21,14 +21,14 @@ _dist: Any = torch.distributed
 _CONNECT_TIMEOUT = timedelta(minutes=1)
 """All ranks connect as soon as they know of each other."""
 _WAIT_TIMEOUT = timedelta(days=7)
-"""Time for the other ranks to take part in a step; the engine ends a rank that is stuck."""
+"""Time for other ranks to take part in a step; the engine ends a rank that is stuck."""
 _AT_ONCE_BYTES = 2**16
-"""Largest size at which one exchange of everything is faster than two exchanges of parts."""
+"""Size up to which sending everything to everybody takes less time than sending twice."""
 _LENGTH_BYTES = 8
 
 
 class GroupStore:
-    """Address at which the ranks of one group find each other; rank 0 serves it."""
+    """Store in which the ranks of one group find each other; rank 0 serves it."""
 
     def __init__(self, host: str) -> None:
         """Listens on an address of this host, at any free port.
@@ -111,7 +111,7 @@ class DistributedCollectives:
         return self._broadcast(payload) if payload else payload
 
     def _broadcast(self, payload: bytes) -> bytes:
-        """Gathers tensors that have the same length on all ranks."""
+        """Broadcasts a payload of one length on all ranks."""
         buffer = bytearray(payload)
         here = torch.frombuffer(buffer, dtype=torch.uint8)
         there = here.to(self._device)
@@ -121,12 +121,12 @@ class DistributedCollectives:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Views a tensor as a dtype that every library knows."""
+    """Returns `x` as bytes, for libraries that do not know all dtypes."""
     return x.flatten().view(torch.uint8)
 
 
 def _sum(parts: Tensor) -> Tensor:
-    """Sums parts [ranks, ...] in the order of ranks."""
+    """Sum of parts [ranks, ...], in order."""
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
