@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
+from pagoda.devices import BackendName, check_devices, device_number
 from pagoda.engine.config import (
     EngineConfig,
     HandoffConfig,
@@ -59,7 +60,7 @@ class EngineOptions:
     """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
-    backend: Literal["auto", "cpu", "reference"] = "auto"
+    backend: BackendName = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
     max_model_len: Count | None = None
     """The longest sequence, prompt and answer together; by default what the model can do."""
@@ -252,11 +253,7 @@ class ParallelOptions:
             devices=tuple(given.split(",")) if isinstance(given, str) else given,
             expert_parallel=options.enable_expert_parallel,
         )
-        for device in config.devices:
-            if not device.startswith("cpu:"):
-                raise ConfigError(
-                    f"--devices names {device}, but no backend computes there; name cpu devices."
-                )
+        check_devices(config.devices)
         return config
 
     def check_prompts_at_once(self, count: int) -> None:
@@ -432,7 +429,7 @@ def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig
     cores = len(os.sched_getaffinity(0))
     count = num_cpu_devices(cores, parallel.num_ranks, worker.num_threads)
     for device in parallel.devices:
-        if int(device.removeprefix("cpu:")) >= count:
+        if device_number(device) >= count:
             known = "cpu:0" if count == 1 else f"cpu:0 to cpu:{count - 1}"
             raise ConfigError(
                 f"--devices names {device}, but the {cores} cores of this host are {known} with "
