@@ -66,19 +66,13 @@ class Service:
         return self.fleet is not None and self.fleet.router_id is not None
 
     def ready_generator(self) -> TextGenerator:
-        """
-        Raises:
-            ApiError: 503, the model is still loading.
-        """
+        """Raises ApiError: 503, the model is still loading."""
         if self.generator is None:
             raise unavailable("The model is loading.")
         return self.generator
 
     def require_registry(self) -> Registry:
-        """
-        Raises:
-            ApiError: 404, this is no router; 503, it is starting.
-        """
+        """Raises ApiError: 404, this is no router; 503, it is starting."""
         if self.fleet is None or (self.is_router and self.fleet.registry is None):
             raise unavailable("The router is starting.")
         if self.fleet.registry is None:
@@ -97,10 +91,7 @@ class Service:
         return self.ready_generator()
 
     def check_model(self, model: str | None) -> None:
-        """
-        Raises:
-            ApiError: 404, the model is not served here.
-        """
+        """Raises ApiError: 404, the model is not served here."""
         served = self.config.served_model_name
         if model is not None and model != served:
             raise ApiError(

@@ -60,10 +60,7 @@ class ChatTemplate:
     """One compiled template, and what its source tells about the model."""
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
-        """
-        Raises:
-            ConfigError: the source is not a Jinja template.
-        """
+        """Raises ConfigError: the source is not a Jinja template."""
         environment = _environment()
         try:
             tree = environment.parse(source)

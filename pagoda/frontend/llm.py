@@ -10,14 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.engine.config import EngineConfig
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.event_loop import new_event_loop
 from pagoda.frontend.outputs import RequestOutput
-from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
@@ -42,35 +39,17 @@ class LLM:
     ) -> None:
         """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
-        `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
-        `pagoda serve`.
+        `options` are those of `AsyncLLM`: the flags of `pagoda serve`.
 
         Raises:
-            ConfigError: there is no such model or option, or an option has a value that is not allowed, or the
-                model cannot be loaded.
+            ConfigError: there is no such model or option, an option has a value that is not allowed, or the model
+                cannot be loaded.
         """
-        self._start(AsyncLLM(model, chat_template=chat_template, **options))
-
-    @classmethod
-    def from_config(
-        cls,
-        files: ModelFiles,
-        engine: EngineConfig,
-        *,
-        policy: PolicyName = DEFAULT_POLICY,
-        chat_template: Path | None = None,
-    ) -> Self:
-        """Makes an LLM of a whole engine configuration."""
-        llm = cls.__new__(cls)
-        llm._start(AsyncLLM.from_config(files, engine, policy=policy, chat_template=chat_template))
-        return llm
-
-    def _start(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+        self._llm = AsyncLLM(model, chat_template=chat_template, **options)
         self._thread = _LoopThread()
-        self._end = weakref.finalize(self, _end, llm, self._thread)
+        self._end = weakref.finalize(self, _end, self._llm, self._thread)
         try:
-            self._thread.run(llm.start())
+            self._thread.run(self._llm.start())
         except BaseException:
             self._end()
             raise

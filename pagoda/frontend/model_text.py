@@ -48,10 +48,7 @@ class ModelText:
     """Values of the model's generation_config.json, for fields that a request leaves open."""
 
     def require_template(self) -> ChatTemplate:
-        """
-        Raises:
-            InvalidRequestError: the model has no chat template.
-        """
+        """Raises InvalidRequestError: the model has no chat template."""
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; its operator can give one with --chat-template FILE.",

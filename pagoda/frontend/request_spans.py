@@ -20,7 +20,7 @@ from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span
 
@@ -70,7 +70,7 @@ class RequestSpans:
         self.losses = SpanLosses(url, max_waiting := _max_waiting())
         counting = cast("SpanExporter", _Exporter(exporter, self.losses))
         queue = BatchSpanProcessor(counting, max_queue_size=max_waiting)
-        self._provider.add_span_processor(cast("SpanProcessor", _QueueCounter(queue, self.losses)))
+        self._provider.add_span_processor(queue)
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
@@ -119,11 +119,20 @@ class RequestSpans:
             for name, began_ns, ended_ns in _phases(record):
                 context = self._trace.set_span_in_context(span, _nothing())
                 phase = self._tracer.start_span(name, context, start_time=began_ns + wall_ns)
-                phase.end(ended_ns + wall_ns)
+                self._end(phase, ended_ns + wall_ns)
             if record.finish_reason in _FAILURES:
                 span.set_attribute("error.type", record.finish_reason)
                 span.set_status(self._trace.StatusCode.ERROR, record.error)
-        span.end(record.ended_ns + wall_ns)
+        self._end(span, record.ended_ns + wall_ns)
+
+    def _end(self, span: Span, at_ns: int) -> None:
+        """Ends a span, which queues the span to be sent; counts the span as lost if the queue is full."""
+        if span.get_span_context().trace_flags.sampled and self.losses.enter():
+            span.end(at_ns)
+
+    def flush(self) -> None:
+        """Sends the spans that are queued; returns when they are sent or lost."""
+        self._provider.force_flush()
 
     def close(self) -> None:
         """Sends the last spans, for at most `_CLOSING_S`."""
@@ -186,31 +195,6 @@ class SpanLosses:
             self._num_lost += count
         if is_news:
             _log.warning("spans %s, all else goes on", why)
-
-
-class _QueueCounter:
-    """A span processor before the queue: counts the spans that the queue has no room for."""
-
-    def __init__(self, inner: SpanProcessor, losses: SpanLosses) -> None:
-        self._inner = inner
-        self._losses = losses
-
-    def on_start(self, span: Span, parent_context: Any = None) -> None:
-        """Spans are sent when they end."""
-
-    def _on_ending(self, span: Span) -> None:
-        """The SDK calls it."""
-
-    def on_end(self, span: ReadableSpan) -> None:
-        is_wanted = span.context is not None and span.context.trace_flags.sampled
-        if is_wanted and self._losses.enter():
-            self._inner.on_end(span)
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._inner.force_flush(timeout_millis)
 
 
 class _Exporter:

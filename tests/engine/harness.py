@@ -185,7 +185,7 @@ class Harness:
 
     def _apply_kv_events(self) -> None:
         """Whoever applies the events knows exactly what is cached, after every step."""
-        batch = KVEventBatch(self.clock.now(), self.core.take_kv_events(), 0)
+        batch = KVEventBatch(self.clock.now(), self.core.drain_kv_events(), 0)
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
             assert self.cached.keys == self.scheduler.kv.pool.keys()

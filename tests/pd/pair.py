@@ -52,13 +52,13 @@ class Engine:
 
     @property
     def exporter(self) -> KVExporter:
-        exporter = self.harness.core.exporter
+        exporter = self.harness.core.parts.exporter
         assert exporter is not None
         return exporter
 
     @property
     def remote(self) -> RemoteKV:
-        remote = self.harness.core.remote
+        remote = self.harness.core.parts.remote
         assert remote is not None
         return remote
 
@@ -91,20 +91,20 @@ class Engine:
             pool = scheduler.kv.pool
             pool.check()
             assert pool.references() == wanted
-        if self.harness.core.exporter is not None:
+        if self.harness.core.parts.exporter is not None:
             assert len(self.exporter.held) == self.exporter.leases.num_leases
             assert all(transfer in self.exporter.leases for transfer in self.exporter.held)
-        if self.harness.core.remote is not None:
+        if self.harness.core.parts.remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
         self.harness.check_nothing_left()
-        if self.harness.core.exporter is not None:
+        if self.harness.core.parts.exporter is not None:
             assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
             assert not self.exporter.held
             assert not self.exporter.early
-        if self.harness.core.remote is not None:
+        if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
             assert not self.remote.reads
             assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
