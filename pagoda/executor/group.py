@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
-"""Seconds without a hello after which the log names the silent workers."""
+"""Seconds after which the log names workers that have not said hello."""
 _HANG_UP_S = 1.0
 """Seconds without a connection after which a worker counts as lost."""
 
@@ -91,7 +91,7 @@ class GroupExecutor:
         self._num_starts = 0
         self._group: _Group | None = None
         self._news: list[ExecutorEvent] = []
-        """Events for `poll` besides what workers say."""
+        """Events for `poll` that do not come from workers."""
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
 
     def start(self, num_blocks: int | None = None) -> None:
@@ -156,7 +156,7 @@ class GroupExecutor:
             group.await_trace_end()
 
     def _tell_of_trace(self) -> None:
-        """Workers that start listen only when they are ready."""
+        """Sends the trace order to workers that are ready; starting workers do not listen."""
         group, session = self._group, self._config.trace
         if group is None or not group.is_ready:
             return
@@ -282,7 +282,7 @@ class _Group:
         self.socket.setsockopt(zmq.LINGER, 0)
         # A worker that connects anew after its network was gone takes the place of its old connection.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # What cannot be sent is known, instead of lost in silence.
+        # A message that cannot be sent raises an error instead of being lost in silence.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             start_authenticator(self._context, keys)
@@ -298,22 +298,22 @@ class _Group:
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
         self._links: dict[int, TransferLink] = {}
-        """All three by rank in the replica."""
+        """Hellos, readies and links are keyed by rank in the replica."""
         self.ask_at: float | None = None
-        """Time at which to look for workers that have not said hello."""
+        """Time at which the log names workers that have not said hello."""
         self.start_deadline: float | None = None
-        """Time at which starting workers have been silent for too long; None once they are ready."""
+        """Time until which a starting worker must have sent a message; None once all are ready."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.give_up_at = 0.0
-        """Time at which the worker counts as lost: by then it is known how its process ended, if it did."""
+        """Time at which the unreachable worker counts as lost: by then the end of its process is known."""
         self.num_in_flight = 0
         self.deadline: float | None = None
-        """Time at which the step under way has taken too long; None when there is none."""
+        """Time until which the step in flight must have ended; None without a step."""
         self.trace = configs[0].trace
-        """Trace that the workers have been told to take."""
+        """Trace session that the workers know of."""
         self._trace_ends_of: set[int] = set()
-        """Ranks whose fragments are to be closed."""
+        """Ranks that have not closed their fragments yet."""
         self._trace_problems: list[str] = []
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
@@ -361,10 +361,10 @@ class _Group:
                 self.give_up_at = now + _HANG_UP_S
 
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
-        """Returns the messages that have come, each with the rank that sent it.
+        """Returns the messages that have arrived, each with the rank of its sender.
 
         Raises:
-            msgspec.ValidationError: it came on a connection that is not for such messages.
+            msgspec.ValidationError: a message came on a connection that is not for such messages.
         """
         messages: list[tuple[int, WorkerMessage | TransferMessage]] = []
         with contextlib.suppress(zmq.Again):
@@ -375,7 +375,7 @@ class _Group:
         return messages
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
-        """Notes a hello; once all have said hello, tells the ranks of each other."""
+        """Notes the hello of one rank; the last hello makes all ranks known to each other."""
         self._hellos[rank] = hello
         if len(self._hellos) < len(self._configs):
             return
@@ -387,7 +387,7 @@ class _Group:
     def take_ready(
         self, rank: int, message: WorkerReady | TransferLink
     ) -> WorkerReady | WorkerLost | None:
-        """Returns the event of all workers, once the last of them is ready and has made all its connections."""
+        """Returns one event for all workers, once the last rank is ready and all transfer links are there."""
         match message:
             case WorkerReady():
                 self._readies[rank] = message
@@ -418,7 +418,7 @@ class _Group:
         self._trace_problems = []
 
     def take_trace_end(self, rank: int, message: TraceStopped) -> list[TraceStopped]:
-        """Returns the problems of all workers, once the last of them that was asked has stopped."""
+        """Returns one event for all workers, once the last rank that was asked has stopped."""
         if rank not in self._trace_ends_of:
             return []
         self._trace_ends_of.discard(rank)
@@ -488,7 +488,7 @@ def _link_identity(rank: int) -> bytes:
 
 
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
-    """Returns rank and decoder of each connection, by identity."""
+    """Rank and decoder of each connection, by identity."""
     decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
     return {identity: (rank, decode) for rank, identity in enumerate(identities)}
 

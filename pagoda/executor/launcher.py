@@ -1,4 +1,4 @@
-"""Starting of the worker processes of one replica, wherever they run."""
+"""Launchers start the worker processes of one replica, wherever they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WorkerSet(Protocol):
     """The workers of one start, until they are closed."""
 
     def pollables(self) -> list[object]:
-        """Objects that become readable when a worker has ended (as `zmq.Poller` takes them)."""
+        """Sockets or files that become readable when a worker has ended (as `zmq.Poller` takes them)."""
         ...
 
     @property
@@ -31,7 +31,7 @@ class WorkerSet(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends all of them, and waits until they have ended. May be called twice."""
+        """Ends all workers and waits until they have ended. May be called twice."""
         ...
 
 
@@ -46,7 +46,7 @@ class Launcher(Protocol):
 
 
 def worker_name(config: WorkerConfig) -> str:
-    """Returns `the worker`, or `worker pp1 tp0` and the like where it is one of several."""
+    """Name of a worker in messages: `the worker`, or `worker pp1 tp0` for one of several."""
     if config.parallel.replica_size == 1:
         return "the worker"
     return f"worker pp{config.place.pp} tp{config.place.tp}"

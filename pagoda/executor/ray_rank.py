@@ -17,7 +17,7 @@ from pagoda.version import __version__
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of the node of an actor that a launcher must know."""
+    """Facts about the node that an actor was placed on."""
 
     node_id: str
     memory_bytes: int

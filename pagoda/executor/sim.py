@@ -57,7 +57,7 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
 
 
 class TransferFate(NamedTuple):
-    """Faults and delays of a transfer beyond the cost model."""
+    """Faults of one transfer, beyond the cost model."""
 
     delay_s: float = 0.0
     failed: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class SimExecutor:
         disk: dict[bytes, Cells] | None = None,
         neighbours: SimNeighbours | None = None,
     ) -> None:
-        """Broken block tables raise with `check_kv`; `disk` holds objects that are there already.
+        """`check_kv` finds broken block tables; `disk` holds objects that are there already.
 
         `neighbours` are where KV of other engines is copied from; None copies nothing.
         """
@@ -203,7 +203,7 @@ class SimExecutor:
         self._foresee(self._clock.now(), TraceStopped())
 
     def _executed_at(self, step: int) -> float:
-        """Returns the time at which the worker will have executed all steps up to this one.
+        """Time at which the worker will have executed all steps up to `step`.
 
         Raises:
             ValueError: it was not given a step so high.
@@ -445,7 +445,7 @@ def _contents(place: TransferPlace) -> Sequence[int | bytes]:
 
 
 def _places(place: TransferPlace) -> list[tuple[str, int]]:
-    """Returns the places that are overwritten. Objects on disk are replaced at once instead."""
+    """Cells that are overwritten in place. Objects on disk are not: a new object replaces the old one at once."""
     match place:
         case DeviceBlocks():
             return [("device", block_id) for block_id in place.block_ids]
@@ -467,7 +467,7 @@ class _Slot:
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prompt_tokens = start.num_prompt_tokens
         self.num_told_tokens = len(start.token_ids)
-        """Tokens that stages know which do not sample."""
+        """Tokens that the stages know which do not sample."""
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
 
     def tell(self, token_id: int) -> None:

@@ -167,7 +167,7 @@ class Shard:
         return self._vector_bytes(itemsize) + sum(maps)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Bytes of the weights that a forward pass reads: not the head, and not the embedding,."""
+        """Bytes of the weights that a forward pass reads: not the head, nor the embedding."""
         maps = (m for m in self.linears() if m.role not in (Role.EMBEDDING, Role.HEAD))
         return self._vector_bytes(itemsize) + sum(
             self._linear_bytes(m, quantization, itemsize) for m in maps
