@@ -14,11 +14,6 @@ from pagoda.cli.local_server import Connection, connect
 from pagoda.cli.options import EngineOptions, GeneralOptions, ParallelOptions, SamplingOptions
 from pagoda.errors import PagodaError
 
-_ENGINE = EngineOptions()
-_PARALLEL = ParallelOptions()
-_GENERAL = GeneralOptions()
-_SAMPLING = SamplingOptions()
-
 _HELP = """\
 /reset  forget the conversation so far
 /help   show this
@@ -32,10 +27,10 @@ def chat(
     base_url: str | None = None,
     api_key: str | None = None,
     system: str | None = None,
-    sampling: SamplingOptions = _SAMPLING,
-    engine: EngineOptions = _ENGINE,
-    parallel: ParallelOptions = _PARALLEL,
-    general: GeneralOptions = _GENERAL,
+    sampling: SamplingOptions = SamplingOptions(),
+    engine: EngineOptions = EngineOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Talk with a model; every line is a message. Reads piped lines too.
 

@@ -17,14 +17,12 @@ from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import GeneralOptions
 from pagoda.cli.server_process import server_process
 
-_GENERAL = GeneralOptions()
-
 _SKILLS = ("addition", "reversing", "sorting", "json", "thinking", "tool_call", "recall_short")
 """Skills that the demo asks about, if the model has them."""
 _MAX_SHOWN_LINES = 4
 
 
-def demo(*, general: GeneralOptions = _GENERAL) -> int:
+def demo(*, general: GeneralOptions = GeneralOptions()) -> int:
     """Start a server with the embedded model, ask it a few questions, show answers and figures."""
     general.apply()
     console = output.stdout()

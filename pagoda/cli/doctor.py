@@ -25,8 +25,6 @@ from pagoda.cli.weight_traffic import (
 )
 from pagoda.version import __version__
 
-_GENERAL = GeneralOptions()
-
 
 def doctor(
     model: str | None = None,
@@ -34,7 +32,7 @@ def doctor(
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     quantization: Literal["none", "int8", "int4"] = "none",
     threads: Count | None = None,
-    general: GeneralOptions = _GENERAL,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Say what this machine has, what will be used, and the decode limit that follows.
 

@@ -25,11 +25,6 @@ from pagoda.cli.options import (
 )
 from pagoda.errors import ConfigError
 
-_ENGINE = EngineOptions()
-_PARALLEL = ParallelOptions()
-_GENERAL = GeneralOptions()
-_SAMPLING = SamplingOptions()
-
 
 def generate(
     *prompts: str,
@@ -38,10 +33,10 @@ def generate(
     input_file: Annotated[Path | None, Parameter(name="--input")] = None,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     concurrency: Count = 64,
-    sampling: SamplingOptions = _SAMPLING,
-    engine: EngineOptions = _ENGINE,
-    parallel: ParallelOptions = _PARALLEL,
-    general: GeneralOptions = _GENERAL,
+    sampling: SamplingOptions = SamplingOptions(),
+    engine: EngineOptions = EngineOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Answer prompts, or all requests of an OpenAI batch file.
 

@@ -32,7 +32,6 @@ from pagoda.kv.objects import (
     read_manifest,
 )
 
-_GENERAL = GeneralOptions()
 _SHOWN_DIGITS = 8
 """Digits of a model's directory name in the table."""
 _NUM_PARTS = len(FAN_OUTS) + 1
@@ -69,7 +68,7 @@ class _Directory:
         return os.path.basename(self.path)
 
 
-def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
+def ls(root: Root, /, *, general: GeneralOptions = GeneralOptions()) -> int:
     """List the models whose KV blocks are in a directory, and what they take.
 
     Args:
@@ -84,7 +83,9 @@ def ls(root: Root, /, *, general: GeneralOptions = _GENERAL) -> int:
     return 0
 
 
-def verify(root: Root, /, *, remove: Flag = False, general: GeneralOptions = _GENERAL) -> int:
+def verify(
+    root: Root, /, *, remove: Flag = False, general: GeneralOptions = GeneralOptions()
+) -> int:
     """Read every KV block in a directory, and name those that are damaged.
 
     The exit code is 1 if there is any. Servers never use a damaged block: they remove it and compute it again.
@@ -122,7 +123,7 @@ def clear(
     *,
     model: str | None = None,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative=())] = False,
-    general: GeneralOptions = _GENERAL,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Remove the KV blocks in a directory. Servers that use it go on, and compute again what they need.
 

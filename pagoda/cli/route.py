@@ -7,27 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-import msgspec
 from cyclopts import Group, Parameter
 
-from pagoda.api.server import serve as serve_api
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import resolve_model
-from pagoda.cli import event_loop
 from pagoda.cli.options import Count, GeneralOptions, Seconds
-from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, announce
+from pagoda.cli.serve import JoinOptions, ProfileOptions, ServerOptions, run_server
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
 from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
-from pagoda.frontend.fleet import Fleet, JoinedFleet, RoutedFleet, RouterConfig
-from pagoda.frontend.model_text import load_text
+from pagoda.frontend.fleet import RoutedFleet, RouterConfig
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
-from pagoda.messages.frontend import EngineReady
-from pagoda.messages.worker_config import CurveKeys, Role
+from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
+
+_JOIN_LISTEN = "127.0.0.1:5600"
 
 
 @Parameter(name="*", group=Group("Router", sort_key=10))
@@ -56,24 +53,14 @@ class RouterOptions:
         return discovering(self.discovery, self.join_listen or _JOIN_LISTEN, keys)
 
 
-_JOIN_LISTEN = "127.0.0.1:5600"
-
-
-_ROUTER = RouterOptions()
-_JOIN = JoinOptions()
-_SERVER = ServerOptions()
-_PROFILE = ProfileOptions()
-_GENERAL = GeneralOptions()
-
-
 def route(
     model: str | None = None,
     *,
-    router: RouterOptions = _ROUTER,
-    join: JoinOptions = _JOIN,
-    server: ServerOptions = _SERVER,
-    profile: ProfileOptions = _PROFILE,
-    general: GeneralOptions = _GENERAL,
+    router: RouterOptions = RouterOptions(),
+    join: JoinOptions = JoinOptions(),
+    server: ServerOptions = ServerOptions(),
+    profile: ProfileOptions = ProfileOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Serve a model over the OpenAI API with several hosts, until SIGTERM or Ctrl-C.
 
@@ -84,7 +71,6 @@ def route(
     general.apply(default_level="info")
     started = time.perf_counter()
     files = resolve_model(model)
-    config = server.config()
     keys = join.keys("pagoda route")
     routed = RouterConfig(
         discover=router.discover(keys),
@@ -95,30 +81,6 @@ def route(
         remote_prefill_min_tokens=router.remote_prefill_min_tokens,
         no_replica_timeout_s=router.no_replica_timeout,
     )
-    spans = server.spans(files)
-    joined = join.config(files, spans)
-
     tracer = Tracer("router")
-
-    def make_fleet() -> Fleet:
-        fleet = RoutedFleet(routed, tracer)
-        return fleet if joined is None else JoinedFleet(fleet, joined, tracer)
-
-    def on_ready(url: str, limits: EngineReady) -> None:
-        of_any_hosts = msgspec.structs.replace(limits, role=Role.NONE)  # others than the first come
-        announce(url, config, files, None, of_any_hosts, time.perf_counter() - started)
-
-    event_loop.run(
-        serve_api(
-            config,
-            make_fleet,
-            partial(load_text, files, simulated=False, chat_template=server.chat_template),
-            model_name=files.served_name,
-            on_ready=on_ready,
-            profile=profile.config(),
-            tracer=tracer,
-            spans=spans,
-            further_trackers=() if joined is None else [joined.tracker],
-        )
-    )
-    return 0
+    options = (server, join, profile)
+    return run_server(files, partial(RoutedFleet, routed, tracer), tracer, started, options)

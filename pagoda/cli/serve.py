@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,14 +111,18 @@ class JoinOptions:
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
     """The address of this machine at which routers reach it; without a port a free one is taken."""
 
+    @property
+    def is_used(self) -> bool:
+        """True if any router is served. Raises ConfigError for a bad --advertise."""
+        return self.join is not None or Advertised.parse(self.advertise).port is not None
+
     def config(self, files: ModelFiles, spans: RequestSpans | None) -> JoinConfig | None:
         """None if no router is served. `spans` are made of the answers to routers.
 
         Raises:
             ConfigError: a flag lacks another, or says what is not possible.
         """
-        advertised = Advertised.parse(self.advertise)
-        if self.join is None and advertised.port is None:
+        if not self.is_used:
             return None
         tracker = RequestTracker()
         tracker.subscribe(on_finish=log_answer)
@@ -128,7 +132,7 @@ class JoinOptions:
         return JoinConfig(
             register=registering(self.join, keys),
             keys=keys,
-            advertised=advertised,
+            advertised=Advertised.parse(self.advertise),
             model=files.served_name,
             model_digest=model_digest(files),
             tracker=tracker,
@@ -163,27 +167,17 @@ class ProfileOptions:
         )
 
 
-_SERVER = ServerOptions()
-_JOIN = JoinOptions()
-_HANDOFF = HandoffOptions()
-_ENGINE = EngineOptions()
-_PARALLEL = ParallelOptions()
-_EXECUTOR = ExecutorOptions()
-_PROFILE = ProfileOptions()
-_GENERAL = GeneralOptions()
-
-
 def serve(
     model: str | None = None,
     *,
-    server: ServerOptions = _SERVER,
-    engine: EngineOptions = _ENGINE,
-    parallel: ParallelOptions = _PARALLEL,
-    executor: ExecutorOptions = _EXECUTOR,
-    join: JoinOptions = _JOIN,
-    handoff: HandoffOptions = _HANDOFF,
-    profile: ProfileOptions = _PROFILE,
-    general: GeneralOptions = _GENERAL,
+    server: ServerOptions = ServerOptions(),
+    engine: EngineOptions = EngineOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    executor: ExecutorOptions = ExecutorOptions(),
+    join: JoinOptions = JoinOptions(),
+    handoff: HandoffOptions = HandoffOptions(),
+    profile: ProfileOptions = ProfileOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C.
 
@@ -195,40 +189,70 @@ def serve(
     general.apply(default_level="info")
     started = time.perf_counter()
     files = executor.resolve(engine, model, parallel)
-    config = server.config()
     handed = handoff.config(
         cluster_key_file=join.cluster_key_file,
         advertise=Advertised.parse(join.advertise).host,
         num_replicas=parallel.data_parallel_size,
     )
-    engine_config = executor.engine_config(engine, files.model, parallel, handed)
+    config = executor.engine_config(engine, files.model, parallel, handed)
+    if not join.is_used and join.cluster_key_file is not None and handed is None:
+        raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
+    tracer = Tracer("frontend")
+    return run_server(
+        files,
+        lambda: EngineFleet(config, parallel.data_parallel_policy, tracer),
+        tracer,
+        started,
+        (server, join, profile),
+        tiers=config.kv_tiers,
+        simulated=config.executor == "sim",
+    )
 
+
+def run_server(
+    files: ModelFiles,
+    make_fleet: Callable[[], Fleet],
+    tracer: Tracer,
+    started: float,
+    options: tuple[ServerOptions, JoinOptions, ProfileOptions],
+    *,
+    tiers: KVTiersConfig | None = None,
+    simulated: bool = False,
+) -> int:
+    """Serves the API over a fleet, to clients and to the routers above, until SIGTERM or Ctrl-C.
+
+    Args:
+        started: When the command began, on the clock of `time.perf_counter`.
+        simulated: The text is that of the simulated executor's tokens.
+    """
+    server, join, profile = options
     spans = server.spans(files)
     joined = join.config(files, spans)
-    if joined is None and join.cluster_key_file is not None and handed is None:
-        raise ConfigError("--cluster-key-file needs --join, --role, or --advertise with a port.")
 
-    tracer = Tracer("frontend")
+    def fleet() -> Fleet:
+        inner = make_fleet()
+        return inner if joined is None else JoinedFleet(inner, joined, tracer)
 
-    def make_fleet() -> Fleet:
-        engines = EngineFleet(engine_config, parallel.data_parallel_policy, tracer)
-        return engines if joined is None else JoinedFleet(engines, joined, tracer)
-
-    def on_ready(url: str, limits: EngineReady) -> None:
-        announce(url, config, files, engine_config.kv_tiers, limits, time.perf_counter() - started)
+    def announce(url: str, limits: EngineReady) -> None:
+        """Tells the operator what is served, where, and how to ask it."""
+        console = output.stdout()
+        name = server.served_model_name or files.served_name
+        is_router = tracer.role == "router"
+        facts = _facts(name, files, tiers, limits, server.api_key, is_router=is_router)
+        console.print(output.facts(facts))
+        seconds = time.perf_counter() - started
+        console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
+        curl = curl_line(url, name, asks_for_key=bool(server.api_key))
+        console.print(f"\n{curl}\n", soft_wrap=True)
+        sys.stdout.flush()
 
     event_loop.run(
         serve_api(
-            config,
-            make_fleet,
-            partial(
-                load_text,
-                files,
-                simulated=engine_config.executor == "sim",
-                chat_template=server.chat_template,
-            ),
+            server.config(),
+            fleet,
+            partial(load_text, files, simulated=simulated, chat_template=server.chat_template),
             model_name=files.served_name,
-            on_ready=on_ready,
+            on_ready=announce,
             profile=profile.config(),
             tracer=tracer,
             spans=spans,
@@ -238,31 +262,20 @@ def serve(
     return 0
 
 
-def announce(
-    url: str,
-    server: ServerConfig,
+def _facts(
+    name: str,
     files: ModelFiles,
     tiers: KVTiersConfig | None,
     limits: EngineReady,
-    seconds: float,
-) -> None:
-    """Tells the operator what is served, where, and how to ask it."""
-    console = output.stdout()
-    name = server.served_model_name or files.served_name
-    console.print(output.facts([*_facts(name, files, tiers, limits), *_keys(server)]))
-    console.print(f"{READY_PREFIX}{url}  (after {seconds:.1f} s; Ctrl-C stops)", soft_wrap=True)
-    console.print(f"\n{curl_line(url, name, asks_for_key=bool(server.api_keys))}\n", soft_wrap=True)
-    sys.stdout.flush()
-
-
-def _facts(
-    name: str, files: ModelFiles, tiers: KVTiersConfig | None, limits: EngineReady
+    api_keys: Sequence[str],
+    *,
+    is_router: bool,
 ) -> Iterator[tuple[str, str]]:
     cached = limits.num_blocks * limits.block_size
     yield "pagoda", __version__
     yield "model", name if name == files.model else f"{name}  ({files.model})"
     yield "worker", limits.summary
-    if limits.role is not Role.NONE:
+    if limits.role is not Role.NONE and not is_router:  # hosts of other roles may join a router
         yield "role", limits.role.value
     yield "KV cache", f"{cached:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}"
     if tiers is not None:
@@ -272,12 +285,8 @@ def _facts(
         f"{limits.max_model_len:,} tokens a request, {limits.max_num_seqs} requests at once, "
         f"{limits.max_num_waiting:,} waiting",
     )
-
-
-def _keys(server: ServerConfig) -> Iterator[tuple[str, str]]:
-    """The names of the API keys, so that a mistake in them is seen at once."""
-    if server.api_keys:
-        yield "API keys", ", ".join(server.api_keys.names)
+    if api_keys:
+        yield "API keys", ", ".join(ApiKeys(api_keys).names)
 
 
 def _tiers(tiers: KVTiersConfig) -> Iterator[str]:

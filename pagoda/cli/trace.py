@@ -23,7 +23,6 @@ from pagoda.telemetry.report.data import Limits, Report
 from pagoda.telemetry.report.reasons import seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
 
-_GENERAL = GeneralOptions()
 _FILE_NAME = "trace.json"
 
 Directories = Annotated[Path, Parameter(name="DIR")]
@@ -32,7 +31,9 @@ Rate = Annotated[float, Parameter(validator=Number(gt=0))]
 
 
 def merge(
-    *directories: Directories, output: Path | None = None, general: GeneralOptions = _GENERAL
+    *directories: Directories,
+    output: Path | None = None,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Make one file for Perfetto (ui.perfetto.dev) out of the fragments that processes traced.
 
@@ -71,7 +72,7 @@ def report(
     limits: Annotated[bool, Parameter(negative=())] = False,
     bandwidth: Rate | None = None,
     flops: Rate | None = None,
-    general: GeneralOptions = _GENERAL,
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Say where the time of requests and steps went, and why the slowest requests were slow.
 

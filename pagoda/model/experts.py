@@ -18,8 +18,8 @@ from pagoda.backend.base import (
     Experts,
     LinearT,
     LinearT_co,
+    MetadataT,
     Operations,
-    PlanT,
     ValueT,
 )
 from pagoda.checkpoints.model_config import ExpertLinears, ExpertsConfig, LinearSpec
@@ -68,7 +68,9 @@ def load_experts(
 
 
 def compute_mlp(
-    ops: Operations[ValueT, LinearT, PlanT], h: ValueT, mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
+    ops: Operations[ValueT, LinearT, MetadataT],
+    h: ValueT,
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT],
 ) -> ValueT:
     """Of normed hidden states [n, hidden], this rank's part of the output [n, hidden]."""
     if isinstance(mlp, DenseMlp):

@@ -19,10 +19,6 @@ from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import Count, EngineOptions, GeneralOptions, ParallelOptions
 from pagoda.errors import PagodaError
 
-_ENGINE = EngineOptions()
-_PARALLEL = ParallelOptions()
-_GENERAL = GeneralOptions()
-
 
 @dataclass(frozen=True, slots=True)
 class Grade:
@@ -56,9 +52,9 @@ def accuracy(
     concurrency: Count = 16,
     fail_under: Annotated[float | None, Parameter(validator=Number(gte=0, lte=1))] = None,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
-    engine: EngineOptions = _ENGINE,
-    parallel: ParallelOptions = _PARALLEL,
-    general: GeneralOptions = _GENERAL,
+    engine: EngineOptions = EngineOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Ask held-out questions and report the share of right answers for each skill.
 

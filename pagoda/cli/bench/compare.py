@@ -116,17 +116,13 @@ class LoadOptions:
         return {"model": server.model, **eos}
 
 
-_LOAD = LoadOptions()
-_GENERAL = GeneralOptions()
-
-
 def compare(
     *,
     base_url: Annotated[tuple[str, ...], Parameter(negative=())],
     model: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
     output_file: Annotated[Path | None, Parameter(name=["--output", "--json"])] = None,
-    load: LoadOptions = _LOAD,
-    general: GeneralOptions = _GENERAL,
+    load: LoadOptions = LoadOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Put the same load on two or more OpenAI-compatible servers in turn, and compare their figures.
 

@@ -27,11 +27,6 @@ from pagoda.frontend.outputs import RequestOutput
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.sampling_params import SamplingParams
 
-_ENGINE = EngineOptions()
-_PARALLEL = ParallelOptions()
-_EXECUTOR = ExecutorOptions()
-_GENERAL = GeneralOptions()
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
@@ -61,10 +56,10 @@ def offline(
     output_len: Count = 64,
     prefix_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
-    engine: EngineOptions = _ENGINE,
-    parallel: ParallelOptions = _PARALLEL,
-    executor: ExecutorOptions = _EXECUTOR,
-    general: GeneralOptions = _GENERAL,
+    engine: EngineOptions = EngineOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
+    executor: ExecutorOptions = ExecutorOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Answer random prompts as fast as the engine can, and report tokens a second.
 
@@ -80,7 +75,7 @@ def offline(
     parallel.check_prompts_at_once(num_prompts)
     files = executor.resolve(engine, model, parallel)
     config = executor.engine_config(engine, files.model, parallel)
-    with LLM.from_config(files, config, policy=parallel.data_parallel_policy) as llm:
+    with LLM(configuration=(files, config, parallel.data_parallel_policy)) as llm:
         lengths = RandomLengths(input_len=input_len, output_len=output_len, prefix_len=prefix_len)
         prompts = random_prompts(num_prompts, lengths, engine.seed or 0)
         sampling = SamplingParams(max_tokens=output_len, ignore_eos=True, seed=engine.seed or 0)

@@ -121,20 +121,15 @@ class LoadOptions:
     """Seed of random prompts and arrivals."""
 
 
-_REQUESTS = RequestOptions()
-_LOAD = LoadOptions()
-_GENERAL = GeneralOptions()
-
-
 def serve(
     *,
     base_url: str = "http://127.0.0.1:8000",
     model: str | None = None,
     api_key: str | None = None,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
-    requests: RequestOptions = _REQUESTS,
-    load: LoadOptions = _LOAD,
-    general: GeneralOptions = _GENERAL,
+    requests: RequestOptions = RequestOptions(),
+    load: LoadOptions = LoadOptions(),
+    general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Put load on any OpenAI-compatible server and report its latencies and throughput.
 
