@@ -1,4 +1,4 @@
-"""Requests that kill engines or workers, in virtual time: they fail alone, and requests that only wait do not pay."""
+"""Requests that kill engines or workers, in virtual time: they fail alone, and those that wait do not pay."""
 
 from __future__ import annotations
 
