@@ -130,6 +130,10 @@ class RequestSpans:
         if span.get_span_context().trace_flags.sampled and self.losses.enter():
             span.end(at_ns)
 
+    def flush(self) -> None:
+        """Sends the spans that are queued; returns when they are sent or lost."""
+        self._provider.force_flush()
+
     def close(self) -> None:
         """Sends the last spans, for at most `_CLOSING_S`."""
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)

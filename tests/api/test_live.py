@@ -239,7 +239,7 @@ async def test_one_sampler_for_all_and_none_without_a_page(api, monkeypatch) -> 
     await until(lambda: not api.service.live_stats.is_watched)
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
     before = loads
-    await asyncio.sleep(0.05)
+    await api.get("/version")
     assert loads == before
     async with watching(api) as again:
         assert await anext(again)

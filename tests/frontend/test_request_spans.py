@@ -283,7 +283,7 @@ async def test_a_collector_that_is_not_there_harms_nothing(
     texts = generator(spans, endpoint)
     for _ in range(3):
         await ask(texts)
-        await asyncio.to_thread(spans._provider.force_flush)
+        await asyncio.to_thread(spans.flush)
     await asyncio.to_thread(spans.close)
     assert len(endpoint.requests) == 3
     first, last = caplog.records

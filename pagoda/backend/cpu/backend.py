@@ -27,7 +27,7 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.memory import WeightMemory
-from pagoda.backend.cpu.native import load_native
+from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledForward
 from pagoda.backend.cpu.weights import (
     DTYPES,
@@ -61,6 +61,15 @@ if TYPE_CHECKING:
 
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
+
+
+def open_backend(group: Collectives | None) -> CpuBackend:
+    """The backend with this CPU's best instruction set.
+
+    Raises:
+        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
+    """
+    return CpuBackend(choose_instruction_set(), group)
 
 
 class CpuBackend:

@@ -88,6 +88,11 @@ class AttentionMetadata:
     passes: list[_Pass]
 
 
+def open_backend(group: Collectives | None) -> ReferenceBackend:
+    """The backend, which every machine has."""
+    return ReferenceBackend(group)
+
+
 class ReferenceBackend:
     """Plain PyTorch."""
 
