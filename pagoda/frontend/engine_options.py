@@ -47,7 +47,7 @@ T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions")
 @Parameter(name="*", group=Group("Engine", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded and scheduled."""
+    """Options of a model's loading and scheduling."""
 
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
@@ -80,7 +80,7 @@ class EngineOptions:
     memory_utilization: Annotated[
         Share, Parameter(name=["--memory-utilization", "--gpu-memory-utilization"])
     ] = 0.5
-    """The share of free memory that the KV cache may take when nothing else is said."""
+    """The share of free memory that the KV cache takes if no size is given."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of earlier prompts for later ones that begin alike."""
     kv_events: Annotated[str | None, Parameter(metavar="ADDRESS")] = None
@@ -95,7 +95,8 @@ class EngineOptions:
     kv_disk_min_touches: Count = 2
     """A KV block is written to disk once this many requests have passed through it."""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
-    """What becomes of a request whose KV blocks cannot be loaded: they are computed again, or it fails."""
+    """The treatment of a request whose KV blocks cannot be loaded: they are computed again, or the request
+    fails."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
     pin_threads: bool = False
@@ -220,12 +221,12 @@ class EngineOptions:
 @Parameter(name="*", group=Group("Parallelism", sort_key=15))
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How many devices the model is spread over."""
+    """Options that spread a model over devices."""
 
     data_parallel_size: Annotated[Count, Parameter(name=["--data-parallel-size", "--dp"])] = 1
     """Replicas of the model, each with an engine and a KV cache of its own; requests are shared out."""
     data_parallel_policy: PolicyName = DEFAULT_POLICY
-    """Which replica takes a request: that with the soonest first token, cached prompts considered; that with the
+    """The rule that chooses a replica for each request: the soonest first token, cached prompts considered; the
     fewest tokens to compute; the better of two at random; the session's own; each in turn."""
     tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer of a replica."""
@@ -234,7 +235,8 @@ class ParallelOptions:
     ] = 1
     """Stages of a replica, each with some of its layers."""
     devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
-    """Such as cpu:0,cpu:1, which are equal parts of the cores; by default the first that are needed."""
+    """Devices of the ranks, for example cpu:0,cpu:1 (equal parts of the cores); by default the first that are
+    needed."""
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
 
@@ -260,7 +262,7 @@ class ParallelOptions:
         return config
 
     def check_prompts_at_once(self, count: int) -> None:
-        """For commands that know how many prompts they will have under way, before anything starts.
+        """Refuses to spread a known number of prompts over replicas that would idle.
 
         Raises:
             ConfigError: there is one prompt for several replicas.
@@ -273,7 +275,7 @@ class ParallelOptions:
 
 
 SYNTHETIC_MODEL = "synthetic"
-"""What the simulated executor serves when no name is given."""
+"""The model's name with the simulated executor, if none is given."""
 
 _DEFAULT_ENGINE = EngineOptions()
 _DEFAULT_PARALLEL = ParallelOptions()
@@ -300,13 +302,13 @@ _UNUSED_BY_SIM = (
 _PARALLEL_UNUSED_BY_SIM = ("tensor_parallel_size", "devices")
 _UNUSED_BY_RAY = ("pin_threads",)
 _PARALLEL_UNUSED_BY_RAY = ("devices",)
-"""Which cores a rank gets is for Ray to say, and it counts them only."""
+"""Flags that Ray replaces: it counts cores, and chooses which a rank gets."""
 
 
 @Parameter(name="*", group=Group("Executor", sort_key=20))
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """What computes the steps: worker processes, or a cost model that makes up tokens."""
+    """The program that computes steps: worker processes, or a cost model that makes up tokens."""
 
     executor: Literal["local", "ray", "sim"] = "local"
     """local runs the model in worker processes on this host, ray on the nodes of a Ray cluster; sim makes up

@@ -18,7 +18,7 @@ from pagoda.pd.transport.choose import TRANSPORTS
 
 
 class Handoff(NamedTuple):
-    """Its two parts."""
+    """The parts of the configuration for the engine and for its workers."""
 
     engine: HandoffConfig
     workers: KVHandoffConfig
@@ -27,7 +27,8 @@ class Handoff(NamedTuple):
 @Parameter(name="*", group=Group("Prefill and decode apart", sort_key=27))
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions:
-    """Which part of a request this host computes, and how KV goes to the host that computes the rest."""
+    """The part of a request that this host computes, and the transport of KV to the host that computes the
+    rest."""
 
     role: Literal["none", "prefill", "decode", "both"] = "none"
     """prefill computes prompts and holds their KV for others; decode fetches it and generates; both does
@@ -37,7 +38,7 @@ class HandoffOptions:
     kv_lease: Annotated[float, Parameter(validator=Number(gte=1, lte=3600))] = 30.0
     """Seconds for which KV is held when nobody says that it is still wanted."""
     kv_port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 0
-    """Where other hosts ask for KV, and one port more for each further replica; 0 takes free ones."""
+    """The port at which other hosts ask for KV; each further replica takes the next port; 0 takes free ports."""
     kv_encrypt: bool = False
     """Encrypt KV between hosts; who asks for it must know the cluster's secret in any case."""
 
