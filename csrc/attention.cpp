@@ -31,11 +31,11 @@ struct Memory {
     int64_t partial;  // for an unfinished softmax
     int64_t own;      // in all
 
-    explicit Memory(const AttentionPlan& plan)
-        : padded(round_up_to_16(plan.shape.head_dim)),
-          queries(packed_queries(plan.max_rows, padded)),
-          partial(partial_size(plan.max_rows, padded)),
-          own(queries + plan.max_rows + attend_scratch(plan.max_rows, padded) + 2 * partial) {}
+    explicit Memory(const AttentionMetadata& metadata)
+        : padded(round_up_to_16(metadata.shape.head_dim)),
+          queries(packed_queries(metadata.max_rows, padded)),
+          partial(partial_size(metadata.max_rows, padded)),
+          own(queries + metadata.max_rows + attend_scratch(metadata.max_rows, padded) + 2 * partial) {}
 };
 
 // Puts the cells of a row, `step` cells apart.
@@ -58,19 +58,19 @@ void scatter(int64_t cell_size, const char* row, int64_t cells, char* to, int64_
 // Writes keys and values of tokens to the blocks of their sequences.
 struct CacheWriter {
     const KernelTable& table;
-    const AttentionPlan& plan;
+    const AttentionMetadata& metadata;
     Dtype dtype;
     const Cache& cache;
     Math math = table.math(dtype, cache.dtype);
     int64_t item = size_of(cache.dtype);
 
     int64_t row_of(int64_t token, int64_t kv_head) const {
-        const int64_t place = plan.token_rows[static_cast<size_t>(token)], size = plan.shape.block_size;
-        return (place / size * plan.shape.num_kv_heads + kv_head) * size + place % size;
+        const int64_t place = metadata.token_rows[static_cast<size_t>(token)], size = metadata.shape.block_size;
+        return (place / size * metadata.shape.num_kv_heads + kv_head) * size + place % size;
     }
 
     void put_key(int64_t token, int64_t kv_head, const void* key) const {
-        const int64_t d = plan.shape.head_dim, size = plan.shape.block_size;
+        const int64_t d = metadata.shape.head_dim, size = metadata.shape.block_size;
         const int64_t row = row_of(token, kv_head), offset = row % size, pair = pair_of(math);
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
@@ -80,7 +80,7 @@ struct CacheWriter {
     }
 
     void put_value(int64_t token, int64_t kv_head, const void* value) const {
-        const int64_t d = plan.shape.head_dim, pair = value_pair(math, plan.shape.block_size);
+        const int64_t d = metadata.shape.head_dim, pair = value_pair(math, metadata.shape.block_size);
         const int64_t row = row_of(token, kv_head), offset = row % pair;
         alignas(64) char encoded[kMaxHeadDim * 4];
         float scale = 0;
@@ -98,7 +98,7 @@ struct CacheWriter {
     // Whether the other half of a token's pair is written in the same step.
     bool writes_next(int64_t token) const {
         const auto i = static_cast<size_t>(token);
-        return i + 1 < plan.token_rows.size() && plan.token_rows[i + 1] == plan.token_rows[i] + 1;
+        return i + 1 < metadata.token_rows.size() && metadata.token_rows[i + 1] == metadata.token_rows[i] + 1;
     }
 };
 
@@ -110,7 +110,7 @@ void clear(Partial partial, int rows, int padded_dim) {
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const HeadShape& shape_, int64_t n, const int64_t* query_lens,
+AttentionMetadata::AttentionMetadata(const HeadShape& shape_, int64_t n, const int64_t* query_lens,
                              const int64_t* context_lens, const int64_t* block_tables, int64_t width_)
     : shape(shape_), width(width_), blocks(block_tables, block_tables + n * width_) {
     const int group = shape.num_heads / shape.num_kv_heads;
@@ -149,21 +149,21 @@ AttentionPlan::AttentionPlan(const HeadShape& shape_, int64_t n, const int64_t* 
 }
 
 // Cached tokens from which on an item is shared out, lest one thread is at it when all others are done.
-int64_t AttentionPlan::longest_item() const {
+int64_t AttentionMetadata::longest_item() const {
     int64_t total = 0;
     for (const auto& tile : tiles) total += (tile.first_position + tile.num_tokens) * shape.num_kv_heads;
     return std::max<int64_t>(kSplit, total / (kItemsPerThread * omp_get_max_threads()));
 }
 
-void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
                       const void* qkv, const void* q_norm, const void* k_norm, float eps,
                       const float* cosines, const float* sines, void* queries) {
-    const HeadShape& shape = plan.shape;
-    const CacheWriter writer{table, plan, dtype, cache};
+    const HeadShape& shape = metadata.shape;
+    const CacheWriter writer{table, metadata, dtype, cache};
     const int64_t d = shape.head_dim, head = d * size_of(dtype);
     const int64_t heads = shape.num_heads, kv_heads = shape.num_kv_heads;
 #pragma omp for schedule(static)
-    for (int64_t token = 0; token < plan.num_tokens; ++token) {
+    for (int64_t token = 0; token < metadata.num_tokens; ++token) {
         const char* q = at(qkv, token * (heads + 2 * kv_heads) * head);
         const char* k = q + heads * head;
         const char* v = k + kv_heads * head;
@@ -182,48 +182,48 @@ void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, Dtype
     }
 }
 
-size_t attention_scratch(const AttentionPlan& plan) {
-    const Memory memory(plan);
+size_t attention_scratch(const AttentionMetadata& metadata) {
+    const Memory memory(metadata);
     return sizeof(float) * static_cast<size_t>(omp_get_max_threads() * memory.own +
-                                               plan.num_slots * memory.partial);
+                                               metadata.num_slots * memory.partial);
 }
 
-void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
+void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
                const void* queries, float scale, int64_t window, void* out, void* scratch) {
-    const HeadShape& shape = plan.shape;
+    const HeadShape& shape = metadata.shape;
     const int group = shape.num_heads / shape.num_kv_heads;
     const int64_t head = shape.head_dim * size_of(dtype);
     const Math math = table.math(dtype, cache.dtype);
-    const Memory memory(plan);
+    const Memory memory(metadata);
     const int padded = memory.padded;
     const int64_t partial = memory.partial;
     float* own = static_cast<float*>(scratch) + omp_get_thread_num() * memory.own;
     float* slots = static_cast<float*>(scratch) + omp_get_max_threads() * memory.own;
-    const Partial whole = partial_at(own, plan.max_rows, padded);
-    const Partial part = partial_at(own + partial, plan.max_rows, padded);
+    const Partial whole = partial_at(own, metadata.max_rows, padded);
+    const Partial part = partial_at(own + partial, metadata.max_rows, padded);
     float* packed = own + 2 * partial;
     float* factors = packed + memory.queries;
-    float* rest = factors + plan.max_rows;
-    const auto rows_of = [&](const AttentionPlan::Tile& tile) {
+    float* rest = factors + metadata.max_rows;
+    const auto rows_of = [&](const AttentionMetadata::Tile& tile) {
         return static_cast<int>(tile.num_tokens) * group;
     };
     // Where a row's query is, and where its result goes.
-    const auto place = [&](const AttentionPlan::Item& item, int row) {
-        const int64_t token = plan.tiles[static_cast<size_t>(item.tile)].first_token + row / group;
+    const auto place = [&](const AttentionMetadata::Item& item, int row) {
+        const int64_t token = metadata.tiles[static_cast<size_t>(item.tile)].first_token + row / group;
         return (token * shape.num_heads + item.kv_head * group + row % group) * head;
     };
-    const auto finish = [&](const AttentionPlan::Item& item, int rows, Partial result) {
+    const auto normalize = [&](const AttentionMetadata::Item& item, int rows, Partial result) {
         for (int row = 0; row < rows; ++row) {
-            table.finish(dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
+            table.normalize(dtype, result.out + int64_t{row} * padded, result.total[row], shape.head_dim,
                          at(out, place(item, row)));
         }
     };
-    const auto num_items = static_cast<int64_t>(plan.items.size());
-    const auto num_merged = static_cast<int64_t>(plan.merged.size());
+    const auto num_items = static_cast<int64_t>(metadata.items.size());
+    const auto num_merged = static_cast<int64_t>(metadata.merged.size());
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_items; ++i) {
-        const auto& item = plan.items[static_cast<size_t>(i)];
-        const auto& tile = plan.tiles[static_cast<size_t>(item.tile)];
+        const auto& item = metadata.items[static_cast<size_t>(i)];
+        const auto& tile = metadata.tiles[static_cast<size_t>(item.tile)];
         const int rows = rows_of(tile);
         for (int row = 0; row < rows; ++row) {
             factors[row] = scale * kLog2E * table.pack_query(math, dtype, at(queries, place(item, row)),
@@ -231,10 +231,10 @@ void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype,
         }
         const AttendTile attended{
             math, cache, packed, factors, rows, group, tile.first_position, window,
-            plan.blocks.data() + tile.sequence * plan.width, item.begin, item.end, item.kv_head,
+            metadata.blocks.data() + tile.sequence * metadata.width, item.begin, item.end, item.kv_head,
             shape.num_kv_heads, shape.block_size, shape.head_dim, padded};
         if (item.slot >= 0) {
-            const Partial slot = partial_at(slots + item.slot * partial, plan.max_rows, padded);
+            const Partial slot = partial_at(slots + item.slot * partial, metadata.max_rows, padded);
             table.attend(attended, item.begin, item.end, rest, slot);
             continue;
         }
@@ -243,19 +243,19 @@ void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype,
             table.attend(attended, begin, std::min(begin + kSplit, item.end), rest, part);
             table.merge(rows, padded, whole, part);
         }
-        finish(item, rows, whole);
+        normalize(item, rows, whole);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_merged; ++i) {
-        const auto& item = plan.merged[static_cast<size_t>(i)];
-        const int rows = rows_of(plan.tiles[static_cast<size_t>(item.tile)]);
+        const auto& item = metadata.merged[static_cast<size_t>(i)];
+        const int rows = rows_of(metadata.tiles[static_cast<size_t>(item.tile)]);
         clear(whole, rows, padded);
         const int64_t splits = (item.end + kSplit - 1) / kSplit;
         for (int64_t split = 0; split < splits; ++split) {
             table.merge(rows, padded, whole,
-                        partial_at(slots + (item.slot + split) * partial, plan.max_rows, padded));
+                        partial_at(slots + (item.slot + split) * partial, metadata.max_rows, padded));
         }
-        finish(item, rows, whole);
+        normalize(item, rows, whole);
     }
 }
 

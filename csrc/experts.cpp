@@ -7,7 +7,7 @@
 
 namespace pagoda {
 
-// ---- one linear map
+// ---- one linear layer
 
 namespace {
 
@@ -30,29 +30,29 @@ int64_t panel_bytes(const QuantizedShape& shape) { return shape.format.panel_byt
 
 }  // namespace
 
-int64_t LinearMap::inputs() const {
+int64_t PackedLinear::inputs() const {
     return std::visit([](const auto& shape) { return shape.inputs; }, shape_);
 }
 
-int64_t LinearMap::outputs() const {
+int64_t PackedLinear::outputs() const {
     return std::visit([](const auto& shape) { return shape.outputs; }, shape_);
 }
 
-const void* LinearMap::panel(int64_t index) const {
+const void* PackedLinear::panel(int64_t index) const {
     return at(panels_, index * std::visit([](const auto& shape) { return panel_bytes(shape); }, shape_));
 }
 
-bool LinearMap::packs_like(const LinearMap& other) const {
+bool PackedLinear::packs_like(const PackedLinear& other) const {
     const bool same = std::visit([](const auto& a, const auto& b) { return same_rows(a, b); }, shape_, other.shape_);
     if (!same || order_ == other.order_) return same;
     return order_ && other.order_ && std::equal(order_, order_ + inputs(), other.order_);
 }
 
-int64_t LinearMap::rows_at_once() const {
+int64_t PackedLinear::rows_at_once() const {
     return std::holds_alternative<PanelShape>(shape_) ? kTileRows : kQuantizedRows;
 }
 
-int64_t LinearMap::packed_row(const KernelTable& table) const {
+int64_t PackedLinear::packed_row(const KernelTable& table) const {
     if (const auto* quantized = std::get_if<QuantizedShape>(&shape_)) {
         return QuantizedRow::bytes(quantized->format, table.code_size);
     }
@@ -60,17 +60,17 @@ int64_t LinearMap::packed_row(const KernelTable& table) const {
     return dense.padded_inputs() * table.packed_size(dense.dtype);
 }
 
-int64_t LinearMap::room() const {
+int64_t PackedLinear::pack_scratch_bytes() const {
     const Dtype dtype = std::visit([](const auto& shape) { return shape.dtype; }, shape_);
     const int64_t rows = std::holds_alternative<PanelShape>(shape_) ? kTileRows : order_ ? 1 : 0;
     return rows * inputs() * size_of(dtype);
 }
 
-void LinearMap::pack(const KernelTable& table, const void* const* rows, int n, void* packed, void* room) const {
+void PackedLinear::pack(const KernelTable& table, const void* const* rows, int n, void* packed, void* scratch) const {
     if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
         const int64_t row_bytes = dense->inputs * size_of(dense->dtype);
-        for (int i = 0; i < n; ++i) std::memcpy(at(room, i * row_bytes), rows[i], static_cast<size_t>(row_bytes));
-        table.pack_rows(dense->dtype, room, dense->inputs, n, dense->inputs, packed);
+        for (int i = 0; i < n; ++i) std::memcpy(at(scratch, i * row_bytes), rows[i], static_cast<size_t>(row_bytes));
+        table.pack_rows(dense->dtype, scratch, dense->inputs, n, dense->inputs, packed);
         return;
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
@@ -79,45 +79,48 @@ void LinearMap::pack(const KernelTable& table, const void* const* rows, int n, v
         const void* row = rows[i];
         if (order_) {
             for (int64_t j = 0; j < shape.inputs; ++j) {
-                std::memcpy(at(room, j * item), at(row, order_[j] * item), static_cast<size_t>(item));
+                std::memcpy(at(scratch, j * item), at(row, order_[j] * item), static_cast<size_t>(item));
             }
-            row = room;
+            row = scratch;
         }
         table.quantize_row(shape.dtype, shape.format, row, shape.inputs, at(packed, i * packed_row(table)));
     }
 }
 
-void LinearMap::multiply(const KernelTable& table, int64_t panel_index, void* packed, int n, void* out,
+void PackedLinear::multiply(const KernelTable& table, int64_t panel_index, void* packed, int n, void* out,
                          int64_t out_stride, int cols, const void* next) const {
     const void* weights = panel(panel_index);
+    // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
+    if (n == 1) next = nullptr;
     if (const auto* dense = std::get_if<PanelShape>(&shape_)) {
-        // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
-        const auto ahead = Prefetch::share(n > 1 ? next : nullptr, dense->panel_bytes(), 0, 1);
-        table.linear_panel(dense->dtype, weights, packed, n, dense->inputs, nullptr, out, out_stride, cols, ahead);
+        const auto ahead = Prefetch::share(next, dense->panel_bytes(), 0, 1);
+        table.linear_panel(dense->dtype, weights, packed, n, dense->inputs, nullptr, dense->dtype, out, out_stride,
+                           cols, ahead);
         return;
     }
     const auto& shape = std::get<QuantizedShape>(shape_);
-    table.quantized_panel(shape.dtype, shape.format, weights, packed, packed_row(table), n, nullptr, out,
-                          out_stride, cols, next);
+    table.quantized_panel(shape.dtype, shape.format, weights, packed, packed_row(table), n, nullptr, shape.dtype,
+                          out, out_stride, cols, next);
 }
 
 // ---- all experts
 
-void Experts::add(const LinearMap& gate, const LinearMap& up, const LinearMap& down) {
+void Experts::add(const PackedLinear& gate, const PackedLinear& up, const PackedLinear& down) {
     inner = gate.outputs();
     held.push_back({gate, up, down, up.packs_like(gate)});
     gate_row = std::max(gate_row, gate.packed_row(table));
-    if (!held.back().alike) up_row = std::max(up_row, up.packed_row(table));
+    if (!held.back().shares_packing) up_row = std::max(up_row, up.packed_row(table));
     down_row = std::max(down_row, down.packed_row(table));
-    room = (std::max({room, gate.room(), up.room(), down.room()}) + 63) / 64 * 64;
+    pack_scratch = std::max({pack_scratch, gate.pack_scratch_bytes(), up.pack_scratch_bytes(), down.pack_scratch_bytes()});
+    pack_scratch = (pack_scratch + 63) / 64 * 64;
 }
 
 namespace {
 
-// Takes pieces of the scratch memory, each at a cache line; from null on, it only counts.
-class Pieces {
+// Takes allocator of the scratch memory, each at a cache line; from null on, it only counts.
+class ScratchAllocator {
    public:
-    explicit Pieces(void* memory) : begin_(reinterpret_cast<uintptr_t>(memory)), end_(begin_) {}
+    explicit ScratchAllocator(void* memory) : begin_(reinterpret_cast<uintptr_t>(memory)), end_(begin_) {}
 
     template <class T = char>
     T* take(int64_t count) {
@@ -133,7 +136,7 @@ class Pieces {
 
 // A row is a pair of a token and one of its experts that is here; those of one expert follow one another.
 struct Scratch {
-    Claims *gate_up_claims, *down_claims;
+    WorkQueue *gate_up_queue, *down_queue;
     int32_t* chosen;   // [n, per_token], numbers of experts
     float* weights;    // [n, per_token]
     int64_t* rows;     // [n, per_token], -1 where the expert is elsewhere
@@ -142,30 +145,30 @@ struct Scratch {
     int64_t* active;   // experts that have rows
     int64_t* num_active;
     char* packed;      // for gates, and then for `down`
-    char* up_packed;   // where that is not alike
-    char *inner, *outputs, *room;
+    char* up_packed;   // where the gate's packing does not serve `up`
+    char *inner, *outputs, *pack_scratch;
     size_t bytes;
 
     Scratch(const Experts& experts, int64_t n, void* memory) {
-        Pieces pieces(memory);
+        ScratchAllocator allocator(memory);
         const int64_t chosen_pairs = n * experts.routing.per_token;
         const int64_t pairs = n * std::min<int64_t>(experts.routing.per_token, experts.size());
         const int64_t item = size_of(experts.dtype);
-        gate_up_claims = pieces.take<Claims>(1);
-        down_claims = pieces.take<Claims>(1);
-        chosen = pieces.take<int32_t>(chosen_pairs);
-        weights = pieces.take<float>(chosen_pairs);
-        rows = pieces.take<int64_t>(chosen_pairs);
-        tokens = pieces.take<int64_t>(pairs);
-        starts = pieces.take<int64_t>(experts.size() + 1);
-        active = pieces.take<int64_t>(experts.size());
-        num_active = pieces.take<int64_t>(1);
-        packed = pieces.take(pairs * std::max(experts.gate_row, experts.down_row));
-        up_packed = pieces.take(pairs * experts.up_row);
-        inner = pieces.take(pairs * experts.inner * item);
-        outputs = pieces.take(pairs * experts.hidden * item);
-        room = pieces.take(omp_get_max_threads() * experts.room);
-        bytes = pieces.bytes();
+        gate_up_queue = allocator.take<WorkQueue>(1);
+        down_queue = allocator.take<WorkQueue>(1);
+        chosen = allocator.take<int32_t>(chosen_pairs);
+        weights = allocator.take<float>(chosen_pairs);
+        rows = allocator.take<int64_t>(chosen_pairs);
+        tokens = allocator.take<int64_t>(pairs);
+        starts = allocator.take<int64_t>(experts.size() + 1);
+        active = allocator.take<int64_t>(experts.size());
+        num_active = allocator.take<int64_t>(1);
+        packed = allocator.take(pairs * std::max(experts.gate_row, experts.down_row));
+        up_packed = allocator.take(pairs * experts.up_row);
+        inner = allocator.take(pairs * experts.inner * item);
+        outputs = allocator.take(pairs * experts.hidden * item);
+        pack_scratch = allocator.take(omp_get_max_threads() * experts.pack_scratch);
+        bytes = allocator.bytes();
     }
 };
 
@@ -207,7 +210,7 @@ int64_t down_rows(const Expert& expert) { return expert.down.rows_at_once(); }
 
 // Calls work(expert, first, n) for all tiles of rows, each in one thread.
 template <class RowsAtOnce, class Work>
-void share_tiles(const Experts& experts, const Scratch& s, RowsAtOnce rows_at_once, Work work) {
+void parallel_for_tiles(const Experts& experts, const Scratch& s, RowsAtOnce rows_at_once, Work work) {
     const int threads = omp_get_num_threads(), own = omp_get_thread_num();
     int next = 0;
     for (int64_t i = 0; i < *s.num_active; ++i) {
@@ -231,7 +234,7 @@ void compute_inner(const Experts& experts, const Scratch& s, int64_t e, int64_t 
     const void* up_panel = expert.up.panel(panel);
     for_tiles(s.starts[e], s.starts[e + 1], gate_up_rows(expert), [&](int64_t first, int n) {
         char* for_gate = s.packed + first * experts.gate_row;
-        char* for_up = expert.alike ? for_gate : s.up_packed + first * experts.up_row;
+        char* for_up = expert.shares_packing ? for_gate : s.up_packed + first * experts.up_row;
         expert.gate.multiply(table, panel, for_gate, n, gate_up, 2 * kPanel, cols, up_panel);
         expert.up.multiply(table, panel, for_up, n, at(gate_up, cols * item), 2 * kPanel, cols, next);
         for (int row = 0; row < n; ++row) {
@@ -256,10 +259,10 @@ void compute_outputs(const Experts& experts, const Scratch& s, int64_t e, int64_
 // Calls work(expert, panel, next panel's address or null) for all panels of the experts that have rows; `map` is
 // the member of Expert whose panels come first.
 template <class Work>
-void share_expert_panels(Claims& claims, const Experts& experts, const Scratch& s, LinearMap Expert::* map,
+void parallel_for_expert_panels(WorkQueue& queue, const Experts& experts, const Scratch& s, PackedLinear Expert::* map,
                          Work work) {
     const int64_t panels = (experts.held.front().*map).num_panels();
-    share_items(claims, *s.num_active * panels, [&](int64_t item, int64_t next) {
+    parallel_for_dynamic(queue, *s.num_active * panels, [&](int64_t item, int64_t next) {
         const void* next_panel = nullptr;
         if (next >= 0) {
             const Expert& expert = experts.held[static_cast<size_t>(s.active[next / panels])];
@@ -279,9 +282,9 @@ void compute_experts(const Experts& experts, const void* x, int64_t row_stride, 
     const ExpertRouting& routing = experts.routing;
     const Scratch s(experts, n, scratch);
     const int64_t item = size_of(experts.dtype);
-    char* room = s.room + omp_get_thread_num() * experts.room;
-    Claims::reset(s.gate_up_claims);
-    Claims::reset(s.down_claims);
+    char* pack_scratch = s.pack_scratch + omp_get_thread_num() * experts.pack_scratch;
+    WorkQueue::reset(s.gate_up_queue);
+    WorkQueue::reset(s.down_queue);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {
         table.route(experts.dtype, at(logits, i * routing.num_experts * item), routing.num_experts,
@@ -291,19 +294,19 @@ void compute_experts(const Experts& experts, const void* x, int64_t row_stride, 
 #pragma omp single
     group_rows(experts, n, s);
     const void* from[kQuantizedRows];
-    share_tiles(experts, s, gate_up_rows, [&](const Expert& expert, int64_t first, int rows) {
+    parallel_for_tiles(experts, s, gate_up_rows, [&](const Expert& expert, int64_t first, int rows) {
         for (int i = 0; i < rows; ++i) from[i] = at(x, s.tokens[first + i] * row_stride * item);
-        expert.gate.pack(table, from, rows, s.packed + first * experts.gate_row, room);
-        if (!expert.alike) expert.up.pack(table, from, rows, s.up_packed + first * experts.up_row, room);
+        expert.gate.pack(table, from, rows, s.packed + first * experts.gate_row, pack_scratch);
+        if (!expert.shares_packing) expert.up.pack(table, from, rows, s.up_packed + first * experts.up_row, pack_scratch);
     });
-    share_expert_panels(*s.gate_up_claims, experts, s, &Expert::gate,
+    parallel_for_expert_panels(*s.gate_up_queue, experts, s, &Expert::gate,
                         [&](int64_t e, int64_t panel, const void* next) { compute_inner(experts, s, e, panel, next); });
-    share_tiles(experts, s, down_rows, [&](const Expert& expert, int64_t first, int rows) {
+    parallel_for_tiles(experts, s, down_rows, [&](const Expert& expert, int64_t first, int rows) {
         for (int i = 0; i < rows; ++i) from[i] = s.inner + (first + i) * experts.inner * item;
-        expert.down.pack(table, from, rows, s.packed + first * experts.down_row, room);
+        expert.down.pack(table, from, rows, s.packed + first * experts.down_row, pack_scratch);
     });
-    share_expert_panels(
-        *s.down_claims, experts, s, &Expert::down,
+    parallel_for_expert_panels(
+        *s.down_queue, experts, s, &Expert::down,
         [&](int64_t e, int64_t panel, const void* next) { compute_outputs(experts, s, e, panel, next); });
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) {

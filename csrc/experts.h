@@ -11,12 +11,12 @@
 
 namespace pagoda {
 
-// A linear map without bias, dense or quantized, whose rows of activations are packed by its user.
-class LinearMap {
+// A linear layer without bias, dense or quantized, whose rows of activations are packed by its user.
+class PackedLinear {
    public:
-    LinearMap(const PanelShape& shape, const void* panels) : shape_(shape), panels_(panels) {}
+    PackedLinear(const PanelShape& shape, const void* panels) : shape_(shape), panels_(panels) {}
     // With `order`, the map's input `i` is the activation's element order[i].
-    LinearMap(const QuantizedShape& shape, const void* panels, const int64_t* order)
+    PackedLinear(const QuantizedShape& shape, const void* panels, const int64_t* order)
         : shape_(shape), panels_(panels), order_(order) {}
 
     int64_t inputs() const;
@@ -25,14 +25,14 @@ class LinearMap {
     const void* panel(int64_t index) const;
 
     // Whether rows that are packed for one are packed for the other too.
-    bool packs_like(const LinearMap& other) const;
+    bool packs_like(const PackedLinear& other) const;
     // Rows that are best packed and multiplied together; never more.
     int64_t rows_at_once() const;
     // Bytes of a packed row.
     int64_t packed_row(const KernelTable& table) const;
-    // Bytes that `pack` works in.
-    int64_t room() const;
-    void pack(const KernelTable& table, const void* const* rows, int n, void* packed, void* room) const;
+    // Bytes of scratch that `pack` needs.
+    int64_t pack_scratch_bytes() const;
+    void pack(const KernelTable& table, const void* const* rows, int n, void* packed, void* scratch) const;
     // Outputs [n, cols] of one panel; `next` is what will be read next, or null.
     void multiply(const KernelTable& table, int64_t panel, void* packed, int n, void* out, int64_t out_stride,
                   int cols, const void* next) const;
@@ -44,8 +44,8 @@ class LinearMap {
 };
 
 struct Expert {
-    LinearMap gate, up, down;
-    bool alike;  // rows that are packed for the gate are packed for `up` too
+    PackedLinear gate, up, down;
+    bool shares_packing;  // rows that are packed for the gate are packed for `up` too
 };
 
 struct ExpertRouting {
@@ -62,7 +62,7 @@ class Experts {
             int64_t* counts)
         : table(table), dtype(dtype), hidden(hidden), routing(routing), first(first), counts(counts) {}
 
-    void add(const LinearMap& gate, const LinearMap& up, const LinearMap& down);
+    void add(const PackedLinear& gate, const PackedLinear& up, const PackedLinear& down);
 
     int64_t size() const { return static_cast<int64_t>(held.size()); }
     // Multiplications for each token.
@@ -75,9 +75,9 @@ class Experts {
     int first;
     int64_t* counts;
     std::vector<Expert> held;
-    // Bytes of a packed row of any expert: for the gate, for `up` where that is not alike, and for `down`.
+    // Bytes of a packed row of any expert: for the gate, for `up` where the gate's packing does not serve it, and for `down`.
     int64_t gate_row = 0, up_row = 0, down_row = 0;
-    int64_t room = 0;  // bytes that a thread packs in
+    int64_t pack_scratch = 0;  // bytes, of each thread
 };
 
 // out [n, hidden] = for each row of x [n, hidden] the sum of what its experts give, weighted as its logits

@@ -1,5 +1,5 @@
 // What each instruction set provides: operations on one tile, one row or one panel. Who works on which is
-// decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, alike for all instruction sets.
+// decided in linear.cpp, quantized.cpp, rows.cpp and attention.cpp, for all instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,11 @@ constexpr int kMaxHeadDim = 1024;
 // Experts of a layer.
 constexpr int kMaxExperts = 1024;
 
-// How attention multiplies. All work on words of 32 bits: a float, or a pair of 16-bit numbers of which one
+// How attention multiplies. All work on lanes of 32 bits: a float, or a pair of 16-bit numbers of which one
 // instruction multiplies both, to floats (bf16) or to exact sums of integers (i16).
 enum class Math : int { f32 = 0, bf16 = 1, i16 = 2 };
 
-// Elements of a word, which lie side by side in the cache too: along head_dim in keys, along tokens in values.
+// Elements of a lane, which lie side by side in the cache too: along head_dim in keys, along tokens in values.
 inline int pair_of(Math math) { return math == Math::f32 ? 1 : 2; }
 inline int value_pair(Math math, int block_size) { return block_size == 1 ? 1 : pair_of(math); }
 
@@ -126,11 +126,11 @@ struct Prefetch {
     }
 };
 
-// Of the outputs of a row seen so far.
-struct Highest {
+// The highest of a row's outputs seen so far.
+struct Argmax {
     float value;
-    int32_t finite;  // whether all are
-    int64_t column;  // the first of the highest
+    int32_t finite;  // 1 if all outputs are
+    int64_t column;  // the first of equal ones
 };
 
 struct KernelTable {
@@ -138,22 +138,22 @@ struct KernelTable {
     int64_t (*packed_size)(Dtype);
     // Activations [rows, k], rows at most kTileRows, as `linear_panel` reads them.
     void (*pack_rows)(Dtype, const void* x, int64_t row_stride, int rows, int64_t k, void* packed);
-    // Outputs [rows, cols] of one panel; bias [kPanel] or null.
-    void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k,
-                         const float* bias, void* out, int64_t out_stride, int cols, Prefetch);
+    // Outputs [rows, cols] of one panel, in their own dtype; bias [kPanel] or null.
+    void (*linear_panel)(Dtype, const void* panel, const void* packed, int rows, int64_t k, const float* bias,
+                         Dtype out_dtype, void* out, int64_t out_stride, int cols, Prefetch);
     // Bytes of a code of an activation.
     int64_t code_size;
     void (*quantize_row)(Dtype, const QuantizedFormat&, const void* x, int64_t inputs, void* packed);
     // Outputs [n, cols] of one panel for quantized rows that lie row_bytes apart; bias [kPanel] or null; `next` is
     // the panel that will be read next or null.
     void (*quantized_panel)(Dtype, const QuantizedFormat&, const void* panel, void* rows, int64_t row_bytes,
-                            int64_t n, const float* bias, void* out, int64_t out_stride, int cols,
-                            const void* next);
+                            int64_t n, const float* bias, Dtype out_dtype, void* out, int64_t out_stride,
+                            int cols, const void* next);
     // Weights of one output of a panel; that of input `i` is for element order[i], if there is an order.
     void (*dequantize_row)(Dtype, const QuantizedFormat&, const void* panel, int output, const int64_t* order,
                            int64_t inputs, void* out);
     // Takes outputs [rows, cols] that lie kPanel apart, of the columns from `first` on, into those seen so far.
-    void (*highest)(Dtype, const void* outputs, int rows, int cols, int64_t first, Highest* seen);
+    void (*argmax)(const float* outputs, int rows, int cols, int64_t first, Argmax* seen);
     // A weight's row of inputs to codes and scales: one scale for all, or for each group.
     void (*round_to_int8)(Dtype, const void* weight, int64_t inputs, void* codes, float* scale);
     void (*round_to_int4)(Dtype, const void* weight, int64_t inputs, int64_t group_size, uint8_t* codes,
@@ -178,14 +178,15 @@ struct KernelTable {
     Math (*math)(Dtype activations, Dtype cache);
     // A row of d elements in the dtype of the cache; `scale` is set for i8.
     void (*to_cache)(Dtype, Dtype cache, const void* x, int64_t d, void* out, float* scale);
-    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries words. Returns what scores
+    // Puts one of `rows` queries where `attend` reads it, in memory of packed_queries lanes. Returns what scores
     // are to be multiplied by.
     float (*pack_query)(Math, Dtype, const void* x, int64_t d, int row, int rows, void* packed);
     // Attends to the cached tokens from `begin` to `end`, within one split; scratch has attend_scratch floats.
     void (*attend)(const AttendTile&, int64_t begin, int64_t end, float* scratch, Partial out);
     // Takes `part`, of the next split, into `whole`.
     void (*merge)(int rows, int padded_dim, Partial whole, Partial part);
-    void (*finish)(Dtype, const float* out, float total, int64_t d, void* result);
+    // result = out / total, rounded to the dtype.
+    void (*normalize)(Dtype, const float* out, float total, int64_t d, void* result);
 };
 
 inline int64_t packed_queries(int rows, int64_t d) { return (int64_t{rows} + kTileRows) * d; }

@@ -14,8 +14,8 @@ namespace {
 
 constexpr pagoda::KernelTable kTable = {
     packed_size, pack_rows, linear_panel, sizeof(Code), quantize_row, quantized_panel, dequantize_row,
-    highest_outputs, round_to_int8, round_to_int4, add_up, rms_norm, silu_and_mul, route, weighted_sum,
-    norm_and_rotate, math_of, to_cache, pack_query, attend, merge, finish,
+    argmax_outputs, round_to_int8, round_to_int4, add_up, rms_norm, silu_and_mul, route, weighted_sum,
+    norm_and_rotate, math_of, to_cache, pack_query, attend, merge, normalize,
 };
 
 }  // namespace

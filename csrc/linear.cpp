@@ -66,7 +66,7 @@ void pack_weight(const PanelShape& shape, const void* weight, void* packed) {
     }
 }
 
-void weight_rows(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
+void embedding(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
                  void* out) {
     const Column column(shape);
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
@@ -89,7 +89,7 @@ void weight_rows(const PanelShape& shape, const void* packed, int64_t first_id, 
 }
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n) {
-    return sizeof(Claims) + static_cast<size_t>(n * shape.padded_inputs() * table.packed_size(shape.dtype));
+    return sizeof(WorkQueue) + static_cast<size_t>(n * shape.padded_inputs() * table.packed_size(shape.dtype));
 }
 
 void linear(const KernelTable& table, const PanelShape& shape, const void* packed, const float* bias,
@@ -98,8 +98,8 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
     const int64_t tile_rows = tiles == 0 ? 0 : (n + tiles - 1) / tiles;
     const int64_t packed_row = shape.padded_inputs() * table.packed_size(shape.dtype);
     const int64_t item = size_of(shape.dtype);
-    Claims& claims = Claims::reset(scratch);
-    scratch = at(scratch, sizeof(Claims));
+    WorkQueue& queue = WorkQueue::reset(scratch);
+    scratch = at(scratch, sizeof(WorkQueue));
     out.begin(n);
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -108,7 +108,7 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
                         static_cast<int>(std::min(tile_rows, n - first)), shape.inputs,
                         at(scratch, first * packed_row));
     }
-    share_panels(claims, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+    parallel_for_panels(queue, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
         // A single row takes no time in which memory would idle: there the processor reads ahead best by itself.
@@ -119,10 +119,10 @@ void linear(const KernelTable& table, const PanelShape& shape, const void* packe
             const auto rows = static_cast<int>(std::min(tile_rows, n - first));
             table.linear_panel(shape.dtype, at(packed, panel * shape.panel_bytes()),
                                at(scratch, first * packed_row), rows, shape.inputs,
-                               bias ? bias + column : nullptr, out.panel(first, column, item), out.stride(),
-                               columns,
+                               bias ? bias + column : nullptr, out.dtype(), out.panel(first, column),
+                               out.stride(), columns,
                                Prefetch::share(next_panel, shape.panel_bytes(), tile - begin, end - begin));
-            out.take(table, shape.dtype, first, rows, column, columns);
+            out.take(table, first, rows, column, columns);
         }
     });
 }

@@ -73,20 +73,20 @@ class Kernels {
         pagoda::pack_weight({Dtype(dtype), inputs, outputs}, to(weight), to(packed));
     }
 
-    void weight_rows(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id,
+    void embedding(int dtype, int64_t outputs, int64_t inputs, Address packed, int64_t first_id,
                      Address ids, int64_t n, Address out) const {
         in_team(n * inputs > kWorthThreads, [&] {
-            pagoda::weight_rows({Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n, to(out));
+            pagoda::embedding({Dtype(dtype), inputs, outputs}, to(packed), first_id, to<int64_t>(ids), n, to(out));
         });
     }
 
     void linear(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
-                int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
+                int64_t row_stride, int64_t n, Address out, int64_t out_stride, int out_dtype) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
         void* scratch = buffer_.take(linear_scratch(*table_, shape, n));
         in_team(n * inputs * outputs > 4 * kWorthThreads, [&] {
             pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n,
-                           Outputs(to(out), out_stride), scratch);
+                           Outputs(to(out), out_stride, Dtype(out_dtype)), scratch);
         });
     }
 
@@ -102,36 +102,36 @@ class Kernels {
                               to<uint8_t>(codes), to(scales));
     }
 
-    void quantized_rows(const QuantizedShape& shape, Address packed, Address order, int64_t first_id, Address ids,
+    void quantized_embedding(const QuantizedShape& shape, Address packed, Address order, int64_t first_id, Address ids,
                         int64_t n, Address out) const {
         in_team(n * shape.inputs > kWorthThreads, [&] {
-            pagoda::quantized_rows(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
+            pagoda::quantized_embedding(*table_, shape, to(packed), to<int64_t>(order), first_id, to<int64_t>(ids), n,
                                    to(out));
         });
     }
 
     void quantized_linear(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
-                          int64_t row_stride, int64_t n, Address out, int64_t out_stride) {
+                          int64_t row_stride, int64_t n, Address out, int64_t out_stride, int out_dtype) {
         void* scratch = buffer_.take(quantized_scratch(*table_, shape, to<int64_t>(order), n));
         in_team(n * shape.inputs * shape.outputs > 4 * kWorthThreads, [&] {
             pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias), to(x),
-                                     row_stride, n, Outputs(to(out), out_stride), scratch);
+                                     row_stride, n, Outputs(to(out), out_stride, Dtype(out_dtype)), scratch);
         });
     }
 
-    void linear_highest(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
+    void linear_argmax(int dtype, int64_t outputs, int64_t inputs, Address packed, Address bias, Address x,
                         int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
         const PanelShape shape{Dtype(dtype), inputs, outputs};
-        highest(shape.dtype, n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
+        argmax(n, inputs * outputs, linear_scratch(*table_, shape, n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::linear(*table_, shape, to(packed), to<float>(bias), to(x), row_stride, n, seen,
                                    scratch);
                 });
     }
 
-    void quantized_highest(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
+    void quantized_argmax(const QuantizedShape& shape, Address packed, Address order, Address bias, Address x,
                            int64_t row_stride, int64_t n, Address columns, Address values, Address finite) {
-        highest(shape.dtype, n, shape.inputs * shape.outputs,
+        argmax(n, shape.inputs * shape.outputs,
                 quantized_scratch(*table_, shape, to<int64_t>(order), n), columns, values, finite,
                 [&](const Outputs& seen, void* scratch) {
                     pagoda::quantized_linear(*table_, shape, to(packed), to<int64_t>(order), to<float>(bias),
@@ -171,37 +171,37 @@ class Kernels {
         return pagoda::value_pair(table_->math(Dtype(dtype), Dtype(cache_dtype)), block_size);
     }
 
-    void rotate_and_cache(const AttentionPlan& plan, int dtype, const Cache& cache, Address qkv, Address q_norm,
+    void rotate_and_cache(const AttentionMetadata& metadata, int dtype, const Cache& cache, Address qkv, Address q_norm,
                           Address k_norm, float eps, Address cosines, Address sines, Address queries) const {
-        in_team(plan.num_tokens * plan.shape.num_heads * plan.shape.head_dim > kWorthThreads, [&] {
-            pagoda::rotate_and_cache(*table_, plan, Dtype(dtype), cache, to(qkv), to(q_norm), to(k_norm), eps,
+        in_team(metadata.num_tokens * metadata.shape.num_heads * metadata.shape.head_dim > kWorthThreads, [&] {
+            pagoda::rotate_and_cache(*table_, metadata, Dtype(dtype), cache, to(qkv), to(q_norm), to(k_norm), eps,
                                      to<float>(cosines), to<float>(sines), to(queries));
         });
     }
 
-    void attention(const AttentionPlan& plan, int dtype, const Cache& cache, Address queries, float scale,
+    void attention(const AttentionMetadata& metadata, int dtype, const Cache& cache, Address queries, float scale,
                    int64_t window, Address out) {
-        void* scratch = buffer_.take(attention_scratch(plan));
-        in_team(plan.work() > 8 * kWorthThreads, [&] {
-            pagoda::attention(*table_, plan, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
+        void* scratch = buffer_.take(attention_scratch(metadata));
+        in_team(metadata.work() > 8 * kWorthThreads, [&] {
+            pagoda::attention(*table_, metadata, Dtype(dtype), cache, to(queries), scale, window, to(out), scratch);
         });
     }
 
     const KernelTable& table() const { return *table_; }
 
    private:
-    // Of a linear map of n rows; `multiply` computes it.
+    // Of a linear layer of n rows; `multiply` computes it.
     template <class Multiply>
-    void highest(Dtype dtype, int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values,
+    void argmax(int64_t n, int64_t weights, size_t scratch_bytes, Address columns, Address values,
                  Address finite, Multiply multiply) {
         scratch_bytes = (scratch_bytes + 63) / 64 * 64;
-        auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::highest_scratch(n, dtype)));
-        const Outputs seen = Outputs::highest(scratch + scratch_bytes, n, dtype);
+        auto* scratch = static_cast<char*>(buffer_.take(scratch_bytes + Outputs::argmax_scratch(n)));
+        const Outputs seen = Outputs::argmax(scratch + scratch_bytes, n);
         in_team(n * weights > 4 * kWorthThreads, [&] {
             multiply(seen, scratch);
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < n; ++row) {
-                const Highest best = seen.highest_of(row);
+                const Argmax best = seen.argmax_of(row);
                 to<int64_t>(columns)[row] = best.column;
                 to<float>(values)[row] = best.value;
                 to<bool>(finite)[row] = best.finite != 0;
@@ -219,10 +219,10 @@ void all_reduce(Collectives& group, const Kernels& kernels, int dtype, Address x
             [&] { group.all_reduce(kernels.table(), Dtype(dtype), to(x), count); });
 }
 
-void run(Program& program, int64_t num_tokens, const AttentionPlan& plan, Address token_ids, Address hidden,
+void run(Program& program, int64_t num_tokens, const AttentionMetadata& metadata, Address token_ids, Address hidden,
          Address cosines, Address sines, Address out, Address times) {
     nb::gil_scoped_release released;
-    program.run({num_tokens, &plan, to<int64_t>(token_ids), to(hidden), to<float>(cosines), to<float>(sines)},
+    program.run({num_tokens, &metadata, to<int64_t>(token_ids), to(hidden), to<float>(cosines), to<float>(sines)},
                 to(out), to<int64_t>(times));
 }
 
@@ -255,26 +255,26 @@ NB_MODULE(_native, m) {
                             Address value_scales) {
             new (self) Cache{Dtype(dtype), to(keys), to(values), to<float>(key_scales), to<float>(value_scales)};
         });
-    nb::class_<AttentionPlan>(m, "AttentionPlan")
+    nb::class_<AttentionMetadata>(m, "AttentionMetadata")
         .def(
             "__init__",
-            [](AttentionPlan* self, int num_heads, int num_kv_heads, int head_dim, int block_size, int64_t n,
+            [](AttentionMetadata* self, int num_heads, int num_kv_heads, int head_dim, int block_size, int64_t n,
                Address query_lens, Address context_lens, Address block_tables, int64_t width) {
-                new (self) AttentionPlan({num_heads, num_kv_heads, head_dim, block_size}, n,
+                new (self) AttentionMetadata({num_heads, num_kv_heads, head_dim, block_size}, n,
                                          to<int64_t>(query_lens), to<int64_t>(context_lens),
                                          to<int64_t>(block_tables), width);
             })
-        .def_ro("num_tokens", &AttentionPlan::num_tokens);
+        .def_ro("num_tokens", &AttentionMetadata::num_tokens);
     nb::class_<Kernels>(m, "Kernels")
         .def(nb::init<const std::string&>())
         .def("pack_weight", &Kernels::pack_weight)
-        .def("weight_rows", &Kernels::weight_rows)
+        .def("embedding", &Kernels::embedding)
         .def("linear", &Kernels::linear)
-        .def("linear_highest", &Kernels::linear_highest)
-        .def("quantized_highest", &Kernels::quantized_highest)
+        .def("linear_argmax", &Kernels::linear_argmax)
+        .def("quantized_argmax", &Kernels::quantized_argmax)
         .def("quantize_int8", &Kernels::quantize_int8)
         .def("quantize_int4", &Kernels::quantize_int4)
-        .def("quantized_rows", &Kernels::quantized_rows)
+        .def("quantized_embedding", &Kernels::quantized_embedding)
         .def("quantized_linear", &Kernels::quantized_linear)
         .def("add", &Kernels::add)
         .def("add_rms_norm", &Kernels::add_rms_norm)
@@ -284,13 +284,13 @@ NB_MODULE(_native, m) {
         .def("value_pair", &Kernels::value_pair)
         .def("rotate_and_cache", &Kernels::rotate_and_cache)
         .def("attention", &Kernels::attention);
-    nb::class_<LinearMap>(m, "LinearMap")
+    nb::class_<PackedLinear>(m, "PackedLinear")
         .def_static("dense",
                     [](int dtype, int64_t outputs, int64_t inputs, Address panels) {
-                        return LinearMap(PanelShape{Dtype(dtype), inputs, outputs}, to(panels));
+                        return PackedLinear(PanelShape{Dtype(dtype), inputs, outputs}, to(panels));
                     })
         .def_static("quantized", [](const QuantizedShape& shape, Address panels, Address order) {
-            return LinearMap(shape, to(panels), to<int64_t>(order));
+            return PackedLinear(shape, to(panels), to<int64_t>(order));
         });
     nb::class_<Experts>(m, "Experts")
         .def("__init__",
@@ -323,15 +323,15 @@ NB_MODULE(_native, m) {
              [](Program& self, int dtype, int64_t width) { return self.value(Dtype(dtype), width); })
         .def("input",
              [](Program& self, int dtype, int64_t width) { return self.input(Dtype(dtype), width); })
-        .def("weight_rows",
+        .def("embedding",
              [](Program& self, int out, int dtype, int64_t outputs, int64_t inputs, Address packed,
                 int64_t first_id, int64_t num_ids) {
-                 self.weight_rows(out, {Dtype(dtype), inputs, outputs}, to(packed), first_id, num_ids);
+                 self.embedding(out, {Dtype(dtype), inputs, outputs}, to(packed), first_id, num_ids);
              })
-        .def("quantized_rows",
+        .def("quantized_embedding",
              [](Program& self, int out, const QuantizedShape& shape, Address packed, Address order,
                 int64_t first_id, int64_t num_ids) {
-                 self.quantized_rows(out, shape, to(packed), to<int64_t>(order), first_id, num_ids);
+                 self.quantized_embedding(out, shape, to(packed), to<int64_t>(order), first_id, num_ids);
              })
         .def("all_reduce", &Program::all_reduce)
         .def("add", &Program::add)

@@ -54,7 +54,7 @@ void in_team(bool worth_it, Body body) {
 void pack_weight(const PanelShape& shape, const void* weight, void* packed);
 
 // Rows of the weight that was packed, which has those of ids from `first_id` on; zeros where it has none.
-void weight_rows(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
+void embedding(const PanelShape& shape, const void* packed, int64_t first_id, const int64_t* ids, int64_t n,
                  void* out);
 
 size_t linear_scratch(const KernelTable& table, const PanelShape& shape, int64_t n);
@@ -73,7 +73,7 @@ void pack_quantized(const QuantizedShape& shape, const void* codes, const void* 
                     void* packed);
 
 // The same of a quantized weight, as numbers. With `order`, the map's input `i` is the activation's element order[i].
-void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
+void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                     const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out);
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n);
@@ -96,10 +96,10 @@ struct HeadShape {
 };
 
 // What attention needs to know about a step, the same for all layers.
-class AttentionPlan {
+class AttentionMetadata {
    public:
     // Lengths of `n` sequences and their block ids [n, width].
-    AttentionPlan(const HeadShape& shape, int64_t n, const int64_t* query_lens, const int64_t* context_lens,
+    AttentionMetadata(const HeadShape& shape, int64_t n, const int64_t* query_lens, const int64_t* context_lens,
                   const int64_t* block_tables, int64_t width);
 
     struct Tile {
@@ -133,12 +133,12 @@ class AttentionPlan {
 };
 
 // Norms and rotates queries and keys of qkv [n, heads + 2 kv_heads, head_dim], and caches keys and values.
-void rotate_and_cache(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
+void rotate_and_cache(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
                       const void* qkv, const void* q_norm, const void* k_norm, float eps,
                       const float* cosines, const float* sines, void* queries);
 
-size_t attention_scratch(const AttentionPlan& plan);
-void attention(const KernelTable& table, const AttentionPlan& plan, Dtype dtype, const Cache& cache,
+size_t attention_scratch(const AttentionMetadata& metadata);
+void attention(const KernelTable& table, const AttentionMetadata& metadata, Dtype dtype, const Cache& cache,
                const void* queries, float scale, int64_t window, void* out, void* scratch);
 
 }  // namespace pagoda

@@ -1,4 +1,4 @@
-// Where the outputs of a linear map go: to rows in memory, or of each row only the highest is kept.
+// Where the outputs of a linear layer go: to rows in memory, or only the argmax of each row is kept.
 #pragma once
 
 #include <omp.h>
@@ -12,20 +12,18 @@ namespace pagoda {
 
 class Outputs {
    public:
-    // Rows `stride` elements apart.
-    Outputs(void* rows, int64_t stride) : rows_(rows), stride_(stride) {}
+    // Rows of the dtype, `stride` elements apart.
+    Outputs(void* rows, int64_t stride, Dtype dtype) : rows_(rows), stride_(stride), dtype_(dtype) {}
 
-    // What `highest_scratch` says is needed, for n rows.
-    static Outputs highest(void* scratch, int64_t n, Dtype dtype) {
-        Outputs outputs(nullptr, kPanel);
+    // The argmax of n rows of floats; `scratch` has argmax_scratch(n) bytes.
+    static Outputs argmax(void* scratch, int64_t n) {
+        Outputs outputs(nullptr, kPanel, Dtype::f32);
         outputs.scratch_ = scratch;
-        outputs.thread_bytes_ = thread_bytes(n, dtype);
+        outputs.thread_bytes_ = thread_bytes(n);
         outputs.seen_bytes_ = seen_bytes(n);
         return outputs;
     }
-    static size_t highest_scratch(int64_t n, Dtype dtype) {
-        return static_cast<size_t>(omp_get_max_threads() * thread_bytes(n, dtype));
-    }
+    static size_t argmax_scratch(int64_t n) { return static_cast<size_t>(omp_get_max_threads() * thread_bytes(n)); }
 
     // All threads, before outputs come. No barrier is needed.
     void begin(int64_t n) const {
@@ -34,25 +32,27 @@ class Outputs {
     }
 
     int64_t stride() const { return stride_; }
+    Dtype dtype() const { return dtype_; }
 
     // Where this thread writes the outputs of a panel, of the rows from `row` on.
-    void* panel(int64_t row, int64_t column, int64_t item) const {
-        if (scratch_ == nullptr) return at(rows_, (row * stride_ + column) * item);
+    void* panel(int64_t row, int64_t column) const {
+        if (scratch_ == nullptr) return at(rows_, (row * stride_ + column) * size_of(dtype_));
         return at(seen(omp_get_thread_num()), seen_bytes_);
     }
 
     // What `panel` gave has been written.
-    void take(const KernelTable& table, Dtype dtype, int64_t row, int64_t rows, int64_t column, int columns) const {
+    void take(const KernelTable& table, int64_t row, int64_t rows, int64_t column, int columns) const {
         if (scratch_ == nullptr) return;
-        Highest* own = seen(omp_get_thread_num());
-        table.highest(dtype, at(own, seen_bytes_), static_cast<int>(rows), columns, column, own + row);
+        Argmax* own = seen(omp_get_thread_num());
+        const auto* outputs = reinterpret_cast<const float*>(at(own, seen_bytes_));
+        table.argmax(outputs, static_cast<int>(rows), columns, column, own + row);
     }
 
-    // After a barrier: the first of the highest outputs of a row, and whether all are finite.
-    Highest highest_of(int64_t row) const {
-        Highest best = seen(0)[row];
+    // The argmax of a row over all threads; after a barrier.
+    Argmax argmax_of(int64_t row) const {
+        Argmax best = seen(0)[row];
         for (int thread = 1; thread < omp_get_num_threads(); ++thread) {
-            const Highest& other = seen(thread)[row];
+            const Argmax& other = seen(thread)[row];
             const bool finite = best.finite && other.finite;
             const bool first = other.value == best.value && other.column < best.column;
             if (other.value > best.value || first) best = other;
@@ -62,12 +62,13 @@ class Outputs {
     }
 
    private:
-    static int64_t seen_bytes(int64_t n) { return (n * static_cast<int64_t>(sizeof(Highest)) + 63) / 64 * 64; }
-    static int64_t thread_bytes(int64_t n, Dtype dtype) { return seen_bytes(n) + n * kPanel * size_of(dtype); }
-    Highest* seen(int thread) const { return static_cast<Highest*>(static_cast<void*>(at(scratch_, thread * thread_bytes_))); }
+    static int64_t seen_bytes(int64_t n) { return (n * static_cast<int64_t>(sizeof(Argmax)) + 63) / 64 * 64; }
+    static int64_t thread_bytes(int64_t n) { return seen_bytes(n) + n * kPanel * size_of(Dtype::f32); }
+    Argmax* seen(int thread) const { return static_cast<Argmax*>(static_cast<void*>(at(scratch_, thread * thread_bytes_))); }
 
     void* rows_;
     int64_t stride_;
+    Dtype dtype_;
     void* scratch_ = nullptr;
     int64_t thread_bytes_ = 0, seen_bytes_ = 0;
 };

@@ -49,19 +49,19 @@ Program::Value Program::input(Dtype dtype, int64_t width) {
     return input_;
 }
 
-void Program::weight_rows(Value out, const PanelShape& shape, const void* packed, int64_t first_id,
+void Program::embedding(Value out, const PanelShape& shape, const void* packed, int64_t first_id,
                           int64_t num_ids) {
     num_ids_ = std::min(num_ids_, num_ids);
     record({out}, shape.inputs, [=, this](const Step& step, void*) {
-        pagoda::weight_rows(shape, packed, first_id, step.token_ids, step.num_tokens, written(out, step));
+        pagoda::embedding(shape, packed, first_id, step.token_ids, step.num_tokens, written(out, step));
     });
 }
 
-void Program::quantized_rows(Value out, const QuantizedShape& shape, const void* packed,
+void Program::quantized_embedding(Value out, const QuantizedShape& shape, const void* packed,
                              const int64_t* order, int64_t first_id, int64_t num_ids) {
     num_ids_ = std::min(num_ids_, num_ids);
     record({out}, shape.inputs, [=, this](const Step& step, void*) {
-        pagoda::quantized_rows(table_, shape, packed, order, first_id, step.token_ids, step.num_tokens,
+        pagoda::quantized_embedding(table_, shape, packed, order, first_id, step.token_ids, step.num_tokens,
                                written(out, step));
     });
 }
@@ -72,7 +72,7 @@ void Program::linear(Value x, Value out, int64_t column, const PanelShape& shape
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::linear(table_, shape, packed, bias, address(x, step), info(x).width, step.num_tokens,
-                           Outputs(written(out, step, column), info(out).width), scratch);
+                           Outputs(written(out, step, column), info(out).width, info(out).dtype), scratch);
         },
         [=, this](const Step& step) { return linear_scratch(table_, shape, step.num_tokens); });
 }
@@ -83,7 +83,7 @@ void Program::quantized_linear(Value x, Value out, int64_t column, const Quantiz
         {x, out}, shape.inputs * shape.outputs,
         [=, this](const Step& step, void* scratch) {
             pagoda::quantized_linear(table_, shape, packed, order, bias, address(x, step), info(x).width,
-                                     step.num_tokens, Outputs(written(out, step, column), info(out).width), scratch);
+                                     step.num_tokens, Outputs(written(out, step, column), info(out).width, info(out).dtype), scratch);
         },
         [=, this](const Step& step) { return quantized_scratch(table_, shape, order, step.num_tokens); });
 }
@@ -154,7 +154,7 @@ Program::Value Program::rotate_and_cache(Value qkv, const Cache& cache, int64_t 
                                          const void* q_norm, const void* k_norm, float eps) {
     const Value out = value(info(qkv).dtype, queries_width);
     record({qkv, out}, info(qkv).width, [=, this](const Step& step, void*) {
-        pagoda::rotate_and_cache(table_, *step.plan, info(qkv).dtype, cache, address(qkv, step), q_norm, k_norm, eps,
+        pagoda::rotate_and_cache(table_, *step.metadata, info(qkv).dtype, cache, address(qkv, step), q_norm, k_norm, eps,
                                  step.cosines, step.sines, written(out, step));
     });
     return out;
@@ -165,10 +165,10 @@ Program::Value Program::attention(Value queries, const Cache& cache, float scale
     record(
         {queries, out}, info(queries).width * kKeyTile,
         [=, this](const Step& step, void* scratch) {
-            pagoda::attention(table_, *step.plan, info(queries).dtype, cache, address(queries, step), scale, window,
+            pagoda::attention(table_, *step.metadata, info(queries).dtype, cache, address(queries, step), scale, window,
                               written(out, step), scratch);
         },
-        [](const Step& step) { return attention_scratch(*step.plan); });
+        [](const Step& step) { return attention_scratch(*step.metadata); });
     return out;
 }
 

@@ -16,7 +16,7 @@ namespace pagoda {
 // What changes from step to step.
 struct Step {
     int64_t num_tokens;
-    const AttentionPlan* plan;
+    const AttentionMetadata* metadata;
     const int64_t* token_ids;  // [num_tokens]
     const void* hidden;        // rows of the program's input, if it has one
     const float* cosines;      // [num_tokens, head_dim / 2]
@@ -36,8 +36,8 @@ class Program {
     Value input(Dtype dtype, int64_t width);
 
     // Rows of a weight for the step's tokens, of which there are `num_ids`; the weight has those from `first_id` on.
-    void weight_rows(Value out, const PanelShape& shape, const void* packed, int64_t first_id, int64_t num_ids);
-    void quantized_rows(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order,
+    void embedding(Value out, const PanelShape& shape, const void* packed, int64_t first_id, int64_t num_ids);
+    void quantized_embedding(Value out, const QuantizedShape& shape, const void* packed, const int64_t* order,
                         int64_t first_id, int64_t num_ids);
 
     // To the columns of `out` from `column` on.

@@ -113,7 +113,7 @@ void quantize_int4(const KernelTable& table, const PanelShape& shape, int64_t gr
     }
 }
 
-void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const void* packed,
+void quantized_embedding(const KernelTable& table, const QuantizedShape& shape, const void* packed,
                     const int64_t* order, int64_t first_id, const int64_t* ids, int64_t n, void* out) {
     const int64_t row_bytes = shape.inputs * size_of(shape.dtype);
 #pragma omp for schedule(static)
@@ -131,7 +131,7 @@ void quantized_rows(const KernelTable& table, const QuantizedShape& shape, const
 
 size_t quantized_scratch(const KernelTable& table, const QuantizedShape& shape, const int64_t* order, int64_t n) {
     const int64_t reordered = order ? n * shape.inputs * size_of(shape.dtype) : 0;
-    return sizeof(Claims) + static_cast<size_t>(packed_rows_bytes(table, shape, n) + reordered);
+    return sizeof(WorkQueue) + static_cast<size_t>(packed_rows_bytes(table, shape, n) + reordered);
 }
 
 void quantized_linear(const KernelTable& table, const QuantizedShape& shape, const void* packed,
@@ -140,8 +140,8 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
     const QuantizedFormat& format = shape.format;
     const int64_t row_bytes = QuantizedRow::bytes(format, table.code_size);
     const int64_t item = size_of(shape.dtype);
-    Claims& claims = Claims::reset(scratch);
-    scratch = at(scratch, sizeof(Claims));
+    WorkQueue& queue = WorkQueue::reset(scratch);
+    scratch = at(scratch, sizeof(WorkQueue));
     out.begin(n);
     if (order) {
         char* reordered = at(scratch, packed_rows_bytes(table, shape, n));
@@ -155,16 +155,17 @@ void quantized_linear(const KernelTable& table, const QuantizedShape& shape, con
                            at(scratch, row * row_bytes));
     }
     const int64_t tiles = (n + kRows - 1) / kRows;
-    share_panels(claims, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+    parallel_for_panels(queue, shape.panels(), tiles, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         const int64_t column = panel * kPanel, first = begin * kRows;
         const int64_t rows = std::min(end * kRows, n) - first;
         const int columns = static_cast<int>(std::min<int64_t>(kPanel, shape.outputs - column));
+        // As in `linear`: with a single row the processor reads ahead best by itself.
+        const bool fetch = n > 1 && next >= 0;
         table.quantized_panel(shape.dtype, format, at(packed, panel * format.panel_bytes()),
                               at(scratch, first * row_bytes), row_bytes, rows,
-                              bias ? bias + column : nullptr, out.panel(first, column, item), out.stride(),
-                              columns,
-                              next >= 0 ? at(packed, next * format.panel_bytes()) : nullptr);
-        out.take(table, shape.dtype, first, rows, column, columns);
+                              bias ? bias + column : nullptr, out.dtype(), out.panel(first, column), out.stride(),
+                              columns, fetch ? at(packed, next * format.panel_bytes()) : nullptr);
+        out.take(table, first, rows, column, columns);
     });
 }
 

@@ -74,7 +74,7 @@ PAGODA_INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 PAGODA_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }
 PAGODA_INLINE vec min(vec a, vec b) { return _mm512_min_ps(a, b); }
 PAGODA_INLINE float sum(vec x) { return _mm512_reduce_add_ps(x); }
-PAGODA_INLINE float highest(vec x) { return _mm512_reduce_max_ps(x); }
+PAGODA_INLINE float reduce_max(vec x) { return _mm512_reduce_max_ps(x); }
 // The highest of the bits of numbers, none below zero: NaN if one of them is.
 PAGODA_INLINE vec max_bits(vec a, vec b) {
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
@@ -168,7 +168,7 @@ PAGODA_INLINE float sum(vec x) {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
-PAGODA_INLINE float highest(vec x) {
+PAGODA_INLINE float reduce_max(vec x) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));

@@ -1,4 +1,4 @@
-"""What can go wrong through no fault of Pagoda's, said in one sentence each.
+"""Errors that are no fault of Pagoda's, each said in one sentence.
 
 Everything that a user can get wrong raises a `PagodaError` whose text is one clear sentence that names the field,
 file or flag and what would be right. The command line prints that sentence and exits with code 2; the HTTP API

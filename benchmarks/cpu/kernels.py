@@ -168,7 +168,7 @@ def _token_rows(ops: CpuBackend, limits: Limits) -> Iterable[tuple[str, ...]]:
     step = Step("", 1, _TOKENS, _TOKENS, torch.bfloat16)
     num_blocks = _TOKENS // _BLOCK_SIZE
     cache = ops.allocate_kv_cache(num_blocks, _BLOCK_SIZE, _KV_HEADS, _HEAD_DIM, torch.bfloat16)
-    plan = ops.plan_attention(_batch(step, num_blocks), _HEADS, cache)
+    plan = ops.attention_metadata(_batch(step, num_blocks), _HEADS, cache)
     table = ops.rotary_table(torch.arange(_TOKENS), torch.linspace(1, 0.01, _HEAD_DIM // 2), 1.0)
     norms = HeadNorms(head_norm, head_norm, 1e-6)
     kernels: dict[str, tuple[int, Callable[[], object]]] = {
@@ -253,7 +253,7 @@ def _attention_seconds(ops: CpuBackend, step: Step) -> float:
         )
         for _ in range(num_layers)
     ]
-    plan = ops.plan_attention(_batch(step, blocks_each), _HEADS, caches[0])
+    plan = ops.attention_metadata(_batch(step, blocks_each), _HEADS, caches[0])
     num_tokens = step.num_requests * step.num_new
     queries = torch.randn(num_tokens, _HEADS, _HEAD_DIM).to(step.dtype)
 

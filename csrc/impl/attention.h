@@ -1,6 +1,6 @@
 // Attention of the queries of some tokens over the cached tokens of one split.
 //
-// Keys and values are read where they lie in the cache, in groups of 16 tokens, and become words in registers.
+// Keys and values are read where they lie in the cache, in groups of 16 tokens, and become lanes of registers.
 // Blocks of fewer tokens, and values of heads that do not fill vectors, are gathered first. What is summed up, and
 // in which order, is the same however many rows are computed together.
 #pragma once
@@ -10,7 +10,7 @@
 #include <initializer_list>
 
 #include "rows.h"
-#include "words.h"
+#include "lanes.h"
 
 namespace {
 
@@ -45,7 +45,7 @@ Math math_of([[maybe_unused]] Dtype activations, Dtype cache) {
 }
 
 // Numbers of d elements as whole multiples of the result, at most `largest` of them; NaN if one of them is.
-float whole_multiples(float* x, float largest, int64_t d) {
+float quantize_symmetric(float* x, float largest, int64_t d) {
     vec top = zero();
     for_vectors(d, [&](auto get, auto) { top = max_bits(top, absolute(get(x))); });
     const float scale = highest_bits(top) / largest;
@@ -61,7 +61,7 @@ void to_cache(Dtype dtype, Dtype cache, const void* x, int64_t d, void* out, flo
     alignas(64) float row[pagoda::kMaxHeadDim];
     to_float(dtype, x, 1.0f, d, row);
     if (cache == Dtype::i8) {
-        *scale = whole_multiples(row, 127, d);
+        *scale = quantize_symmetric(row, 127, d);
         for (int64_t i = 0; i < d; ++i) static_cast<int8_t*>(out)[i] = static_cast<int8_t>(row[i]);
         return;
     }
@@ -77,28 +77,28 @@ PAGODA_INLINE int panel_rows(int rows) {
     return (rows + panels - 1) / panels;
 }
 
-// Queries are [panels, words of a head, kRegisterRows].
+// Queries are [panels, lanes of a head, kRegisterRows].
 float pack_query(Math math, Dtype dtype, const void* x, int64_t d, int row, int rows, void* packed) {
     alignas(64) float values[pagoda::kMaxHeadDim];
     const int in_panel = panel_rows(rows);
-    const int64_t words = d / pagoda::pair_of(math);
-    auto* to = static_cast<char*>(packed) + (row / in_panel * words * kRegisterRows + row % in_panel) * 4;
-    const auto put = [&](int64_t i, const auto& word) {
-        static_assert(sizeof(word) == 4);
-        std::memcpy(to + i * kRegisterRows * 4, &word, 4);
+    const int64_t lanes = d / pagoda::pair_of(math);
+    auto* to = static_cast<char*>(packed) + (row / in_panel * lanes * kRegisterRows + row % in_panel) * 4;
+    const auto put = [&](int64_t i, const auto& lane) {
+        static_assert(sizeof(lane) == 4);
+        std::memcpy(to + i * kRegisterRows * 4, &lane, 4);
     };
     if (math == Math::bf16) {
         const auto* pairs = static_cast<const bf16_pair*>(x);
-        for (int64_t i = 0; i < words; ++i) put(i, pairs[i]);
+        for (int64_t i = 0; i < lanes; ++i) put(i, pairs[i]);
         return 1.0f;
     }
     to_float(dtype, x, 1.0f, d, values);
     if (math == Math::f32) {
-        for (int64_t i = 0; i < words; ++i) put(i, values[i]);
+        for (int64_t i = 0; i < lanes; ++i) put(i, values[i]);
         return 1.0f;
     }
-    const float scale = whole_multiples(values, kLargestQuery, d);
-    for (int64_t i = 0; i < words; ++i) {
+    const float scale = quantize_symmetric(values, kLargestQuery, d);
+    for (int64_t i = 0; i < lanes; ++i) {
         put(i, i16_pair{static_cast<int16_t>(values[2 * i]), static_cast<int16_t>(values[2 * i + 1])});
     }
     return scale;
@@ -115,13 +115,13 @@ PAGODA_INLINE Place place_of(const AttendTile& tile, int64_t position) {
     return {int64_t{tile.blocks[p / size]} * tile.num_kv_heads + tile.kv_head, p % size};
 }
 
-// Where the words of a key begin, which are block_size apart.
+// Where the lanes of a key begin, which are block_size apart.
 template <class M, class Cell>
 PAGODA_INLINE const Cell* key_at(const AttendTile& tile, Place place) {
     return static_cast<const Cell*>(tile.cache.keys) +
            place.block * tile.block_size * (tile.head_dim / M::pair) + place.offset;
 }
-// The words of a value, of which those of the next token or pair follow.
+// The lanes of a value, of which those of the next token or pair follow.
 template <class M, class Cell>
 PAGODA_INLINE const Cell* value_at(const AttendTile& tile, Place place) {
     const int64_t row = (place.block * tile.block_size + place.offset) / M::pair;
@@ -148,7 +148,7 @@ template <class Cell>
 struct Groups {
     const Cell* now[kGroups];
     const Cell* soon[kGroups];
-    int64_t stride;  // from word to word of a key, from value to value
+    int64_t stride;  // from lane to lane of a key, from value to value
 
     template <class At>
     Groups(const Places& places, int64_t stride_, At at) : stride(stride_) {
@@ -158,8 +158,8 @@ struct Groups {
         }
     }
     // Of a tile that was gathered.
-    Groups(const Cell* words, int64_t group, int64_t stride_) : stride(stride_) {
-        for (int g = 0; g < kGroups; ++g) soon[g] = now[g] = words + g * group;
+    Groups(const Cell* lanes, int64_t group, int64_t stride_) : stride(stride_) {
+        for (int g = 0; g < kGroups; ++g) soon[g] = now[g] = lanes + g * group;
     }
 };
 
@@ -175,19 +175,19 @@ Groups<Cell> value_groups(const AttendTile& tile, const Places& places) {
 bool reads_keys(const AttendTile& tile) { return tile.block_size % kGroup == 0; }
 bool reads_values(const AttendTile& tile) { return reads_keys(tile) && tile.head_dim % kGroup == 0; }
 
-// Keys from `first` on as [words, kKeyTile]; what is behind the last of `count` is of no account.
+// Keys from `first` on as [lanes, kKeyTile]; what is behind the last of `count` is of no account.
 template <class M, class Cell>
-void gather_keys(const AttendTile& tile, int64_t first, int count, typename M::Word* out) {
-    const int64_t size = tile.block_size, words = tile.head_dim / M::pair;
+void gather_keys(const AttendTile& tile, int64_t first, int count, typename M::Lane* out) {
+    const int64_t size = tile.block_size, lanes = tile.head_dim / M::pair;
     for (int j = 0; j < count; ++j) {
         const Cell* key = key_at<M, Cell>(tile, place_of(tile, first + j));
-        for (int64_t i = 0; i < words; ++i) out[i * kKeyTile + j] = M::word(key[i * size]);
+        for (int64_t i = 0; i < lanes; ++i) out[i * kKeyTile + j] = M::lane(key[i * size]);
     }
 }
 
 // Values from `first` on as [tokens or pairs, padded_dim].
 template <class M, class Cell>
-void gather_values(const AttendTile& tile, int64_t first, int count, typename M::Word* out) {
+void gather_values(const AttendTile& tile, int64_t first, int count, typename M::Lane* out) {
     const int64_t d = tile.head_dim;
     for (int j = 0; j < count; j += M::pair, out += tile.padded_dim) {
         std::memset(out + d, 0, sizeof(*out) * static_cast<size_t>(tile.padded_dim - d));
@@ -197,12 +197,12 @@ void gather_values(const AttendTile& tile, int64_t first, int count, typename M:
                 const auto* values = static_cast<const Element*>(tile.cache.values);
                 const Element* one = values + place_of(tile, first + j).block * d;
                 const Element* other = j + 1 < count ? values + place_of(tile, first + j + 1).block * d : nullptr;
-                for (int64_t i = 0; i < d; ++i) out[i] = M::word(one[i], other ? other[i] : Element{});
+                for (int64_t i = 0; i < d; ++i) out[i] = M::lane(one[i], other ? other[i] : Element{});
                 continue;
             }
         }
         const Cell* value = value_at<M, Cell>(tile, place_of(tile, first + j));
-        for (int64_t i = 0; i < d; ++i) out[i] = M::word(value[i]);
+        for (int64_t i = 0; i < d; ++i) out[i] = M::lane(value[i]);
     }
 }
 
@@ -225,7 +225,7 @@ constexpr int columns_beside(int rows) {
 }
 
 template <class M, int Rows, int Cols, class Cell>
-PAGODA_INLINE void score_columns(const typename M::Word* queries, int64_t words, const Groups<Cell>& keys,
+PAGODA_INLINE void score_columns(const typename M::Lane* queries, int64_t lanes, const Groups<Cell>& keys,
                                  int column, float* scores) {
     typename M::Sum sums[Rows][Cols];
     const Cell* now[Cols];
@@ -238,11 +238,11 @@ PAGODA_INLINE void score_columns(const typename M::Word* queries, int64_t words,
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) sums[r][j] = M::nothing();
     }
-    for (int64_t i = 0; i < words; ++i) {
+    for (int64_t i = 0; i < lanes; ++i) {
         decltype(M::columns(now[0])) columns[Cols];
 #pragma GCC unroll 8
         for (int j = 0; j < Cols; ++j) {
-            // Of two groups or two words in one cache line, one sees to it.
+            // Of two groups or two lanes in one cache line, one sees to it.
             if (j * kWidth % kGroup == 0 && (sizeof(Cell) == 4 || (i + j * kWidth / kGroup) % 2 == 0)) {
                 _mm_prefetch(soon[j] + i * keys.stride, _MM_HINT_T1);
             }
@@ -276,12 +276,12 @@ PAGODA_INLINE void add_columns(const float* weights, const Groups<Cell>& values,
         for (int j = 0; j < Cols; ++j) sums[r][j] = M::nothing();
     }
     constexpr int in_group = kGroup / M::pair;
-    const int words = (count + M::pair - 1) / M::pair;
-    for (int g = 0; g * in_group < words; ++g) {
+    const int lanes = (count + M::pair - 1) / M::pair;
+    for (int g = 0; g * in_group < lanes; ++g) {
         const Cell* now = values.now[g] + column;
         const Cell* soon = values.soon[g] + column;
-        const auto* x = reinterpret_cast<const typename M::Word*>(weights) + g * in_group;
-        const int here = words - g * in_group < in_group ? words - g * in_group : in_group;
+        const auto* x = reinterpret_cast<const typename M::Lane*>(weights) + g * in_group;
+        const int here = lanes - g * in_group < in_group ? lanes - g * in_group : in_group;
         for (int i = 0; i < here; ++i) {
             decltype(M::columns(now)) columns[Cols];
 #pragma GCC unroll 8
@@ -332,7 +332,7 @@ struct AttendMemory {
     float* values;
     float* key_scales;
     float* value_scales;
-    float* scores;  // [rows, kKeyTile], later the weights as words
+    float* scores;  // [rows, kKeyTile], later the weights as lanes
     float* totals;  // [rows, kWidth], which add up to the total
     float* highest;  // [rows rounded up to vectors] from here on
     float* peaks;
@@ -367,7 +367,7 @@ PAGODA_INLINE float scale_scores(float* scores, int first, int last, float facto
     for (int j = last; j < kKeyTile; ++j) scores[j] = -INFINITY;
     vec top = broadcast(-INFINITY);
     for (int j = 0; j < kKeyTile; j += kWidth) top = max(top, load(scores + j));
-    return highest(top);
+    return reduce_max(top);
 }
 
 // What the peaks of the tile make of the highest scores: `base` and `decay`.
@@ -408,21 +408,21 @@ struct Panel {
 
 template <class M, class Cell>
 void score(const AttendTile& tile, const Panel& panel, const Groups<Cell>& keys, float* scores) {
-    const int64_t words = tile.head_dim / M::pair;
-    const auto* queries = static_cast<const typename M::Word*>(tile.queries) +
-                          panel.row / panel_rows(tile.rows) * words * kRegisterRows;
+    const int64_t lanes = tile.head_dim / M::pair;
+    const auto* queries = static_cast<const typename M::Lane*>(tile.queries) +
+                          panel.row / panel_rows(tile.rows) * lanes * kRegisterRows;
     with_count<kRegisterRows>(panel.rows, [&](auto count) {
         constexpr int rows = decltype(count)::value;
         constexpr int beside = columns_beside(rows), all = kKeyTile / kWidth;
         constexpr int cols = beside < all ? beside : all;
         for (int column = 0; column < panel.visible; column += cols * kWidth) {
-            score_columns<M, rows, cols>(queries, words, keys, column, scores + panel.row * kKeyTile);
+            score_columns<M, rows, cols>(queries, lanes, keys, column, scores + panel.row * kKeyTile);
         }
     });
 }
 
 template <class M>
-void soften(const AttendTile& tile, int64_t first, const AttendMemory& memory) {
+void softmax_tile(const AttendTile& tile, int64_t first, const AttendMemory& memory) {
     const float* key_scales = std::is_same_v<M, I16Math> ? memory.key_scales : nullptr;
     for (int row = 0; row < tile.rows; ++row) {
         const int64_t position = tile.first_position + row / tile.group;
@@ -432,7 +432,7 @@ void soften(const AttendTile& tile, int64_t first, const AttendMemory& memory) {
     }
     raise_highest(memory, tile.rows);
     for (int row = 0; row < tile.rows; ++row) {
-        const vec sums = M::soften(memory.scores + row * kKeyTile, broadcast(memory.base[row]),
+        const vec sums = M::softmax_tile(memory.scores + row * kKeyTile, broadcast(memory.base[row]),
                                    memory.value_scales, memory.scale + row);
         float* totals = memory.totals + row * kWidth;
         store(totals, fma(load(totals), broadcast(memory.decay[row]), sums));
@@ -458,7 +458,7 @@ void attend_tile(const AttendTile& tile, int64_t first, const Groups<KeyCell>& k
     for (int row = 0; row < tile.rows; row += step) {
         score<M>(tile, Panel(tile, row, first), keys, memory.scores);
     }
-    soften<M>(tile, first, memory);
+    softmax_tile<M>(tile, first, memory);
     for (int row = 0; row < tile.rows; row += step) {
         add_values<M>(tile, Panel(tile, row, first), values, memory, part.out);
     }
@@ -466,11 +466,11 @@ void attend_tile(const AttendTile& tile, int64_t first, const Groups<KeyCell>& k
 
 template <class M, class Cell>
 void attend_as(const AttendTile& tile, int64_t begin, int64_t end, const AttendMemory& memory, Partial part) {
-    using Word = typename M::Word;
-    auto* gathered_keys = reinterpret_cast<Word*>(memory.keys);
-    auto* gathered_values = reinterpret_cast<Word*>(memory.values);
-    const Groups<Word> key_words(gathered_keys, kGroup, kKeyTile);
-    const Groups<Word> value_words(gathered_values, int64_t{tile.padded_dim} * kGroup / M::pair,
+    using Lane = typename M::Lane;
+    auto* gathered_keys = reinterpret_cast<Lane*>(memory.keys);
+    auto* gathered_values = reinterpret_cast<Lane*>(memory.values);
+    const Groups<Lane> key_lanes(gathered_keys, kGroup, kKeyTile);
+    const Groups<Lane> value_lanes(gathered_values, int64_t{tile.padded_dim} * kGroup / M::pair,
                                    tile.padded_dim);
     for (int64_t first = begin; first < end; first += kKeyTile) {
         const int count = clamp_to_tile(end - first);
@@ -482,10 +482,10 @@ void attend_as(const AttendTile& tile, int64_t begin, int64_t end, const AttendM
         if (!reads_values(tile)) {
             gather_values<M, Cell>(tile, first, count, gathered_values);
             if (!reads_keys(tile)) {
-                attend_tile<M>(tile, first, key_words, value_words, memory, part);
+                attend_tile<M>(tile, first, key_lanes, value_lanes, memory, part);
             } else {
                 const auto keys = key_groups<M, Cell>(tile, Places(tile, first, end));
-                attend_tile<M>(tile, first, keys, value_words, memory, part);
+                attend_tile<M>(tile, first, keys, value_lanes, memory, part);
             }
             continue;
         }
@@ -534,7 +534,7 @@ void merge(int rows, int padded_dim, Partial whole, Partial part) {
     }
 }
 
-void finish(Dtype dtype, const float* out, float total, int64_t d, void* result) {
+void normalize(Dtype dtype, const float* out, float total, int64_t d, void* result) {
     with_type(dtype, [&](auto* type) {
         auto* typed = static_cast<decltype(type)>(result);
         for_vectors(d, [&](auto get, auto put) { put(typed, div(get(out), broadcast(total))); });

@@ -7,7 +7,7 @@
 
 namespace {
 
-using pagoda::Highest;
+using pagoda::Argmax;
 using pagoda::kPanel;
 using pagoda::Prefetch;
 
@@ -20,8 +20,7 @@ PAGODA_INLINE void fetch_ahead(const Prefetch& ahead, int64_t i) {
 
 template <int Rows, class T>
 PAGODA_INLINE void linear_tile(const T* panel, const float* x, int stride, int64_t k, const Prefetch&, float* c) {
-    multiply<Rows, kRegisterCols>([=](int r, int64_t i) { return x[i * stride + r]; }, panel, kPanel, k,
-                                  nullptr, c, kPanel);
+    multiply<Rows, kRegisterCols>([=](int r, int64_t i) { return x[i * stride + r]; }, panel, kPanel, k, c, kPanel);
 }
 
 #ifdef __AVX512BF16__
@@ -124,18 +123,21 @@ void pack_rows(Dtype dtype, const void* x, int64_t row_stride, int rows, int64_t
     });
 }
 
-template <class T>
-void store_outputs(const float* c, int rows, const float* bias, T* out, int64_t out_stride, int cols) {
-    for (int r = 0; r < rows; ++r) {
-        for_vectors(cols, [&](auto get, auto put) {
-            const vec sums = get(c + r * kPanel);
-            put(out + r * out_stride, bias ? add(sums, get(bias)) : sums);
-        });
-    }
+void store_outputs(const float* c, int rows, const float* bias, Dtype dtype, void* out, int64_t out_stride,
+                   int cols) {
+    with_type(dtype, [&](auto* type) {
+        auto* to = static_cast<decltype(type)>(out);
+        for (int r = 0; r < rows; ++r) {
+            for_vectors(cols, [&](auto get, auto put) {
+                const vec sums = get(c + r * kPanel);
+                put(to + r * out_stride, bias ? add(sums, get(bias)) : sums);
+            });
+        }
+    });
 }
 
 void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, int64_t k,
-                  const float* bias, void* out, int64_t out_stride, int cols, Prefetch ahead) {
+                  const float* bias, Dtype out_dtype, void* out, int64_t out_stride, int cols, Prefetch ahead) {
     alignas(64) float c[kTileRows * kPanel];
     with_type(dtype, [&](auto* type) {
         using T = Pointee<decltype(type)>;
@@ -151,30 +153,27 @@ void linear_panel(Dtype dtype, const void* panel, const void* packed, int rows, 
                 });
             }
         }
-        store_outputs(c, rows, bias, static_cast<T*>(out), out_stride, cols);
     });
+    store_outputs(c, rows, bias, out_dtype, out, out_stride, cols);
 }
 
-void highest_outputs(Dtype dtype, const void* outputs, int rows, int cols, int64_t first, Highest* seen) {
-    with_type(dtype, [&](auto* type) {
-        using T = Pointee<decltype(type)>;
-        for (int r = 0; r < rows; ++r) {
-            const T* row = static_cast<const T*>(outputs) + r * kPanel;
-            vec top = broadcast(-INFINITY), poison = zero();
-            for (int j = 0; j < cols; j += kWidth) {
-                const vec v = cols - j >= kWidth ? load(row + j) : load_last(row + j, cols - j, row[0]);
-                top = max(v, top);
-                poison = fma(v, zero(), poison);
-            }
-            if (sum(poison) != 0.0f) seen[r].finite = 0;
-            const float value = highest(top);
-            if (!(value > seen[r].value)) continue;
-            int column = 0;
-            while (as_float(row[column]) != value) ++column;
-            seen[r].value = value;
-            seen[r].column = first + column;
+void argmax_outputs(const float* outputs, int rows, int cols, int64_t first, Argmax* seen) {
+    for (int r = 0; r < rows; ++r) {
+        const float* row = outputs + r * kPanel;
+        vec top = broadcast(-INFINITY), poison = zero();
+        for (int j = 0; j < cols; j += kWidth) {
+            const vec v = cols - j >= kWidth ? load(row + j) : load_last(row + j, cols - j, row[0]);
+            top = max(v, top);
+            poison = fma(v, zero(), poison);
         }
-    });
+        if (sum(poison) != 0.0f) seen[r].finite = 0;
+        const float value = reduce_max(top);
+        if (!(value > seen[r].value)) continue;
+        int column = 0;
+        while (row[column] != value) ++column;
+        seen[r].value = value;
+        seen[r].column = first + column;
+    }
 }
 
 }  // namespace

@@ -43,22 +43,15 @@ using Pointee = std::remove_pointer_t<T>;
 // Accumulators of Rows x Cols vectors have to fit the registers, with a vector for each column and one more.
 constexpr int kRegisterRows = kWidth == 16 ? kTileRows : 6;
 constexpr int kRegisterCols = 2;
-// The same where columns are plenty.
-constexpr int kWideRows = 6;
-constexpr int kWideCols = kWidth == 16 ? 4 : 2;
 
-// c [Rows, Cols vectors] = decay * c + a b, or a b without decay; a(r, i) reads a, b is [k, b_stride].
+// c [Rows, Cols vectors] = a b; a(r, i) reads a, b is [k, b_stride].
 template <int Rows, int Cols, class A, class B>
-PAGODA_INLINE void multiply(A a, const B* b, int64_t b_stride, int64_t k, const float* decay, float* c,
-                            int64_t c_stride) {
+PAGODA_INLINE void multiply(A a, const B* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride) {
     vec sums[Rows][Cols];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-        for (int j = 0; j < Cols; ++j) {
-            sums[r][j] =
-                decay ? mul(broadcast(decay[r]), load(c + r * c_stride + j * kWidth)) : zero();
-        }
+        for (int j = 0; j < Cols; ++j) sums[r][j] = zero();
     }
     for (int64_t i = 0; i < k; ++i) {
         vec columns[Cols];

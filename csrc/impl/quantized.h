@@ -53,10 +53,10 @@ PAGODA_INLINE vec magnitude(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0
 // Bytes of a vector: four codes of each of kWidth outputs.
 constexpr int kVectorBytes = 4 * kWidth;
 
-PAGODA_INLINE int32_t load_word(const void* p) {
-    int32_t word;
-    std::memcpy(&word, p, 4);
-    return word;
+PAGODA_INLINE int32_t load_codes(const void* p) {
+    int32_t codes;
+    std::memcpy(&codes, p, 4);
+    return codes;
 }
 
 #ifdef __AVX512VNNI__
@@ -67,7 +67,7 @@ using WeightQuads = ints;
 using RowQuad = ints;
 
 PAGODA_INLINE WeightQuads weight_quads(ints codes) { return codes; }
-PAGODA_INLINE RowQuad row_quad(const Code* x) { return broadcast_ints(load_word(x)); }
+PAGODA_INLINE RowQuad row_quad(const Code* x) { return broadcast_ints(load_codes(x)); }
 PAGODA_INLINE ints add_products(ints sums, const WeightQuads& weights, const RowQuad& x) {
     // GCC 12 copies every accumulator before and after the intrinsic.
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(x));
@@ -90,7 +90,7 @@ struct RowQuad {
 };
 
 PAGODA_INLINE RowQuad row_quad(const Code* x) {
-    return {broadcast_ints(load_word(x)), broadcast_ints(load_word(x + 2))};
+    return {broadcast_ints(load_codes(x)), broadcast_ints(load_codes(x + 2))};
 }
 
 #ifdef __AVX512F__
@@ -148,7 +148,7 @@ PAGODA_INLINE CodeScale quantize(const T* x, int64_t n, Code* codes) {
         highest_seen = max(magnitude(v), highest_seen);
         poison = fma(v, zero(), poison);
     }
-    const float range = highest(highest_seen);
+    const float range = reduce_max(highest_seen);
     float inverse = 127.0f / range;
     // So small that the inverse is infinite, it is as good as zero.
     const bool vanishes = !(inverse <= std::numeric_limits<float>::max());
@@ -275,9 +275,9 @@ constexpr int kInt8Rows = 4, kGroupedRows = 2;
 #endif
 
 template <int MaxRows, int Bits, class Scale>
-void quantized_panel(Dtype dtype, const QuantizedFormat& format, const uint8_t* panel, char* rows,
-                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols,
-                     const void* next) {
+void quantized_panel(const QuantizedFormat& format, const uint8_t* panel, char* rows,
+                     int64_t row_bytes, int64_t n, const float* bias, Dtype out_dtype, void* out,
+                     int64_t out_stride, int cols, const void* next) {
     alignas(64) float c[MaxRows * kPanel];
     const int64_t tiles = (n + MaxRows - 1) / MaxRows;
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -291,27 +291,25 @@ void quantized_panel(Dtype dtype, const QuantizedFormat& format, const uint8_t* 
                                                                                    row_bytes, ahead, c + column);
             });
         }
-        with_type(dtype, [&](auto* type) {
-            auto* to = static_cast<decltype(type)>(out) + first * out_stride;
-            store_outputs(c, count, bias, to, out_stride, cols);
-        });
+        void* to = static_cast<char*>(out) + first * out_stride * pagoda::size_of(out_dtype);
+        store_outputs(c, count, bias, out_dtype, to, out_stride, cols);
     }
 }
 
-void quantized_panel(Dtype dtype, const QuantizedFormat& format, const void* panel_, void* rows_,
-                     int64_t row_bytes, int64_t n, const float* bias, void* out, int64_t out_stride, int cols,
-                     const void* next) {
+void quantized_panel(Dtype, const QuantizedFormat& format, const void* panel_, void* rows_,
+                     int64_t row_bytes, int64_t n, const float* bias, Dtype out_dtype, void* out,
+                     int64_t out_stride, int cols, const void* next) {
     const auto* panel = static_cast<const uint8_t*>(panel_);
     auto* rows = static_cast<char*>(rows_);
     if (!format.grouped) {
-        quantized_panel<kInt8Rows, 8, float>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
-                                             cols, next);
+        quantized_panel<kInt8Rows, 8, float>(format, panel, rows, row_bytes, n, bias, out_dtype, out,
+                                             out_stride, cols, next);
     } else if (format.bits == 8) {
-        quantized_panel<kGroupedRows, 8, f16>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
-                                              cols, next);
+        quantized_panel<kGroupedRows, 8, f16>(format, panel, rows, row_bytes, n, bias, out_dtype, out,
+                                              out_stride, cols, next);
     } else {
-        quantized_panel<kGroupedRows, 4, f16>(dtype, format, panel, rows, row_bytes, n, bias, out, out_stride,
-                                              cols, next);
+        quantized_panel<kGroupedRows, 4, f16>(format, panel, rows, row_bytes, n, bias, out_dtype, out,
+                                              out_stride, cols, next);
     }
 }
 

@@ -49,7 +49,7 @@ PAGODA_INLINE Range range_of(const T* x, int64_t n) {
         high = max(high, v);
         poison = fma(v, zero(), poison);
     }
-    return {-highest(sub(zero(), low)), highest(high), sum(poison)};
+    return {-reduce_max(sub(zero(), low)), reduce_max(high), sum(poison)};
 }
 
 void round_to_int8(Dtype dtype, const void* weight, int64_t inputs, void* codes, float* scale) {

@@ -1,7 +1,7 @@
-"""The HTTP server: who may ask, which route answers, and how every failure looks.
+"""The HTTP server: access, routes and errors.
 
-Built on aiohttp's low-level server, with a table of routes, so that every answer, also to a request that is not
-HTTP at all, is an OpenAI error object.
+The server is aiohttp's low-level one with a table of routes. So every failure, also of a request that is not valid
+HTTP, is answered with an OpenAI error object.
 """
 
 from __future__ import annotations
@@ -59,21 +59,20 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/tokenize": {"POST": info.tokenize},
     "/detokenize": {"POST": info.detokenize},
 }
-"""What answers, by path and method. A `*` at the end takes the rest of the path."""
+"""Handlers by path and method. A `*` at the end takes the rest of the path."""
 
 OPEN_PATHS = frozenset({"/", "/ui/*", "/health", "/health/live", "/health/ready"})
-"""Answered without an API key: whoever watches a server need not be allowed to use it, and the page asks for
-the key itself."""
+"""Routes that need no API key: monitoring need not be allowed to use the server, and the page asks for the key."""
 
 STREAMS = frozenset({"/v1/live"})
-"""Do not end by themselves, so that there is nothing to say of them to HEAD."""
+"""Routes whose answer has no end, so that HEAD is refused."""
 
 CONNECTION_IDLE_S = 75.0
-"""A connection without a complete request for this long is closed."""
+"""Seconds after which a connection without a complete request is closed."""
 
 _ARRIVED = web.RequestKey("arrived_ns", int)
 _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
-"""Asked for again and again by programs: that they are answered is no news."""
+"""Routes that programs poll; successful answers are logged at the level debug."""
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _MAX_TRACESTATE_CHARS = 2048
@@ -125,7 +124,7 @@ def make_server(service: Service) -> ApiServer:
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
     context = _request_context(http, service)
     began = time.monotonic()
-    # Nobody is left to be told; a page that is closed has all that it asked for.
+    # 499: the client went away. A live stream ends that way in good order.
     status = 200 if context.client_request.route == "/v1/live" else 499
     answer: ApiError | None = None
     try:
@@ -145,15 +144,14 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
         service.request_metrics.refused(Refusal(context.client_request.route, status, answer.kind))
         return context.error(answer)
     finally:
-        if not context.client_request.num_answers:  # else each of them has a line of its own
+        if not context.client_request.num_answers:  # answers have a line of their own
             _log_access(context, status, answer, time.monotonic() - began)
 
 
 def _log_access(
     context: RequestContext, status: int, error: ApiError | None, duration_s: float
 ) -> None:
-    """Without the sentence of an error, which may quote the client."""
-    # Nor the query, in which a client may have put a key or a prompt.
+    """Logs a request. Error texts and queries are left out: they may hold a prompt or a key of the client."""
     path = context.http.rel_url.raw_path[:_MAX_LOGGED_PATH_CHARS]
     is_quiet = status < 400 and context.client_request.route in _QUIET_ROUTES
     kind = error.kind if error else ""
@@ -218,7 +216,7 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
 
 
 def _find(path: str) -> tuple[str, str]:
-    """The route of a path, empty if there is none, and what stands for the `*` of it."""
+    """The route of a path and the part of the path that its `*` stands for; empty if there is no route."""
     if path in ROUTES and not path.endswith("*"):
         return path, ""
     for route in ROUTES:
@@ -229,7 +227,7 @@ def _find(path: str) -> tuple[str, str]:
 
 
 def _request_id(given: str) -> str:
-    """The client's id without anything that could harm a log or a header; a new one if nothing is left."""
+    """The client's id without characters that could harm a log or a header; a new id if nothing is left."""
     return _NOT_IN_REQUEST_ID.sub("", given[:_MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
 
 
@@ -274,7 +272,7 @@ def _name(host: str) -> str:
 
 
 def hosts_for(bind_host: str, extra: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """The Host headers that a server bound to `bind_host` answers: all, unless only this machine can reach it."""
+    """The Host headers that a server bound to `bind_host` accepts. None means all: others reach the address."""
     name = bind_host.strip("[]").lower()
     try:
         is_local = ipaddress.ip_address(name).is_loopback
@@ -295,7 +293,7 @@ class ApiServer(web.Server):
         clock_ns: Callable[[], int],
         **options: Any,
     ) -> None:
-        """`refused` is told of each such error. `clock_ns` tells when a request arrives."""
+        """`refused` is called with each such error; `clock_ns` gives the time of arrival."""
         super().__init__(handler, **options)
         self._refused = refused
         self._clock_ns = clock_ns
@@ -341,20 +339,20 @@ class _Connection(web.RequestHandler):
         await self._writable.wait()
 
     def data_received(self, data: bytes) -> None:
-        # A request's own task may begin much later, behind those of all that arrived with it.
-        # An empty line before a request is none of it (RFC 9112, 2.2).
+        # The task of a request may begin much later, behind the tasks of all requests that arrived with it.
+        # An empty line before a request does not belong to the request (RFC 9112, 2.2).
         if self._is_idle and not self._arrived_ns and data.lstrip(b"\r\n"):
             self._arrived_ns = self._clock_ns()
         super().data_received(data)
 
     def begin(self) -> int:
-        """When the first bytes of the request that is to be answered now came."""
+        """Time of the first bytes of the request that is answered next."""
         arrived_ns, self._arrived_ns = self._arrived_ns or self._clock_ns(), 0
         self._is_idle = False
         return arrived_ns
 
     def end(self, *, is_read: bool) -> None:
-        """The request is answered; what comes next is another one, if all of it was read."""
+        """Ends the request. The next bytes begin another request if this one was read to its end."""
         self._is_idle = is_read
 
     def handle_error(
@@ -364,7 +362,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to a request that did not get as far as a route."""
+        """The answer to a request that did not reach a route."""
         self.keep_alive(False)
         if isinstance(exc, LineTooLong):
             error = ApiError(431, "The request line or a header is too long.")
@@ -373,7 +371,7 @@ class _Connection(web.RequestHandler):
         elif status < 500:
             error = ApiError(status, "The request is not valid HTTP.", word="invalid_http")
         else:
-            if not isinstance(exc, ConnectionError):  # a client that went away is no failure
+            if not isinstance(exc, ConnectionError):  # the client went away
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
         self._refused(error)

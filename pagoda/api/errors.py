@@ -37,12 +37,12 @@ _KINDS = {
 }
 
 CLIENTS_NAME = frozenset(("unknown_field", "duplicate_field"))
-"""Kinds of errors whose `param` is no field of the API, but whatever a client has made up."""
+"""Kinds of errors whose `param` is not a field of the API but a name that a client made up."""
 
 
 @dataclass
 class ApiError(Exception):
-    """An answer that is an error: a status, one sentence, and what it is about."""
+    """An error answer: HTTP status, one sentence, and the field or thing that the sentence is about."""
 
     status: int
     message: str
@@ -50,11 +50,11 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     word: str = ""
-    """Its kind, where neither the code nor the status says it."""
+    """The kind of the error, where neither code nor status determines it."""
 
     @property
     def kind(self) -> str:
-        """One word of a few, for operators. Clients know them by `code`, which is only what the OpenAI API has."""
+        """One word of a fixed set, for logs and metrics. Clients get `code`, with values of the OpenAI API."""
         return self.code or self.word or _KINDS.get(self.status, "")
 
     def body(self) -> dict[str, object]:
@@ -75,7 +75,7 @@ def unavailable(reason: str, *, retry_after_s: int = 5) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The answer to an exception that is meant for a person; None if `error` is a bug."""
+    """The answer to an exception with a text for users; None if `error` is a bug."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""Who may use a server: API keys, and the names by which operators tell them apart."""
+"""API keys, and the names by which operators tell them apart."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pagoda.errors import ConfigError
 
 _MARK = ":="
-"""Between a name and its key. `=` alone may be a part of a key, of which nothing must become a name."""
+"""Separator of a name and its key. `=` alone may occur in a key, and no part of a key must become a name."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
 
 class ApiKeys:
-    """Some keys; only digests of them are kept."""
+    """The keys that a server accepts; only their digests are kept."""
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
-        """`flags` are `KEY` or `NAME:=KEY`. One without a name is called by its place: `key1`, `key2` and so on.
+        """`flags` are `KEY` or `NAME:=KEY`. A key without a name is named by its position: `key1`, `key2`, ...
 
         Raises:
-            ConfigError: a key is empty or cannot be sent, a name is none, or two names or keys are the same.
+            ConfigError: a key is empty or cannot be sent, a name is malformed, or two names or keys are the same.
         """
         self._digests: dict[str, bytes] = {}
         for place, flag in enumerate(flags, start=1):
@@ -34,18 +34,18 @@ class ApiKeys:
             self._digests[name] = digest
 
     def __bool__(self) -> bool:
-        """Whether any key is asked for."""
+        """True if clients must send a key."""
         return bool(self._digests)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that requests may come with; without keys they come with the empty one."""
+        """Names of all keys; without keys, requests have the empty name."""
         return tuple(self._digests) or ("",)
 
     def name_of(self, authorization: str) -> str | None:
-        """Whose key an `Authorization` header has; empty if none is asked for, None if it has none of them.
+        """The name of the key in an `Authorization` header; empty if no key is needed, None if the key is unknown.
 
-        It takes as long whichever it is.
+        All keys are compared in constant time, so that the time tells nothing of the keys.
         """
         if not self._digests:
             return ""
@@ -59,7 +59,7 @@ class ApiKeys:
 
 
 def _parts(flag: str, place: int) -> tuple[str, str]:
-    """Name and key. What is refused is not quoted: it may be a key."""
+    """The name and the key of a flag. Errors do not quote the flag: it may be a key."""
     name, mark, key = flag.partition(_MARK)
     if not mark:
         name, key = f"key{place}", flag
@@ -79,7 +79,7 @@ def _parts(flag: str, place: int) -> tuple[str, str]:
 
 
 def _digest(key: str) -> bytes:
-    """Also of what clients send that is not valid UTF-8, which no key is."""
+    """The SHA-256 of a key. Text of clients that is not valid UTF-8 has a digest too, which no key has."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

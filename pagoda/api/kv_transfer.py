@@ -1,8 +1,8 @@
-"""`kv_transfer_params`: what proxies before prefill and decode servers say, as those of vLLM and ATOM spell it.
+"""`kv_transfer_params`: handoffs that a proxy before prefill and decode servers arranges (vLLM, ATOM).
 
-A proxy sends a request with `do_remote_decode` to one server. The answer is one token, and parameters with which
-the proxy sends the whole request to another server; that one fetches the KV of the prompt, and goes on behind
-the token. Every field is checked, also those that have no effect here.
+The proxy sends a request with `do_remote_decode` to a prefill server. The answer has one token, and parameters
+with which the proxy sends the whole request to a decode server. The decode server fetches the KV of the prompt and
+goes on after the token.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from pagoda.messages.worker_config import Role
 
 
 class Handoff(NamedTuple):
-    """One request's part in a handoff; by default none."""
+    """The part of a request in a handoff; by default none."""
 
     holds_kv: bool = False
     kv_source: KVSource | None = None
 
 
 def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -> Handoff:
-    """What a body's `kv_transfer_params` ask a server of this role for. A router's hosts do as it says, so it
-    says nothing for others.
+    """The handoff that a body's `kv_transfer_params` ask for. A router arranges handoffs itself and refuses them.
 
     Raises:
-        InvalidRequestError: a field is not what it must be, or the server is not for that; names the field.
+        InvalidRequestError: a field is wrong, or the role of the server does not allow it; names the field.
     """
     params = body.kv_transfer_params
     if params is None:
@@ -56,7 +55,7 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
 
 
 def transfer_fields(delta: TextDelta) -> dict[str, Any]:
-    """What the last delta adds to the object of an answer for the server that goes on, if there is one."""
+    """The fields of a response for the decode server; empty unless `delta` is the last one and KV is held."""
     source = delta.kv_source
     if source is None:
         return {}

@@ -33,7 +33,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
-    """What a text delta adds to the parts of an answer."""
+    """The parts of an answer that one text delta adds."""
 
     content: str = ""
     reasoning: str = ""
@@ -106,7 +106,7 @@ class OutputParser:
         return self._state is _State.CONTENT and not (self._calls_tools or self._skip_space)
 
     def push(self, text: str) -> AnswerDelta:
-        """What `text` adds."""
+        """The parts that `text` adds."""
         if self.transparent:
             return AnswerDelta(text)
         rest: str | None = text
@@ -115,7 +115,7 @@ class OutputParser:
         return self._drain()
 
     def flush(self) -> AnswerDelta:
-        """What was held back, once no more text follows."""
+        """The text that was held back, once no more text follows."""
         text = "".join(self._held) + self._search.held
         self._held = []
         match self._state:

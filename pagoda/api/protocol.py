@@ -1,7 +1,7 @@
-"""The bodies of requests, as OpenAI spells them and with the fields that vLLM adds.
+"""The bodies of requests: the fields of OpenAI's API and those that vLLM adds.
 
-Every field either works, or is refused unless it has the value that changes nothing; a field that is not here is
-refused by name. Fields may be null, which is the same as leaving them out.
+A field works, or it is refused unless its value changes nothing. Unknown fields are refused by name. A field that
+is null counts as left out.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pagoda.messages.sampling_params import (
 )
 
 MAX_SEQUENCES_PER_BODY = 1024
-"""Prompts times `n` in one body."""
+"""Most answers that one body may ask for: prompts times `n`."""
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PRIORITY = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
-"""In one list; above every context there is."""
+"""Most token ids in one list; longer than the context of any model."""
 MAX_METADATA = 16
-"""As in OpenAI's API."""
+"""Most entries of `metadata`, as in OpenAI's API."""
 
 MAX_SESSION_CHARS = 256
-"""What is longer is told apart by its beginning."""
+"""Names of sessions are cut to this length."""
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream tells besides tokens."""
+    """`stream_options`: what a stream tells besides tokens."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -149,7 +149,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /tokenize`: of a text, or of a conversation as the model would see it."""
+    """`POST /tokenize`: a text, or a conversation as the model would see it."""
 
     model: str | None = None
     prompt: str | None = None
@@ -188,7 +188,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
 }
-"""Fields that are not served yet, with the values (besides null) that change nothing."""
+"""Fields that are not supported yet, with the values (besides null) that change nothing."""
 
 _MAX_QUOTED_CHARS = 256
 """Characters of a client's own field name in an error."""
@@ -259,7 +259,7 @@ def _check_duplicates(body: bytes) -> None:
 
 
 def _invalid_field(message: str) -> InvalidRequestError:
-    """msgspec's complaint as a sentence that names the field."""
+    """An error of msgspec as a sentence that begins with the field."""
     place = _PLACE.search(message)
     path = place["path"] if place else ""
     reason = message[: place.start()] if place else message
@@ -320,7 +320,7 @@ def sampling_params(
 
 
 def session_of(body: GenerationFields, header: str | None) -> str | None:
-    """The name of a request's session, from the header `X-Session-ID` or else the body; None if it has none."""
+    """The name of the session: the header `X-Session-ID`, else `prompt_cache_key`, else `user`; None without."""
     session = header or body.prompt_cache_key or body.user
     if not session:
         return None
@@ -356,7 +356,7 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 
 
 def chat_logprobs_count(body: ChatRequest) -> int | None:
-    """How many log-probabilities per token a chat body asks for.
+    """Number of most likely tokens per position that a chat body asks for; None without log-probabilities.
 
     Raises:
         InvalidRequestError: `top_logprobs` is out of range, or given without `logprobs`.

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the API, and the ways to answer it."""
+"""One HTTP request: its body, its client, and the ways to answer it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RequestContext:
-    """A request, the server's state, and who asks."""
+    """An HTTP request, the state of the server, and the client."""
 
     http: web.BaseRequest
     service: Service
     key_name: str | None
-    """Of the API key that it came with; empty if none is asked for, None if it lacks one."""
+    """Name of the client's API key; empty if no key is needed, None if the key is missing or wrong."""
     client_request: ClientRequest
-    """What its answers are known by."""
+    """The request as answers, logs and metrics know it."""
     path_argument: str = ""
-    """What stands in the path where the route has a `*`."""
+    """The part of the path that the `*` of the route stands for."""
 
     @property
     def request_id(self) -> str:
@@ -50,7 +50,7 @@ class RequestContext:
 
     @property
     def has_key(self) -> bool:
-        """Whether the client may use the server: it has sent an API key, or none is asked for."""
+        """True if the client may use the server: its API key is known, or no key is needed."""
         return self.key_name is not None
 
     async def body(self) -> bytes:
@@ -81,7 +81,7 @@ class RequestContext:
 
         Raises:
             ApiError: as `body`.
-            InvalidRequestError: it is not such a body; names the field.
+            InvalidRequestError: the body does not fit `kind`; names the field.
         """
         body = await self.body()
         generator = self.service.generator
@@ -115,7 +115,7 @@ class RequestContext:
         )
 
     async def stream(self, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
-        """An answer as events. An error before the first event is raised; later ones become an `error` event."""
+        """An answer as events. Errors before the first event are raised; later errors become an `error` event."""
         config = self.service.config
         stream = EventStream(
             self.http,

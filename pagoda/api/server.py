@@ -1,4 +1,4 @@
-"""One server process: from its first socket to its last answer."""
+"""One server process: listening, loading, serving, draining."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer
 _log = logging.getLogger("pagoda.api")
 
 _CLOSING_TIMEOUT_S = 5.0
-"""For handlers to write the end of an aborted answer."""
+"""Seconds for handlers to write the end of an aborted answer."""
 _HURRY_S = 0.5
-"""For the end of a trace after a second signal."""
+"""Seconds for the end of a trace after a second signal."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where the API listens, and how it behaves."""
+    """The flags of a server that concern its API."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one."""
+    """0 takes a free port."""
     served_model_name: str | None = None
-    """None takes the model's own."""
+    """None takes the name of the model."""
     api_keys: ApiKeys = NO_KEYS
     chat_template: Path | None = None
     """A Jinja file that replaces the model's own template."""
     drain_timeout_s: float = 30.0
-    """At SIGTERM, what runs may take this long to finish."""
+    """Seconds that running requests may take to finish after SIGTERM."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names under which a server on the loopback interface may be asked, such as a proxy's."""
+    """Further Host headers that a server on the loopback interface accepts, such as a proxy's name."""
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Where traces go, and whether the server traces from its start."""
+    """The directory of traces, and the level of a trace from the start."""
 
     directory: Path = Path("pagoda-trace")
     level: TraceLevel | None = None
-    """None begins when somebody asks for it."""
+    """None: no trace before one is asked for."""
 
 
 async def serve(
@@ -101,7 +101,7 @@ async def serve(
     runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
-        # Before a trace begins: whoever has the port already may be tracing under the same name.
+        # Before a trace begins: a server that has the port already may be tracing under the same name.
         url = await _listen(runner, server)
         if profile.level is not None:
             await tracing.start(profile.level)
@@ -140,7 +140,7 @@ async def serve(
 
 
 def _run_name(tracer: Tracer, server: ServerConfig) -> str:
-    """The same for a server that is started again: it takes the place of the one before it."""
+    """The name of traces. A server that is started again has the same name and replaces the traces before it."""
     address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
     return f"{tracer.role}-{tracer.process.host}-{address}"
 
@@ -187,7 +187,7 @@ class _Signals:
             self._loop.remove_signal_handler(number)
 
     async def before(self, work: asyncio.Future[Any], *, last: bool = False) -> bool:
-        """Waits for `work`, whose error is raised; a signal (with `last`, a second one) cancels it: False."""
+        """Waits for `work` and raises its error. Returns False if a signal (`last`: a second one) cancelled it."""
         event = self._second if last else self.first
         interrupt = asyncio.ensure_future(event.wait())
         try:
@@ -202,7 +202,7 @@ class _Signals:
         return True
 
     async def hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits for `work`, but once there is a second signal only for a moment."""
+        """Waits for `work`, after a second signal for `_HURRY_S` only."""
         task = asyncio.ensure_future(work)
         if not await self.before(asyncio.shield(task), last=True):
             await asyncio.wait((task,), timeout=_HURRY_S)

@@ -1,4 +1,4 @@
-"""What all routes share: the model that is served, and whether new work is taken."""
+"""The state that all routes share: the model that is served, and whether new work is accepted."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from pagoda.frontend.trace_control import TraceControl
 
 @dataclass(frozen=True)
 class ApiConfig:
-    """How the API behaves, whatever it serves."""
+    """Settings of the API that do not depend on the model."""
 
     served_model_name: str
     api_keys: ApiKeys = NO_KEYS
-    """When there are any, every route but those of `/health` asks for one of them."""
+    """Every route but those of `/health` and the page needs one of these keys, if there are any."""
     allowed_hosts: Sequence[str] | None = None
-    """The Host headers that are answered; None means any."""
+    """The Host headers that are accepted; None means any."""
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
-    """A body must have arrived by then."""
+    """Seconds in which a body must arrive."""
     keep_alive_s: float = 15.0
-    """An event stream that is idle for this long gets a comment."""
+    """Seconds after which an idle event stream gets a comment."""
     stall_timeout_s: float = 60.0
-    """A client that reads nothing of a full stream for this long is cut off."""
+    """Seconds after which a client that reads nothing of a full stream is cut off."""
 
 
 @dataclass
 class Service:
-    """The state of one server: loading until there is a generator, then serving, then draining."""
+    """The state of one server: loading (no generator), serving, draining."""
 
     config: ApiConfig
     generator: TextGenerator | None = None
     draining: bool = False
     fleet: Fleet | None = None
-    """What is behind the API, as soon as it is being started."""
+    """The engines or hosts; None until their start begins."""
     tracker: RequestTracker = field(default_factory=RequestTracker)
-    """The answers that are being given."""
+    """The running answers."""
     tracing: TraceControl | None = None
     """None in a server that cannot be traced."""
     live_stats: LiveStats = field(init=False)
-    """What pages are shown."""
+    """The figures of the page."""
     request_metrics: RequestMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,23 +62,17 @@ class Service:
 
     @property
     def is_router(self) -> bool:
-        """Whether its hosts are other servers."""
+        """True if the requests go to other servers."""
         return self.fleet is not None and self.fleet.router_id is not None
 
     def ready_generator(self) -> TextGenerator:
-        """
-        Raises:
-            ApiError: 503, the model is still loading.
-        """
+        """Raises ApiError: 503, the model is still loading."""
         if self.generator is None:
             raise unavailable("The model is loading.")
         return self.generator
 
     def require_registry(self) -> Registry:
-        """
-        Raises:
-            ApiError: 404, this is no router; 503, it is starting.
-        """
+        """Raises ApiError: 404, this is no router; 503, it is starting."""
         if self.fleet is None or (self.is_router and self.fleet.registry is None):
             raise unavailable("The router is starting.")
         if self.fleet.registry is None:
@@ -97,10 +91,7 @@ class Service:
         return self.ready_generator()
 
     def check_model(self, model: str | None) -> None:
-        """
-        Raises:
-            ApiError: 404, the model is not served here.
-        """
+        """Raises ApiError: 404, the model is not served here."""
         served = self.config.served_model_name
         if model is not None and model != served:
             raise ApiError(

@@ -30,7 +30,7 @@ class Cache:
         self, dtype: int, keys: int, values: int, key_scales: int, value_scales: int
     ) -> None: ...
 
-class AttentionPlan:
+class AttentionMetadata:
     def __init__(
         self,
         num_heads: int,
@@ -51,7 +51,7 @@ class Kernels:
     def pack_weight(
         self, dtype: int, outputs: int, inputs: int, weight: int, packed: int
     ) -> None: ...
-    def weight_rows(
+    def embedding(
         self,
         dtype: int,
         outputs: int,
@@ -74,8 +74,9 @@ class Kernels:
         n: int,
         out: int,
         out_stride: int,
+        out_dtype: int,
     ) -> None: ...
-    def quantized_rows(
+    def quantized_embedding(
         self,
         shape: QuantizedShape,
         packed: int,
@@ -96,8 +97,9 @@ class Kernels:
         n: int,
         out: int,
         out_stride: int,
+        out_dtype: int,
     ) -> None: ...
-    def linear_highest(
+    def linear_argmax(
         self,
         dtype: int,
         outputs: int,
@@ -111,7 +113,7 @@ class Kernels:
         values: int,
         finite: int,
     ) -> None: ...
-    def quantized_highest(
+    def quantized_argmax(
         self,
         shape: QuantizedShape,
         packed: int,
@@ -162,7 +164,7 @@ class Kernels:
 
     def rotate_and_cache(
         self,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         dtype: int,
         cache: Cache,
         qkv: int,
@@ -175,7 +177,7 @@ class Kernels:
     ) -> None: ...
     def attention(
         self,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         dtype: int,
         cache: Cache,
         queries: int,
@@ -184,13 +186,13 @@ class Kernels:
         out: int,
     ) -> None: ...
 
-class LinearMap:
+class PackedLinear:
     """A packed weight, as experts take it."""
 
     @staticmethod
-    def dense(dtype: int, outputs: int, inputs: int, panels: int) -> LinearMap: ...
+    def dense(dtype: int, outputs: int, inputs: int, panels: int) -> PackedLinear: ...
     @staticmethod
-    def quantized(shape: QuantizedShape, panels: int, order: int) -> LinearMap: ...
+    def quantized(shape: QuantizedShape, panels: int, order: int) -> PackedLinear: ...
 
 class Experts:
     """Experts of a layer from `first` on; `counts` [num_experts] takes the tokens of each."""
@@ -206,7 +208,7 @@ class Experts:
         first: int,
         counts: int,
     ) -> None: ...
-    def add(self, gate: LinearMap, up: LinearMap, down: LinearMap) -> None: ...
+    def add(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None: ...
 
 class Collectives:
     """One rank of a group on this host, over shared memory; waits without the GIL."""
@@ -225,7 +227,7 @@ class Program:
     def __init__(self, kernels: Kernels) -> None: ...
     def value(self, dtype: int, width: int) -> int: ...
     def input(self, dtype: int, width: int) -> int: ...
-    def weight_rows(
+    def embedding(
         self,
         out: int,
         dtype: int,
@@ -235,7 +237,7 @@ class Program:
         first_id: int,
         num_ids: int,
     ) -> None: ...
-    def quantized_rows(
+    def quantized_embedding(
         self,
         out: int,
         shape: QuantizedShape,
@@ -291,7 +293,7 @@ class Program:
     def run(
         self,
         num_tokens: int,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         token_ids: int,
         hidden: int,
         cosines: int,

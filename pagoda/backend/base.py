@@ -79,11 +79,11 @@ ValueT = TypeVar("ValueT")
 """Activations: a tensor, or what stands for one while a forward pass is compiled."""
 LinearT = TypeVar("LinearT")
 """A weight as the backend wants it."""
-PlanT = TypeVar("PlanT")
+MetadataT = TypeVar("MetadataT")
 """What attention needs to know about a step, worked out once for all layers."""
 LinearT_co = TypeVar("LinearT_co", covariant=True)
 LinearT_contra = TypeVar("LinearT_contra", contravariant=True)
-PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
+MetadataT_contra = TypeVar("MetadataT_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -116,19 +116,19 @@ class Experts(Generic[LinearT_co]):
 
 
 @dataclass(frozen=True)
-class StepInput(Generic[ValueT, PlanT]):
+class StepInput(Generic[ValueT, MetadataT]):
     """What a forward pass starts from."""
 
     token_ids: ValueT
     """[n] int64."""
     rotary_table: tuple[ValueT, ValueT]
     """Of the tokens' positions; see `Backend.rotary_table`."""
-    plan: PlanT
+    plan: MetadataT
     hidden: ValueT | None = None
     """[n, hidden], what the pipeline stage before computed; None on the first stage."""
 
 
-class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
+class Operations(Protocol, Generic[ValueT, LinearT_contra, MetadataT_contra]):
     """The operations of a decoder, of which each tensor-parallel rank may hold a part.
 
     The result for a token must not depend, not in a single bit, on what else is in the batch nor on how its
@@ -139,7 +139,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
         """x [n, ...], each row `in` elements, times the weight, plus the bias: [n, out]."""
         ...
 
-    def linear_rows(
+    def embedding(
         self,
         token_ids: ValueT,
         weight: LinearT_contra,
@@ -191,7 +191,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
         self,
         qkv: ValueT,
         cache: KVCache,
-        plan: PlanT_contra,
+        plan: MetadataT_contra,
         table: tuple[ValueT, ValueT],
         norms: HeadNorms | None,
     ) -> ValueT:
@@ -207,7 +207,7 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
         self,
         queries: ValueT,
         cache: KVCache,
-        plan: PlanT_contra,
+        plan: MetadataT_contra,
         *,
         scale: float,
         window: int | None,
@@ -219,20 +219,20 @@ class Operations(Protocol, Generic[ValueT, LinearT_contra, PlanT_contra]):
         ...
 
 
-class ForwardPass(Protocol[LinearT_co, PlanT]):
+class ForwardPass(Protocol[LinearT_co, MetadataT]):
     """A model in terms of operations, from tokens or hidden states to hidden states."""
 
     def __call__(
         self,
-        ops: Operations[ValueT, LinearT_co, PlanT],
-        step: StepInput[ValueT, PlanT],
+        ops: Operations[ValueT, LinearT_co, MetadataT],
+        step: StepInput[ValueT, MetadataT],
     ) -> ValueT: ...
 
 
 UNNAMED: WeightNames = MappingProxyType({})
 
 
-class Compiled(Protocol[PlanT]):
+class Compiled(Protocol[MetadataT]):
     """A forward pass as a backend runs it."""
 
     @property
@@ -240,10 +240,10 @@ class Compiled(Protocol[PlanT]):
         """Those of every step, in order; empty where they are not recorded."""
         ...
 
-    def __call__(self, step: StepInput[Tensor, PlanT]) -> Tensor: ...
+    def __call__(self, step: StepInput[Tensor, MetadataT]) -> Tensor: ...
 
     def traced(
-        self, step: StepInput[Tensor, PlanT], tracer: Tracer
+        self, step: StepInput[Tensor, MetadataT], tracer: Tracer
     ) -> tuple[Tensor, Sequence[int]]:
         """The same result, and how many nanoseconds each of `operations` took, by the clock of the device.
 
@@ -252,7 +252,7 @@ class Compiled(Protocol[PlanT]):
         ...
 
 
-class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, PlanT]):
+class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT, MetadataT]):
     """A device with its operations, and all that is done once for a model or once for a step."""
 
     @property
@@ -311,11 +311,15 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         """
         ...
 
-    def greedy(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
-        """The highest of `linear`'s outputs for each row of x [m, in], without storing the others.
+    def logits(self, x: Tensor, weight: LinearT) -> Tensor:
+        """x [m, in] times the weight: [m, out] float32. Unlike `linear`, nothing is rounded to another dtype."""
+        ...
 
-        Returns its index [m] int64, the lowest of equal ones; its value [m] float32; and whether all outputs
-        are finite [m] bool, without which the other two mean nothing.
+    def argmax(self, x: Tensor, weight: LinearT) -> tuple[Tensor, Tensor, Tensor]:
+        """The highest of `logits` of each row of x [m, in], without storing the others.
+
+        Returns the index [m] int64, the lowest of equal ones; the value [m] float32; and a flag [m] bool that all
+        logits of the row are finite, without which the other two mean nothing.
         """
         ...
 
@@ -325,16 +329,16 @@ class Backend(Operations[Tensor, LinearT, PlanT], Protocol, Generic[LinearT, Pla
         """Cosines and sines of positions [n] times frequencies [d/2], times `scale`: two of [n, d/2] float32."""
         ...
 
-    def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> PlanT:
+    def attention_metadata(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> MetadataT:
         """What is the same for all layers; `cache` is any layer's."""
         ...
 
     def compile(
         self,
-        forward: ForwardPass[LinearT, PlanT],
+        forward: ForwardPass[LinearT, MetadataT],
         hidden: tuple[int, dtype] | None = None,
         names: WeightNames = UNNAMED,
-    ) -> Compiled[PlanT]:
+    ) -> Compiled[MetadataT]:
         """The same forward pass, as quick as the backend can make it.
 
         `hidden` is the width and dtype of `StepInput.hidden` where every step has it, else None. Operations are

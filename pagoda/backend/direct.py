@@ -13,8 +13,8 @@ from pagoda.backend.base import (
     HeadNorms,
     KVCache,
     LinearT,
+    MetadataT,
     Operations,
-    PlanT,
     StepInput,
 )
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
@@ -23,13 +23,13 @@ from pagoda.telemetry.tracer import Tracer
 ResultT = TypeVar("ResultT")
 
 
-class DirectForward(Generic[LinearT, PlanT]):
+class DirectForward(Generic[LinearT, MetadataT]):
     """Has nothing recorded: what a step does is seen as it is done."""
 
     def __init__(
         self,
-        ops: Operations[Tensor, LinearT, PlanT],
-        forward: ForwardPass[LinearT, PlanT],
+        ops: Operations[Tensor, LinearT, MetadataT],
+        forward: ForwardPass[LinearT, MetadataT],
         names: WeightNames,
     ) -> None:
         self._ops = ops
@@ -37,21 +37,21 @@ class DirectForward(Generic[LinearT, PlanT]):
         self._names = names
         self.operations: Sequence[Operation] = ()
 
-    def __call__(self, step: StepInput[Tensor, PlanT]) -> Tensor:
+    def __call__(self, step: StepInput[Tensor, MetadataT]) -> Tensor:
         return self._forward(self._ops, step)
 
     def traced(
-        self, step: StepInput[Tensor, PlanT], tracer: Tracer
+        self, step: StepInput[Tensor, MetadataT], tracer: Tracer
     ) -> tuple[Tensor, Sequence[int]]:
         traced = _TracedOperations(self._ops, tracer, OperationNamer(self._names))
         return self._forward(traced, step), ()
 
 
-class _TracedOperations(Generic[LinearT, PlanT]):
+class _TracedOperations(Generic[LinearT, MetadataT]):
     """The same operations, each in a span of its own."""
 
     def __init__(
-        self, ops: Operations[Tensor, LinearT, PlanT], tracer: Tracer, namer: OperationNamer
+        self, ops: Operations[Tensor, LinearT, MetadataT], tracer: Tracer, namer: OperationNamer
     ) -> None:
         self._ops = ops
         self._tracer = tracer
@@ -68,7 +68,7 @@ class _TracedOperations(Generic[LinearT, PlanT]):
     def linear(self, x: Tensor, weight: LinearT) -> Tensor:
         return self._spanned(lambda: self._ops.linear(x, weight), "linear", weight)
 
-    def linear_rows(
+    def embedding(
         self,
         token_ids: Tensor,
         weight: LinearT,
@@ -76,7 +76,7 @@ class _TracedOperations(Generic[LinearT, PlanT]):
         vocab_size: int | None = None,
     ) -> Tensor:
         return self._spanned(
-            lambda: self._ops.linear_rows(token_ids, weight, first_id, vocab_size),
+            lambda: self._ops.embedding(token_ids, weight, first_id, vocab_size),
             "embedding",
             weight,
         )
@@ -105,7 +105,7 @@ class _TracedOperations(Generic[LinearT, PlanT]):
         self,
         qkv: Tensor,
         cache: KVCache,
-        plan: PlanT,
+        plan: MetadataT,
         table: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
     ) -> Tensor:
@@ -117,7 +117,7 @@ class _TracedOperations(Generic[LinearT, PlanT]):
         self,
         queries: Tensor,
         cache: KVCache,
-        plan: PlanT,
+        plan: MetadataT,
         *,
         scale: float,
         window: int | None,

@@ -1,4 +1,4 @@
-"""Which files the weights of a Hugging Face model directory are in."""
+"""Files that hold the weights of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, Path]:
-    """Which file holds each tensor, as an index says.
+    """Returns the file of each tensor, by the index.
 
     Raises:
         ConfigError: it is damaged, or names a file that is missing.

@@ -1,4 +1,4 @@
-"""Whether two hosts serve the same model.
+"""Fingerprints of models, equal where two hosts serve the same model.
 
 A copy of a model elsewhere has the same fingerprint; times and names do not count. Of the weights, what each
 tensor is counts, and 4 KiB of every 256 KiB of it, its beginning and its end among them: whatever was trained
@@ -26,11 +26,11 @@ from pagoda.errors import ConfigError
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _TEXT_KEYS = "tokenizer."
-"""What the keys of a GGUF file begin with that are about text alone."""
+"""Prefix of the keys of a GGUF file that are about text alone."""
 _SAMPLE_BYTES = 2**12
 _STRIDE_BYTES = 2**18
 _LENGTH_BYTES = 8
-"""Of a safetensors file: they say how long its header is."""
+"""First bytes of a safetensors file, which hold the length of its header."""
 
 _Stored = tuple[Path, int, int, str]
 """File, first byte, number of bytes, and what the tensor is."""
@@ -80,7 +80,7 @@ def weights_digest(model: str, load_format: str, seed: int) -> str:
 
 
 def _add_gguf(file: GgufFile, digest: hashlib._Hash, counts: Callable[[str], bool]) -> None:
-    """How each tensor is quantized comes with the tensors."""
+    """Adds metadata and tensors of `file`, with the type of each tensor."""
     for key, value in file.metadata.items():
         if counts(key):
             digest.update(f"{key}={value!r}\0".encode())
@@ -99,7 +99,7 @@ def _gguf_tensors(file: GgufFile) -> Iterator[_Stored]:
 
 
 def _stored_tensors(path: Path) -> Iterator[_Stored]:
-    """Where the tensors of a safetensors file lie."""
+    """Yields the places of the tensors of a safetensors file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

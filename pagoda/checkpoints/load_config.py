@@ -1,4 +1,4 @@
-"""From the name of a model to its shape."""
+"""Loading of a model's shape by the model's name."""
 
 from __future__ import annotations
 

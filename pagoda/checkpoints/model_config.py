@@ -130,7 +130,7 @@ GGUF_NAMES = TensorNames(
 
 @dataclass(frozen=True)
 class GgufFormat:
-    """How GGUF files hold a family."""
+    """Form of a family in GGUF files."""
 
     architecture: str
     """Value of `general.architecture`."""
@@ -198,7 +198,7 @@ class ModelConfig:
     dtype: str
     """Number format of the checkpoint; of a quantized one, that of activations."""
     quantization: Quantization | None
-    """How the checkpoint holds its linear layers; None where all are dense."""
+    """Format of the checkpoint's linear layers; None where all are dense."""
     qk_norm: bool = False
     """Queries and keys are normalised per head before the rotary embedding."""
     mlp_bias: bool = False

@@ -1,4 +1,4 @@
-"""How a ready-made quantized checkpoint holds its weights, as its config.json says."""
+"""Formats of ready-made quantized checkpoints, read from config.json."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Gptq:
 
     scheme: GroupScheme
     zero_offset: int
-    """What is added to a zero point as it is stored: 1 in `gptq`, 0 in `gptq_v2`."""
+    """Amount to add to a stored zero point: 1 in `gptq`, 0 in `gptq_v2`."""
     head: bool
     modules: tuple[str, ...]
     """Ends of the names of the maps in layers that are quantized; all where empty."""
@@ -190,7 +190,7 @@ def _compressed_tensors(fields: Fields) -> CompressedTensors:
 
 
 def _refuse_transforms(fields: Fields) -> None:
-    """What changes weights beyond quantizing them."""
+    """Raises ConfigError for anything that changes weights beyond quantizing them."""
     if fields.values.get("transform_config"):
         fields.refuse("transform_config", "must be empty")
     sparsity = fields.table("sparsity_config")
@@ -227,7 +227,7 @@ def _group_scheme(group: Fields, layout: str) -> Scheme:
 
 
 def _check_inputs(inputs: Fields | None) -> bool:
-    """Whether inputs are rounded; that is only done anew for every token."""
+    """Returns True if inputs are quantized; only quantization for each token is supported."""
     if inputs is None:
         return False
     if inputs.text("type", "int") != "int":

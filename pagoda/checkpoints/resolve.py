@@ -1,4 +1,4 @@
-"""From the name that a user gives to the files that are loaded."""
+"""Finding of the files of a model that a user names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model comes from and what it is called."""
+    """Origin and name of a model."""
 
     model: str
-    """What `WorkerConfig.model` takes: a directory, a GGUF file, or the name of a shape preset."""
+    """Value of `WorkerConfig.model`: a directory, a GGUF file, or the name of a shape preset."""
     directory: Path | None
     """Holds config, weights and tokenizer; None for a GGUF file and for a shape preset, which has no files."""
     served_name: str
-    """What the API calls the model unless the operator says otherwise."""
+    """Name of the model in the API unless the operator says otherwise."""
     gguf: Path | None = None
     """The file that holds config, weights and tokenizer instead of a directory."""
 

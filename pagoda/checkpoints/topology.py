@@ -1,4 +1,4 @@
-"""How many devices a model can be split over, seen from its shape alone."""
+"""Numbers of devices over which a model can be split, by its shape alone."""
 
 from __future__ import annotations
 

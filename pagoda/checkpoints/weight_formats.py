@@ -1,4 +1,4 @@
-"""How linear maps are held in memory: which numbers, and how many bytes they take."""
+"""Formats of linear maps in memory: types of numbers and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class GroupedFormat:
     offsets: bool
     act_order: bool
     can_regroup: bool = True
-    """Whether a part may hold a group as several of the same scale."""
+    """True if a part may hold a group as several groups of the same scale."""
 
 
 WeightFormat = DenseFormat | Int8Format | GroupedFormat
 
 
 class Quantization(Protocol):
-    """Which linear maps of a model are quantized, and how."""
+    """Quantized linear maps of a model and their formats."""
 
     @property
     def summary(self) -> str:
-        """For the operator, such as `int4 weights (groups of 32)`."""
+        """Summary for the operator, such as `int4 weights (groups of 32)`."""
         ...
 
     def format_of(self, linear: LinearSpec) -> WeightFormat:
@@ -69,7 +69,7 @@ def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsiz
 
 
 def part_format(held_as: WeightFormat, num_inputs: int, part: range) -> WeightFormat | None:
-    """How the inputs `part` of a map of `num_inputs` are held, the whole being `held_as`; None if they cannot be.
+    """Returns the format of the inputs `part` of a map of `num_inputs` held as `held_as`; None if there is none.
 
     Where groups are cut they become smaller ones of the same scale. Ordered groups, over which a rank's inputs lie
     scattered, become plain numbers.

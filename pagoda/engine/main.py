@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ import zmq
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_events import KVEventPublisher
+from pagoda.engine.request_routes import RequestRoutes
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
@@ -48,12 +50,14 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import ProcessMemory
+from pagoda.messages.load import LoadReport, ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
 from pagoda.pd.links import HandoffLinks, SocketLinks
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
+
+_log = logging.getLogger(__name__)
 
 
 class EngineProcess:
@@ -76,8 +80,7 @@ class EngineProcess:
         self._frontends: list[bytes] = []
         self._newcomers: list[bytes] = []
         """Frontends that have not been told yet that the engine is ready."""
-        self._owners: dict[str, bytes] = {}
-        """Which frontend a running request belongs to."""
+        self._routes = RequestRoutes()
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
         self._clocks: ClockComparison | None = None
         """With the frontend that asked for a trace, as long as it takes."""
@@ -157,11 +160,14 @@ class EngineProcess:
                 self._admit(frontend, message)
             case AbortRequests():
                 for request_id in message.request_ids:
-                    self._core.abort(request_id)
-                    self._owners.pop(request_id, None)
+                    engine_id = self._routes.remove(frontend, request_id)
+                    if engine_id is not None:
+                        self._core.abort(engine_id)
             case LoadQuery():
+                is_ready = self._core.ready is not None
+                load = self._core.load() if is_ready else LoadReport(is_worker_ready=False)
                 report = msgspec.structs.replace(
-                    self._core.load(), query_id=message.query_id, processes=self._processes()
+                    load, query_id=message.query_id, processes=self._processes()
                 )
                 self._send(frontend, report)
             case SubscribeCache():
@@ -169,7 +175,7 @@ class EngineProcess:
             case SubscribeSteps():
                 self._core.subscribe_steps(frontend)
             case UnsubscribeSteps():
-                self._core.unfollow_steps(frontend)
+                self._core.unsubscribe_steps(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -209,17 +215,17 @@ class EngineProcess:
 
     def _report_load(self) -> None:
         """Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one."""
-        report = self._core.take_load_report()
+        report = self._core.drain_load_report()
         if report is not None:
             for frontend in self._frontends:
                 self._send(frontend, report)
 
     def _tell_followers(self) -> None:
-        for frontend, news in self._core.take_news():
+        for frontend, news in self._core.drain_updates():
             self._send(frontend, news)
 
     def _tell_of_the_trace(self) -> None:
-        end = self._core.take_trace_end()
+        end = self._core.drain_trace_end()
         if end is not None:
             for frontend in self._frontends:
                 self._send(frontend, end)
@@ -240,15 +246,21 @@ class EngineProcess:
 
     def _publish_kv_events(self) -> None:
         if self._publisher is not None:
-            self._publisher.publish(self._core.take_kv_events())
+            self._publisher.publish(self._core.drain_kv_events())
             self._publisher.replay()
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
-        answer = self._core.add(request)
-        if isinstance(answer, RequestRefused):
-            self._send(frontend, answer)
+        routed = self._routes.add(frontend, request)
+        if routed is None:
+            # Any answer would reach the stream of the first request, which goes on untouched.
+            error = "a frontend sent a second request with this id, which is ignored"
+            _log.error(error, extra={"request_id": request.request_id})
             return
-        self._owners[request.request_id] = frontend
+        answer = self._core.add(routed)
+        if isinstance(answer, RequestRefused):
+            self._routes.remove(frontend, request.request_id)
+            self._send(frontend, RequestRefused(request.request_id, answer.retry_after_s))
+            return
         self._send_chunks(answer)
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
@@ -261,11 +273,7 @@ class EngineProcess:
         )
 
     def _send_chunks(self, chunks: list[TokenChunk]) -> None:
-        by_frontend: dict[bytes, list[TokenChunk]] = {}
-        for chunk in chunks:
-            by_frontend.setdefault(self._owners[chunk.request_id], []).append(chunk)
-            if chunk.finish_reason is not None:
-                del self._owners[chunk.request_id]
+        by_frontend = self._routes.sort(chunks)
         began = self._tracer.e2e()
         for frontend, batch in by_frontend.items():
             self._send(frontend, TokenChunks(batch))

@@ -40,7 +40,7 @@ class CacheReporter:
         self._untold[frontend] = dict.fromkeys(chain(*(pool.keys() for pool in self._pools)))
         self._newcomers.add(frontend)
 
-    def take(self) -> list[tuple[bytes, PrefixCacheUpdate]]:
+    def drain(self) -> list[tuple[bytes, PrefixCacheUpdate]]:
         """What is to be told now, and whom."""
         if not self._has_news or self._clock.now() < self._next_at:
             return []
@@ -57,7 +57,7 @@ class CacheReporter:
         ]
 
     def next_event_at(self) -> float | None:
-        """When `take` has something to give; None if there is nothing."""
+        """When `drain` has something to give; None if there is nothing."""
         return self._next_at if self._has_news else None
 
     @property

@@ -76,7 +76,7 @@ class StepReporter:
         if len(self._bins) > MAX_BINS:  # nobody has asked for a while
             del self._bins[next(iter(self._bins))]
 
-    def take(self) -> list[tuple[bytes, StepStatistics]]:
+    def drain(self) -> list[tuple[bytes, StepStatistics]]:
         """What is to be told now, and whom."""
         now = self._clock.now()
         if not self._bins or now < self._next_at:
@@ -89,7 +89,7 @@ class StepReporter:
         return [(frontend, news) for frontend in self._followers]
 
     def next_event_at(self) -> float | None:
-        """When `take` has something to give; None if there is nothing."""
+        """When `drain` has something to give; None if there is nothing."""
         return self._next_at if self._bins else None
 
 

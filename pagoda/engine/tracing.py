@@ -6,7 +6,7 @@ from typing import Any
 
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.engine.scheduler import Scheduler
-from pagoda.messages.tracing import StartTrace
+from pagoda.messages.tracing import StartTrace, TraceStopped
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.telemetry.trace_ending import TraceEnding
 from pagoda.telemetry.tracer import Tracer
@@ -28,6 +28,11 @@ class EngineTracing:
         """Under way: when each was handed over, and what is said of it."""
         self._scheduler: Scheduler | None = None
         self._steps_left: int | None = None
+        self._number = 0
+        """`StartTrace.number` of the trace."""
+        self._awaits_workers = False
+        self._workers_problems: list[str] = []
+        """Why fragments of workers lack something."""
         self._num_hit_tokens = 0
         self._counted_at: int | None = None
         self._counted_idle = False
@@ -40,6 +45,8 @@ class EngineTracing:
         self._ending.forget()
         self.tracer.start(order.session)
         self._steps_left = order.num_steps
+        self._number = order.number
+        self._awaits_workers = False
         self._counted_at = None
         rows = range(self._max_in_flight)
         self._step_rows = [self.tracer.open_row(f"steps {index}") for index in rows]
@@ -51,10 +58,17 @@ class EngineTracing:
         self._num_hit_tokens = scheduler.counters.num_prefix_hit_tokens
         scheduler.trace(self._requests)
 
-    def stop(self) -> None:
-        """Does not wait until all is written: `take_end` tells. May be called twice."""
-        self._end_rows()
-        self._ending.begin()
+    def await_workers(self) -> None:
+        """The trace ends once the workers have stopped."""
+        self._awaits_workers = True
+
+    def on_workers_stopped(self, workers: TraceStopped) -> None:
+        """The workers have closed their fragments, or are lost. This process closes its own in a thread."""
+        if self._awaits_workers:
+            self._awaits_workers = False
+            self._workers_problems = workers.problems
+            self._end_rows()
+            self._ending.begin()
 
     def _end_rows(self) -> None:
         self._steps_left = None
@@ -67,12 +81,15 @@ class EngineTracing:
             self.tracer.close_row(row)
         self._step_rows = []
 
-    def take_end(self) -> list[str] | None:
-        """Why the fragment that has been closed since the last call lacks something; None if none was closed."""
-        return self._ending.take()
+    def drain_end(self) -> TraceStopped | None:
+        """The end of the trace whose fragments have been closed since the last call."""
+        problems = self._ending.take()
+        if problems is None:
+            return None
+        return TraceStopped([*problems, *self._workers_problems], self._number)
 
     def pollables(self) -> list[object]:
-        """What is readable when `take_end` has something to tell."""
+        """Sources that are readable when `drain_end` has something to return."""
         return self._ending.pollables
 
     def close(self) -> None:

@@ -8,21 +8,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.engine.config import EngineConfig
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.fleet import EngineFleet
-from pagoda.frontend.llm_arguments import configure
+from pagoda.frontend.llm_arguments import Configuration, configure
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
-from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.text_generator import TextGenerator, TextRequest, start_generator
 from pagoda.frontend.tokenizer import Tokenizer
@@ -46,44 +42,23 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, chat_template: str | Path | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        configuration: Configuration | None = None,
+        **options: Any,
     ) -> None:
         """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
         `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
-        `pagoda serve`.
+        `pagoda serve`. A `configuration` replaces `model` and `options`.
 
         Raises:
             ConfigError: there is no such model or option, or an option has a value that is not allowed.
         """
-        files, engine, policy = configure(model, options)
-        self._init(files, engine, policy, None if chat_template is None else Path(chat_template))
-
-    @classmethod
-    def from_config(
-        cls,
-        files: ModelFiles,
-        engine: EngineConfig,
-        *,
-        policy: PolicyName = DEFAULT_POLICY,
-        chat_template: Path | None = None,
-    ) -> Self:
-        """For callers that have a whole engine configuration."""
-        llm = cls.__new__(cls)
-        llm._init(files, engine, policy, chat_template)
-        return llm
-
-    def _init(
-        self,
-        files: ModelFiles,
-        engine: EngineConfig,
-        policy: PolicyName,
-        chat_template: Path | None,
-    ) -> None:
-        self._files = files
-        self._engine = engine
-        self._policy = policy
-        self._chat_template = chat_template
+        self._files, self._engine, self._policy = configuration or configure(model, options)
+        self._chat_template = None if chat_template is None else Path(chat_template)
         self._fleet: EngineFleet | None = None
         self._generator: TextGenerator | None = None
         self._requests: dict[str, list[str]] = {}
@@ -107,7 +82,7 @@ class AsyncLLM:
         )
 
     async def close(self) -> None:
-        """Ends the engines. May be called twice."""
+        """Ends the engines. A second call does nothing."""
         fleet, self._fleet, self._generator = self._fleet, None, None
         if fleet is not None:
             await fleet.close()
@@ -116,12 +91,7 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -130,10 +100,7 @@ class AsyncLLM:
 
     @property
     def generator(self) -> TextGenerator:
-        """
-        Raises:
-            RuntimeError: it is not started, or closed.
-        """
+        """The generator of a running LLM. Raises RuntimeError before the start and after the end."""
         if self._generator is None:
             raise RuntimeError("The LLM is not running: it was not started, or it was closed.")
         return self._generator

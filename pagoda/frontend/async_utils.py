@@ -1,4 +1,4 @@
-"""Several streams as one, and several works at once."""
+"""Helpers for concurrent work: merged streams, gathered works, threads for long work, restarts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def keep_going(work: Callable[[], Awaitable[None]], name: str) -> None:
 
 
 async def first_of(*works: Coroutine[Any, Any, object]) -> int:
-    """Returns which of `works` has ended first, or raises what it did; the others are cancelled."""
+    """The index of the work that ends first; its error is raised. The others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

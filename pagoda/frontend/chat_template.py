@@ -1,4 +1,4 @@
-"""A conversation to the text that a model was trained on, with the model's own Jinja template.
+"""Chat templates: the model's own Jinja template turns a conversation into the text that the model was trained on.
 
 Templates come from the model directory or from the operator, never from a client. They run in Jinja's immutable
 sandbox with the same extras as in Hugging Face transformers, and what one rendering may produce is bounded.
@@ -49,21 +49,18 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What a template's expressions can raise, all for want of something in the conversation."""
+"""Errors that expressions of a template raise when the conversation lacks something."""
 
 
 class TemplateError(Exception):
-    """Raised by a template itself, through `raise_exception`."""
+    """A template refuses a conversation through `raise_exception`, or breaks a limit."""
 
 
 class ChatTemplate:
     """One compiled template, and what its source tells about the model."""
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
-        """
-        Raises:
-            ConfigError: the source is not a Jinja template.
-        """
+        """Raises ConfigError: the source is not a Jinja template."""
         environment = _environment()
         try:
             tree = environment.parse(source)
@@ -78,11 +75,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_tools = "tools" in self._variables
-        """Whether the template shows tools to the model at all."""
+        """True if the template shows tools to the model."""
         self.hermes_tool_calls = "<tool_call>" in source
-        """Whether the model answers with calls between `<tool_call>` tags (Hermes, Qwen)."""
+        """True if the model writes calls between `<tool_call>` tags (Hermes, Qwen)."""
         self.thinks = "</think>" in source
-        """Whether the model's reasoning comes between `<think>` tags."""
+        """True if the model writes its reasoning between `<think>` tags."""
 
     @property
     def switches(self) -> tuple[str, ...]:

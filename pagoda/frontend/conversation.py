@@ -1,4 +1,4 @@
-"""Conversations as OpenAI spells them, checked, and turned into what a chat template takes."""
+"""Conversations and tools in OpenAI's form: checks, and the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an assistant called."""
+    """The function that an assistant called."""
 
     name: str
     arguments: str
@@ -49,7 +49,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
-    """Left over in messages that were put together from a stream."""
+    """The index of the call in the stream that the message was put together from; without effect."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,10 +97,10 @@ def render_conversation(
     continue_final_message: bool | None,
     switches: Mapping[str, Any] | None,
 ) -> str:
-    """The prompt of a conversation. What is None has its default.
+    """The prompt of a conversation. None means the default.
 
     Raises:
-        InvalidRequestError: a message, a tool or a switch is not as it should be.
+        InvalidRequestError: a message, a tool or a switch is malformed.
     """
     if tools:
         check_tools(tools)
@@ -226,7 +226,7 @@ def _check_schema(schema: object, path: _Path) -> None:
 
 
 class _Path:
-    """Where a schema stands in its tool. Its text is put together only for an error: names may be long."""
+    """The position of a schema in its tool. The text is put together only for an error: names may be long."""
 
     __slots__ = ("_name", "_parent", "_prefix", "depth")
 

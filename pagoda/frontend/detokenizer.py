@@ -30,7 +30,7 @@ class IncrementalDecoder(Protocol):
         ...
 
     def flush(self) -> str:
-        """What was held back, as the tokenizer renders an unfinished end. Called once, at the end."""
+        """The text that was held back, as the tokenizer renders an unfinished end. Called once, at the end."""
         ...
 
 
@@ -123,7 +123,7 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """For decoders of unknown kind: what a token adds is the difference that it makes to a short window."""
+    """A decoder of unknown kind: a token adds the difference that it makes to a short window of tokens."""
 
     __slots__ = ("_context", "_decode", "_fresh")
 

@@ -17,7 +17,8 @@ from pagoda.engine.config import EngineConfig
 from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import ReplicaState
-from pagoda.frontend.engine_connection import EngineConnection
+from pagoda.frontend.engine_connection import PROBE, EngineConnection
+from pagoda.frontend.watchdog import Watchdog
 from pagoda.ipc.codec import Codec
 from pagoda.ipc.event_socket import EventSocket
 from pagoda.ipc.lifeline import ChildProcess
@@ -28,6 +29,7 @@ from pagoda.messages.frontend import (
     EngineReady,
     FrontendMessage,
     Hello,
+    LoadQuery,
     Shutdown,
     TokenChunks,
 )
@@ -38,6 +40,9 @@ STABLE_S = 30.0
 """An engine that lived for this many seconds starts a new count of deaths."""
 MAX_DEATHS_IN_ROW = 5
 """Short-lived engines in a row after which the frontend gives up."""
+START_TIMEOUT_S = 300.0
+"""Seconds of silence after which an engine that is starting is replaced. An engine answers while its workers load;
+joining a Ray cluster takes its time."""
 _LAST_WORDS_S = 0.05
 """Seconds without a message after which nothing more is expected from an engine that has ended."""
 _STOP_S = 5.0
@@ -56,7 +61,13 @@ class EngineClient:
     Must be used from one event loop, whose thread lives as long as the engine may.
     """
 
-    def __init__(self, config: EngineConfig, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tracer: Tracer | None = None,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         """`tracer` is that of this process, and has the clock that engines compare theirs with.
 
         Raises:
@@ -81,7 +92,13 @@ class EngineClient:
             self._send,
             self._tracer.clock_ns,
             hang_timeout_s=config.engine_timeout_s,
-            on_hang=self._on_hang,
+            on_hang=lambda: self._on_hang(config.engine_timeout_s),
+        )
+        self._start_watchdog = Watchdog(
+            start_timeout_s,
+            is_owed=lambda: self._engine is not None and not connection.is_open,
+            probe=lambda: self._send(LoadQuery(PROBE)),
+            on_silence=lambda: self._on_hang(start_timeout_s),
         )
         self.watch = connection.watch
         self.generate = connection.generate
@@ -106,7 +123,7 @@ class EngineClient:
         return self._engine.child.pid if self._engine else None
 
     async def start(self) -> None:
-        """As `Replica.start`."""
+        """See `Replica.start`."""
         self._supervisor = asyncio.create_task(self._supervise())
         try:
             await self.connection.wait_open()
@@ -115,7 +132,7 @@ class EngineClient:
             raise
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Endpoint.drain`; also waits until other hosts have read the KV that this engine holds for them."""
+        """See `Endpoint.drain`; also waits until other hosts have read the KV that this engine holds for them."""
         end = asyncio.get_running_loop().time() + timeout_s
         await self.connection.drain(timeout_s)
         with contextlib.suppress(TimeoutError, EngineDeadError, EngineLostError):
@@ -124,7 +141,7 @@ class EngineClient:
                     await asyncio.sleep(_LEASES_POLL_S)
 
     async def close(self) -> None:
-        """As `Endpoint.close`. When cancelled, kills the engine instead of waiting for it."""
+        """See `Endpoint.close`. When cancelled, kills the engine instead of waiting for it."""
         try:
             if self._supervisor is not None:
                 await cancel_all([self._supervisor])
@@ -134,6 +151,7 @@ class EngineClient:
             if self._engine is not None:
                 self._engine.drop()
                 self._engine = None
+            self._start_watchdog.stop()
             self._fail(EngineDeadError("The engine was closed."))
             self._context.term()
             self._directory.close()
@@ -209,18 +227,20 @@ class EngineClient:
         except (OSError, zmq.ZMQError) as error:
             return f"could not be started ({error.strerror})"
         self._send(Hello())
+        self._start_watchdog.expect()
         await asyncio.wait([engine.ended])
         engine.drop()
         self._engine = None
+        self._start_watchdog.stop()
         self._tracer.instant("engine lost", {"engine": self._config.worker.place.dp})
         if self._config.trace is None:
             self._end_trace([])
         self.connection.lose("The engine ended.")
         return engine.ended.result()
 
-    def _on_hang(self) -> None:
+    def _on_hang(self, timeout_s: float) -> None:
         if self._engine is not None:
-            self._engine.end(f"did not answer for {self._config.engine_timeout_s:g} s")
+            self._engine.end(f"did not answer for {timeout_s:g} s")
 
     def _send(self, message: FrontendMessage) -> None:
         if self._engine is not None:
@@ -228,6 +248,7 @@ class EngineClient:
 
     def _receive(self, engine: _Engine, payload: bytes) -> None:
         began = self._tracer.e2e()
+        self._start_watchdog.heard()
         try:
             message = self._decode(payload)
         except msgspec.DecodeError as error:
@@ -254,7 +275,7 @@ class EngineClient:
                     self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
 
     def _on_failed(self, engine: _Engine, failure: EngineFailed) -> None:
-        """Before the first engine was ready its reason ends everything; later, it counts as one more death."""
+        """The reason of a first engine that never was ready ends everything; later, it is one more death."""
         if self.connection.has_started:
             engine.end(f"gave up ({failure.error.removesuffix('.')})")
             return
@@ -291,7 +312,7 @@ class _Engine:
         """
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        """How the engine ended, as a clause: `was killed by SIGKILL`."""
+        """End of the engine as a clause: `was killed by SIGKILL`."""
         self._num_messages = 0
         self._on_message = on_message
         self._watched = False

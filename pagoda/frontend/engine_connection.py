@@ -42,7 +42,7 @@ QUERY_TIMEOUT_S = 2.0
 """Seconds until an unanswered query for a load report raises TimeoutError."""
 STALL_LIMIT_S = 60.0
 """An engine that has work and finishes no step for this many seconds is not ready."""
-_PROBE = 0
+PROBE = 0
 """Query id of the watchdog's probes; no query has it."""
 
 Answer = (
@@ -89,12 +89,12 @@ class EngineConnection:
         self._idle = asyncio.Event()
         self._idle.set()
         self._queries: dict[int, asyncio.Future[LoadReport]] = {}
-        self._num_queries = _PROBE
+        self._num_queries = PROBE
         self._history = CounterHistory()
         self._watchdog = hang_timeout_s and Watchdog(
             hang_timeout_s,
             is_owed=lambda: bool(self._streams or self._queries),
-            probe=lambda: self._tell(LoadQuery(_PROBE)),
+            probe=lambda: self._tell(LoadQuery(PROBE)),
             on_silence=on_hang,
         )
 
@@ -135,7 +135,7 @@ class EngineConnection:
         return len(self._cache_listeners) + len(self._step_listeners)
 
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
-        """As `Endpoint.watch`."""
+        """See `Endpoint.watch`."""
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
@@ -154,12 +154,12 @@ class EngineConnection:
         self._check_alive()
 
     async def wait_failed(self) -> EngineDeadError:
-        """As `Replica.wait_failed`."""
+        """See `Replica.wait_failed`."""
         await self._failed.wait()
         return EngineDeadError(str(self._failure))
 
     async def health(self) -> Health:
-        """As `Endpoint.health`."""
+        """See `Endpoint.health`."""
         if self._failure is not None:
             return Health(False, str(self._failure).removesuffix("."))
         if self._draining:
@@ -201,14 +201,14 @@ class EngineConnection:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """As `Endpoint.abort`."""
+        """See `Endpoint.abort`."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._abandon(request_id)
             stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
 
     async def load(self) -> LoadReport:
-        """As `Endpoint.load`.
+        """See `Endpoint.load`.
 
         Raises:
             EngineLostError, EngineDeadError: there is no peer, or it has ended before it answered.
@@ -228,13 +228,13 @@ class EngineConnection:
             self._queries.pop(query, None)
 
     def subscribe_cache(self, listener: CacheListener) -> Unsubscribe:
-        """As `Endpoint.subscribe_cache`. Listeners that are subscribed already get everything anew as well."""
+        """See `Endpoint.subscribe_cache`. Listeners that are subscribed already get everything anew as well."""
         self._cache_listeners.append(listener)
         self._tell(SubscribeCache())
         return partial(self._cache_listeners.remove, listener)
 
     def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
-        """As `Endpoint.subscribe_steps`."""
+        """See `Endpoint.subscribe_steps`."""
         self._step_listeners.append(listener)
         self._tell(SubscribeSteps())
 
@@ -246,7 +246,7 @@ class EngineConnection:
         return end
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Endpoint.drain`."""
+        """See `Endpoint.drain`."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -276,7 +276,7 @@ class EngineConnection:
                     is_ready = message.is_worker_ready
                     self._enter(ReplicaState.READY if is_ready else ReplicaState.DEGRADED)
                 report = self._history.update(message)
-                answer = self._queries.get(message.query_id or _PROBE)
+                answer = self._queries.get(message.query_id or PROBE)
                 if answer is not None and not answer.done():
                     answer.set_result(report)
             case RequestRefused(request_id, retry_after_s):

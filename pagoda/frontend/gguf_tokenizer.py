@@ -63,7 +63,7 @@ _END_TOKENS = frozenset(
 
 @dataclass(frozen=True)
 class _Split:
-    """How byte-level BPE cuts a text into words, `tokenizer.ggml.pre`."""
+    """The way in which byte-level BPE cuts a text into words, `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...]
     """One after the other; what matches is a piece, and so is what lies between."""
@@ -110,10 +110,7 @@ class Vocabulary:
     """The tokens of a file, with what it says of each."""
 
     def __init__(self, metadata: Metadata) -> None:
-        """
-        Raises:
-            ConfigError: a key is missing or wrong.
-        """
+        """Raises ConfigError: a key is missing or wrong."""
         self.metadata = metadata
         self.tokens = metadata.texts(TOKENS)
         if max(map(len, self.tokens), default=0) > _MAX_TOKEN_CHARS:
@@ -175,10 +172,7 @@ class Vocabulary:
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """
-    Raises:
-        ConfigError: a key is missing or wrong, or the tokenizer is of a kind that Pagoda does not know.
-    """
+    """Raises ConfigError: a key is missing or wrong, or the tokenizer is of a kind that Pagoda does not know."""
     metadata = vocabulary.metadata
     try:
         if WHOLE in metadata:

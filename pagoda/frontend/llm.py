@@ -8,17 +8,13 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pagoda.checkpoints.resolve import ModelFiles
-from pagoda.engine.config import EngineConfig
 from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
-from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.event_loop import new_event_loop
 from pagoda.frontend.outputs import RequestOutput
-from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.text_generator import TextRequest
 from pagoda.frontend.tokenizer import Tokenizer
 from pagoda.messages.sampling_params import SamplingParams
@@ -43,52 +39,29 @@ class LLM:
     ) -> None:
         """`model` is a directory, GGUF file or hub id, or None for the embedded one; `chat_template` a Jinja file.
 
-        `options` are the fields of `EngineOptions`, `ParallelOptions` and `ExecutorOptions`: the flags of
-        `pagoda serve`.
+        `options` are those of `AsyncLLM`: the flags of `pagoda serve`.
 
         Raises:
-            ConfigError: there is no such model or option, or an option has a value that is not allowed, or the
-                model cannot be loaded.
+            ConfigError: there is no such model or option, an option has a value that is not allowed, or the model
+                cannot be loaded.
         """
-        self._start(AsyncLLM(model, chat_template=chat_template, **options))
-
-    @classmethod
-    def from_config(
-        cls,
-        files: ModelFiles,
-        engine: EngineConfig,
-        *,
-        policy: PolicyName = DEFAULT_POLICY,
-        chat_template: Path | None = None,
-    ) -> Self:
-        """For callers that have a whole engine configuration."""
-        llm = cls.__new__(cls)
-        llm._start(AsyncLLM.from_config(files, engine, policy=policy, chat_template=chat_template))
-        return llm
-
-    def _start(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+        self._llm = AsyncLLM(model, chat_template=chat_template, **options)
         self._thread = _LoopThread()
-        self._end = weakref.finalize(self, _end, llm, self._thread)
+        self._end = weakref.finalize(self, _end, self._llm, self._thread)
         try:
-            self._thread.run(llm.start())
+            self._thread.run(self._llm.start())
         except BaseException:
             self._end()
             raise
 
     def close(self) -> None:
-        """Ends the engines. May be called twice."""
+        """Ends the engines. A second call does nothing."""
         self._end()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -121,22 +94,16 @@ class LLM:
         self._check_prompts(len(several), "prompts")
         params = _for_each(sampling_params, len(several), "sampling_params")
         priorities = _for_each(priority, len(several), "priority")
-        return self._complete_all(
-            several, params, priorities, add_special_tokens=True, bar=use_tqdm
-        )
+        return self._complete_all(several, params, priorities, use_tqdm)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several in their order.
+        """Answers one conversation, or several in their order; `options` are those of `AsyncLLM.render`.
 
         Raises:
             InvalidRequestError: a conversation or a parameter does not fit the model, or there is one for several
@@ -144,20 +111,10 @@ class LLM:
         """
         conversations = _conversation_list(messages)
         self._check_prompts(len(conversations), "messages")
-        prompts = [
-            self._llm.render(
-                conversation,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            for conversation in conversations
-        ]
+        prompts = [self._llm.render(conversation, **options) for conversation in conversations]
         params = _for_each(sampling_params, len(prompts), "sampling_params")
-        priorities: list[int | None] = [None] * len(prompts)
         return self._complete_all(
-            prompts, params, priorities, add_special_tokens=False, bar=use_tqdm
+            prompts, params, [None] * len(prompts), use_tqdm, add_special_tokens=False
         )
 
     def _check_prompts(self, count: int, param: str) -> None:
@@ -173,52 +130,32 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
         priorities: Sequence[int | None],
+        shows_progress: bool,
         *,
-        add_special_tokens: bool,
-        bar: bool,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        with _progress(len(prompts), shown=bar) as advance:
-            return self._thread.run(
-                _complete_all(
-                    self._llm,
-                    prompts,
-                    params,
-                    priorities,
-                    add_special_tokens=add_special_tokens,
-                    advance=advance,
+        llm = self._llm
+
+        async def complete_all(advance: Advance) -> list[RequestOutput]:
+            prepared = [
+                await llm.prepare(
+                    prompt, one, priority=priority or 0, add_special_tokens=add_special_tokens
                 )
-            )
+                for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+            ]
+            limits = llm.generator.endpoint.limits
+            # Enough to keep the engine full; more would only wait there, and be refused past its limit.
+            gate = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_num_waiting)))
 
+            async def complete(requests: list[TextRequest]) -> RequestOutput:
+                output = await llm.complete(requests, gate)
+                advance(output)
+                return output
 
-async def _complete_all(
-    llm: AsyncLLM,
-    prompts: Sequence[Prompt],
-    params: Sequence[SamplingParams | None],
-    priorities: Sequence[int | None],
-    *,
-    add_special_tokens: bool,
-    advance: Advance,
-) -> list[RequestOutput]:
-    prepared = [
-        await llm.prepare(
-            prompt, one, priority=priority or 0, add_special_tokens=add_special_tokens
-        )
-        for prompt, one, priority in zip(prompts, params, priorities, strict=True)
-    ]
-    limits = llm.generator.endpoint.limits
-    # Enough to keep the engine full; more would only wait there, and be refused past its limit.
-    gate = asyncio.Semaphore(max(1, min(2 * limits.max_num_seqs, limits.max_num_waiting)))
+            return await gather_all([complete(requests) for requests in prepared])
 
-    async def complete(requests: list[TextRequest]) -> RequestOutput:
-        output = await llm.complete(requests, gate)
-        advance(output)
-        return output
-
-    tasks = [asyncio.create_task(complete(requests)) for requests in prepared]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await cancel_all(tasks)
+        with _progress(len(prompts), shown=shows_progress) as advance:
+            return self._thread.run(complete_all(advance))
 
 
 class _LoopThread:

@@ -1,4 +1,4 @@
-"""The arguments of `LLM` and `AsyncLLM`: the flags of `pagoda serve`, and what scripts for vLLM also give."""
+"""The arguments of `LLM` and `AsyncLLM`: the flags of `pagoda serve`, and neutral arguments of vLLM scripts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tokenizer_revision": (None,),
     "trust_remote_code": (False,),
 }
-"""Arguments of vLLM's `LLM` that are taken as long as they ask for what is done anyway."""
+"""Arguments of vLLM's `LLM` that are accepted with values that change nothing."""
 
 Options = type[EngineOptions] | type[ExecutorOptions] | type[ParallelOptions]
 
 
-def configure(
-    model: str | None, arguments: Mapping[str, object]
-) -> tuple[ModelFiles, EngineConfig, PolicyName]:
-    """The files of `model`, the engine of each replica, and which replica takes a request.
+Configuration = tuple[ModelFiles, EngineConfig, PolicyName]
+"""The files of a model, the configuration of each replica, and the policy that chooses a replica."""
+
+
+def configure(model: str | None, arguments: Mapping[str, object]) -> Configuration:
+    """The configuration that the arguments ask for.
 
     An argument is named like a field of `EngineOptions`, `ExecutorOptions` or `ParallelOptions`, or like another
     name of its flag.

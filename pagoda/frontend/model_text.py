@@ -1,4 +1,4 @@
-"""Everything about a model that concerns text: its tokenizer, chat template, end tokens and preferred sampling."""
+"""The text side of a model: tokenizer, chat template, end tokens and preferred sampling."""
 
 from __future__ import annotations
 
@@ -45,13 +45,10 @@ class ModelText:
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    """What the model's generation_config.json prefers; used for fields that a request leaves open."""
+    """Values of the model's generation_config.json, for fields that a request leaves open."""
 
     def require_template(self) -> ChatTemplate:
-        """
-        Raises:
-            InvalidRequestError: the model has no chat template.
-        """
+        """Raises InvalidRequestError: the model has no chat template."""
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; its operator can give one with --chat-template FILE.",
@@ -123,7 +120,7 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
 
 
 def synthetic_model_text(*, chat_template: Path | None = None) -> ModelText:
-    """For models without files (shape presets, the simulated executor): bytes as tokens, and ChatML."""
+    """The text side of models without files (shape presets, simulated executor): bytes as tokens, and ChatML."""
     tokenizer = byte_tokenizer()
     source = _CHATML if chat_template is None else read_template(chat_template)
     eos = tokenizer.token_id(IM_END)

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` give back, spelled as vLLM users know it."""
+"""The results of `LLM` and `AsyncLLM`, with the names of vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """The sum over the sampled tokens, where log-probabilities were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each position: the sampled token first, then the most likely ones."""
+    """Log-probabilities by token id, for each position: the sampled token first, then the most likely tokens."""
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error`; None while it grows."""
     stop_reason: int | str | None = None

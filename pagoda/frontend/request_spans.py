@@ -20,15 +20,15 @@ from pagoda.frontend.request_tracker import RequestStatistics, RequestTracker
 from pagoda.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
     from opentelemetry.trace import Span
 
 _EXPORT_TIMEOUT_S = 5.0
 _MAX_WAITING = 2048
-"""Spans that wait to be sent, unless the SDK's variable says otherwise; further ones are lost."""
+"""Most spans in the queue, unless the SDK's variable says otherwise; further spans are lost."""
 _CLOSING_S = 2.0
-"""How long the last spans may take on their way at the end."""
+"""Seconds that the last spans may take to be sent at the end."""
 _OPERATIONS = {"/v1/chat/completions": "chat"}
 _FAILURES = frozenset(("error", "refused"))
 
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 class _Open(NamedTuple):
     span: Span
     wall_ns: int
-    """What the wall clock is ahead of the tracker's."""
+    """Nanoseconds by which the wall clock is ahead of the tracker's clock."""
 
 
 class RequestSpans:
     """Makes a span of each answer, as a child of the client's span where the client sent one."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """`endpoint` takes OTLP over HTTP: the base URL of a collector, or all of the URL for traces.
+        """`endpoint` takes OTLP over HTTP: the base URL of a collector, or the whole URL for traces.
 
         Raises:
-            ConfigError: it is no such URL, or the SDK is not installed.
+            ConfigError: `endpoint` is not an HTTP URL, or the SDK is not installed.
         """
         url = _traces_url(endpoint)
         try:
@@ -62,15 +62,15 @@ class RequestSpans:
             raise ConfigError(
                 "--otlp-endpoint needs the OpenTelemetry SDK; install it with pip install 'pagoda-llm[otel]'."
             ) from None
-        # It says of every batch that it could not be sent; once is enough (`_Exporter`).
+        # The SDK logs every batch that it could not send; `SpanLosses` logs once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create({"service.name": "pagoda", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
-        self._losses = _Losses(url, max_waiting := _max_waiting())
-        counting = cast("SpanExporter", _Exporter(exporter, self._losses))
+        self.losses = SpanLosses(url, max_waiting := _max_waiting())
+        counting = cast("SpanExporter", _Exporter(exporter, self.losses))
         queue = BatchSpanProcessor(counting, max_queue_size=max_waiting)
-        self._provider.add_span_processor(cast("SpanProcessor", _Door(queue, self._losses)))
+        self._provider.add_span_processor(queue)
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
@@ -119,22 +119,31 @@ class RequestSpans:
             for name, began_ns, ended_ns in _phases(record):
                 context = self._trace.set_span_in_context(span, _nothing())
                 phase = self._tracer.start_span(name, context, start_time=began_ns + wall_ns)
-                phase.end(ended_ns + wall_ns)
+                self._end(phase, ended_ns + wall_ns)
             if record.finish_reason in _FAILURES:
                 span.set_attribute("error.type", record.finish_reason)
                 span.set_status(self._trace.StatusCode.ERROR, record.error)
-        span.end(record.ended_ns + wall_ns)
+        self._end(span, record.ended_ns + wall_ns)
+
+    def _end(self, span: Span, at_ns: int) -> None:
+        """Ends a span, which queues the span to be sent; counts the span as lost if the queue is full."""
+        if span.get_span_context().trace_flags.sampled and self.losses.enter():
+            span.end(at_ns)
+
+    def flush(self) -> None:
+        """Sends the spans that are queued; returns when they are sent or lost."""
+        self._provider.force_flush()
 
     def close(self) -> None:
-        """Sends what there is, if that is possible soon."""
+        """Sends the last spans, for at most `_CLOSING_S`."""
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
         sending.join(_CLOSING_S)
-        self._losses.sum_up()
+        self.losses.sum_up()
 
 
-class _Losses:
-    """Counts spans on their way, and says once that some are lost, and how many when it is over."""
+class SpanLosses:
+    """Counts spans on their way; logs once that some are lost, and how many when spans can be sent again."""
 
     def __init__(self, url: str, max_waiting: int) -> None:
         self._url = url
@@ -144,10 +153,10 @@ class _Losses:
         self._num_waiting = 0
         self._num_lost = 0
         self._is_known = False
-        """Whether it was said."""
+        """True once the log says that spans are lost."""
 
     def enter(self) -> bool:
-        """One more would wait; False if there are too many already, so that it is lost."""
+        """Counts a span that is queued; False if the queue is full, so that the span is lost."""
         with self._lock:
             if self._num_waiting < self._max_waiting:
                 self._num_waiting += 1
@@ -156,15 +165,16 @@ class _Losses:
         return False
 
     def leave(self, count: int) -> None:
+        """Counts spans that leave the queue."""
         with self._lock:
             self._num_waiting -= count
 
     def fail(self, count: int) -> None:
-        """So many could not be sent."""
+        """Counts spans that could not be sent."""
         self._lose(count, f"cannot be sent to {self._url}; those are lost")
 
     def succeed(self) -> None:
-        """Some were sent."""
+        """Notes that spans were sent."""
         with self._lock:
             is_over = self._is_known and self._num_waiting < self._max_waiting
             num_lost, self._num_lost = (self._num_lost, 0) if is_over else (0, self._num_lost)
@@ -173,7 +183,7 @@ class _Losses:
             _log.info("spans can be sent to %s again; %d were lost", self._url, num_lost)
 
     def sum_up(self) -> None:
-        """No more will come."""
+        """Logs how many spans were lost when the server ends."""
         with self._lock:
             num_lost, self._num_lost = self._num_lost + self._num_waiting, 0
         if num_lost:
@@ -187,35 +197,10 @@ class _Losses:
             _log.warning("spans %s, all else goes on", why)
 
 
-class _Door:
-    """A span processor before the queue of those that wait to be sent: what has no room there is counted."""
-
-    def __init__(self, inner: SpanProcessor, losses: _Losses) -> None:
-        self._inner = inner
-        self._losses = losses
-
-    def on_start(self, span: Span, parent_context: Any = None) -> None:
-        """It is sent when it ends."""
-
-    def _on_ending(self, span: Span) -> None:
-        """The SDK calls it."""
-
-    def on_end(self, span: ReadableSpan) -> None:
-        is_wanted = span.context is not None and span.context.trace_flags.sampled
-        if is_wanted and self._losses.enter():
-            self._inner.on_end(span)
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._inner.force_flush(timeout_millis)
-
-
 class _Exporter:
-    """Counts what it sends."""
+    """An exporter that counts sent and failed spans."""
 
-    def __init__(self, inner: SpanExporter, losses: _Losses) -> None:
+    def __init__(self, inner: SpanExporter, losses: SpanLosses) -> None:
         self._inner = inner
         self._losses = losses
 
@@ -241,7 +226,7 @@ def _max_waiting() -> int:
 
 
 def _nothing() -> Any:
-    """A context without a span: what else this process does is no part of a request."""
+    """A context without a span: other work of this process is not part of a request."""
     from opentelemetry.context import Context
 
     return Context()
@@ -286,7 +271,7 @@ def _attributes(record: RequestStatistics) -> Iterator[tuple[str, Any]]:
 
 
 def _phases(record: RequestStatistics) -> Iterator[tuple[str, int, int]]:
-    """What is known of when it waited, when its prompt was computed, and when its tokens came."""
+    """The known phases of an answer (queue, prefill, decode) with begin and end in nanoseconds."""
     first, last, ended = record.first_token_ns, record.last_token_ns, record.ended_ns
     if first is None or last is None:
         if record.queue_time_s is not None and ended is not None:

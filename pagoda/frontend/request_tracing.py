@@ -13,7 +13,7 @@ from pagoda.telemetry.tracer import Tracer
 class _Row:
     number: int
     first_token_ns: int | None = None
-    """When the first token had been written to the client."""
+    """Time at which the first token had been written to the client."""
     detokenize_ns: int = 0
     write_ns: int = 0
 

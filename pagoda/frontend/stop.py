@@ -18,7 +18,7 @@ class StopHit:
     """A stop string was completed."""
 
     text: str
-    """What remains to be emitted before the stop string."""
+    """The text before the stop string that has not been emitted yet."""
     stop: str
 
 
@@ -82,6 +82,6 @@ class StopMatcher:
         return text[:emitted]
 
     def flush(self) -> str:
-        """What was held back, once no more text follows."""
+        """The text that was held back, once no more text follows."""
         held, self._held, self._node = self._held, "", self._stops.root
         return held

@@ -1,4 +1,4 @@
-"""From text to tokens and back to text, around any endpoint. Used by the HTTP API and by `LLM` alike."""
+"""Text generation over an endpoint of tokens, for the HTTP API and for `LLM`."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one chunk of tokens adds to one answer."""
+    """The part of an answer that one chunk of tokens adds."""
 
     text: str
-    """May be empty: part of a character, or held back because a stop string may begin here."""
+    """Empty if the chunk holds part of a character, or if a stop string may begin in the text."""
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -56,27 +56,27 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     error: str | None = None
     kv_source: KVSource | None = None
-    """In the last one, if KV of the prompt is held: where."""
+    """The place of the prompt's KV, in the last delta of a request with `holds_kv`."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One answer to one prompt: what goes to the endpoint, and how its tokens become text."""
+    """One answer to one prompt: the endpoint's request, and how its tokens become text."""
 
     request: GenerateRequest
     sampling: SamplingParams
-    """As the user gave it, with stop strings."""
+    """The user's parameters, with stop strings."""
     prompt: str | None
-    """The prompt's text, where it was given as text."""
+    """The text of the prompt; None if token ids were given."""
     client_request: ClientRequest
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
     index: int = 0
-    """Which of the `sampling.n` answers to the prompt."""
+    """Index among the `sampling.n` answers to the prompt."""
 
     @property
     def is_first(self) -> bool:
-        """The one that stands for its prompt when prompt tokens are counted."""
+        """True for the answer that counts the tokens of the prompt."""
         return self.index == 0
 
     @property
@@ -90,7 +90,7 @@ async def start_generator(
     """Starts the engines and, at the same time, loads the text side of their model.
 
     Raises:
-        ConfigError: one of them says why it cannot.
+        ConfigError: an engine cannot start, or the text side cannot be loaded; says why.
     """
     starting = asyncio.create_task(fleet.start())
     try:
@@ -104,10 +104,10 @@ async def start_generator(
 
 
 class TextGenerator:
-    """Makes requests of prompts, and text of their tokens."""
+    """Turns prompts into requests, and tokens into text."""
 
     def __init__(self, endpoint: Endpoint, text: ModelText, tracker: RequestTracker) -> None:
-        """`tracker` is told of each answer."""
+        """`tracker` records each answer."""
         self.endpoint = endpoint
         self.text = text
         self.tracker = tracker
@@ -328,7 +328,7 @@ def _check_cache_salt(cache_salt: str | None) -> None:
 
 
 def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:
-    """What the engine needs of the parameters: a definite `max_tokens`, and nothing that is served here."""
+    """The parameters for the engine: a definite `max_tokens`, and nothing that the frontend serves."""
     max_tokens = sampling.max_tokens
     if max_tokens is None or (clamp and max_tokens > room):
         max_tokens = room
@@ -359,7 +359,7 @@ class TextAssembler:
         self._unsearched_tokens = sampling.min_tokens
 
     def push(self, chunk: TokenChunk) -> TextDelta:
-        """What `chunk` adds."""
+        """The delta of `chunk`."""
         token_ids = chunk.token_ids
         reason = chunk.finish_reason
         if reason is None and self._matcher is None and len(token_ids) == 1:

@@ -141,7 +141,7 @@ class _Kind:
 
 
 def _decoder_kind(backend: Backend) -> _Kind:
-    """Which family of `detokenizer` renders exactly what this pipeline's decoder does."""
+    """The family of `detokenizer` that renders exactly what the decoder of this pipeline renders."""
     if backend.decoder is None:
         return _Kind("window")
     spec = json.loads(backend.decoder.__getstate__())

@@ -31,7 +31,7 @@ def new_keys() -> CurveKeys:
 
 
 def keys_of(secret: bytes) -> CurveKeys:
-    """Those that all holders of `secret` have in common."""
+    """Returns the keys that all holders of `secret` have in common."""
     server_secret_key, secret_key = (
         z85.encode(hashlib.blake2b(secret, digest_size=32, person=role).digest())
         for role in (b"pagoda-binds", b"pagoda-connects")
@@ -60,7 +60,7 @@ def encrypt_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
 
 
 def _keep_alive(socket: zmq.Socket[Any]) -> None:
-    """For sockets between hosts: a peer that vanished without a word is noticed in two minutes, also when idle."""
+    """Lets a socket between hosts notice within two minutes that its peer has vanished, also when idle."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)

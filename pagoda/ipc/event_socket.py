@@ -12,7 +12,7 @@ from pagoda.ipc.heartbeat import notice_silence
 MAX_MESSAGE_BYTES = 64 * 2**20
 """A longer message from another host closes the connection that brings it."""
 _MAX_MESSAGES_PER_TURN = 256
-"""After this many messages, other work of the event loop has its turn."""
+"""Messages after which other work of the event loop has its turn."""
 
 
 class EventSocket:

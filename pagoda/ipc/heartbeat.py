@@ -12,6 +12,6 @@ SILENCE_S = 5.0
 
 
 def notice_silence(socket: zmq.Socket[Any]) -> None:
-    """Before `socket` is bound or connected: it hangs up on peers that are silent. These need not do the same."""
+    """Lets `socket`, before it is bound or connected, hang up on silent peers. Peers need not do the same."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(SILENCE_S * 1000))

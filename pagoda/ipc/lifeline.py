@@ -66,7 +66,7 @@ class ChildProcess:
         return self._process.poll() is None
 
     def describe_end(self) -> str:
-        """How the child ended, such as `was killed by SIGKILL` or `exited with code 1`. Waits for it."""
+        """Waits for the end of the child; returns `was killed by SIGKILL`, `exited with code 1` or the like."""
         code = self._process.wait()
         if code >= 0:
             return f"exited with code {code}"
@@ -75,7 +75,7 @@ class ChildProcess:
         return f"was killed by signal {-code}"
 
     def was_killed(self) -> bool:
-        """Whether a signal ended the child."""
+        """True if a signal ended the child."""
         return (self._process.poll() or 0) < 0
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -102,7 +102,7 @@ def kill_all(children: Iterable[ChildProcess]) -> None:
 
 
 def hold_lifeline() -> None:
-    """Called first in a child's main: from now on this process ends when its parent does.
+    """Ends this process when its parent ends. A child's main calls this first.
 
     SIGINT and SIGTERM are left to the parent, which decides when its children end: a terminal and a service
     manager send them to the whole group, and answers that still run must be finished first.

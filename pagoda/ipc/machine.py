@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, container limits included.
+"""Cores and memory that this process may use, container limits included.
 
 Affinity masks and control groups (versions 1 and 2) are read where the kernel keeps them. A limit may be set on
 any ancestor of the process's own group, so the tightest on the way up counts.
@@ -31,7 +31,7 @@ def available_memory_bytes() -> int:
 
 
 def process_memory_bytes(pid: int) -> int | None:
-    """What a process has in memory, shared pages included; None if that is not known, or it has ended."""
+    """Resident bytes of a process, shared pages included; None if they are not known, or it has ended."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as statm:
             return int(statm.read().split()[1]) * _PAGE_BYTES

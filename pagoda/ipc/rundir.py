@@ -19,7 +19,7 @@ WORKER_SOCKET = "worker"
 _PREFIX = "pagoda-"
 _LOCK = "lock"
 _MAX_SOCKET_PATH_BYTES = 107
-"""What the kernel takes for a socket's path (unix(7))."""
+"""Longest path of a socket that the kernel takes (unix(7))."""
 _LONGEST_NAME = f"{WORKER_SOCKET}-9999999-{MAX_RANKS}"
 
 
@@ -45,7 +45,7 @@ class RuntimeDirectory:
             )
 
     def close(self) -> None:
-        """May be called twice."""
+        """Removes the directory. May be called twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)

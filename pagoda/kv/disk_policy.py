@@ -1,5 +1,4 @@
-"""What may lie on disk: which blocks are worth a place, how much there may be, what goes first, when writing
-pauses."""
+"""Policies of the disk tier: admission, pauses of writing, eviction, and the quota."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from pagoda.kv.objects import (
 )
 
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
-"""What the file system says of a link, a path through a file, and a pipe or device that cannot be opened."""
+"""Errors for a link, a path through a file, and a pipe or device that cannot be opened."""
 _USED_AGAIN_AFTER_S = 60.0
-"""How far the time of an object's last use may lag: not every read needs to write an inode."""
+"""Seconds by which an object's time of last use may lag: not every read writes an inode."""
 
 
 class ObjectFiles:
@@ -50,7 +50,7 @@ class ObjectFiles:
 
     @property
     def is_direct(self) -> bool:
-        """Whether objects bypass the page cache."""
+        """True if objects bypass the page cache."""
         return self._direct != 0
 
     def new_buffer(self) -> memoryview:
@@ -71,7 +71,7 @@ class ObjectFiles:
         self._read(key, buffer, is_used=True)
 
     def inspect(self, key: bytes, buffer: memoryview) -> None:
-        """Does the same, but is no use of the object."""
+        """Reads like `read`, but does not count as a use of the object."""
         self._read(key, buffer, is_used=False)
 
     def _read(self, key: bytes, buffer: memoryview, *, is_used: bool) -> None:
@@ -154,7 +154,7 @@ def _note_use(descriptor: int) -> None:
 
 
 def _whole_units(count: int) -> int:
-    """How far a partial read or write got: direct I/O goes on at a multiple of its unit only.
+    """Returns the bytes of a partial read or write in whole units: direct I/O continues at a unit only.
 
     Raises:
         ObjectError: it got nowhere.

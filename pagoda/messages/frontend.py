@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 7
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
+    """Reason for which a request ended."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
@@ -32,18 +32,18 @@ class FinishReason(enum.StrEnum):
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to ask for the KV of a prompt: the engine that computes it, or has computed it and still holds it."""
+    """Address of the KV of a prompt: the engine that computes it, or has computed it and still holds it."""
 
     address: str
-    """`tcp://host:port` of that engine's door (`pagoda.pd.listener`)."""
+    """`tcp://host:port` of that engine's door (`pagoda.pd.links`)."""
     engine_id: str
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str
-    """Under which it holds the KV; chosen by that engine, never given twice."""
+    """Id under which that engine holds the KV; the engine chooses it and never gives it twice."""
     tp_size: int = 1
-    """Of that engine, for proxies that ask. Its workers say themselves what each of them has."""
+    """Tensor-parallel size of that engine, for proxies that ask. Its workers say what each of them has."""
     block_ids: tuple[int, ...] = ()
-    """Where the full blocks of the prompt are, once it is computed; for proxies that pass such a list on."""
+    """Full blocks of the prompt, once it is computed; for proxies that pass such a list on."""
 
 
 class GenerateRequest(
@@ -74,11 +74,11 @@ class GenerateRequest(
     """The answer ends with its next token, and the KV of the prompt is held for another engine, which is told
     where it is by `TokenChunk.kv_source`."""
     kv_source: KVSource | None = None
-    """Where KV of the prompt, and the first token, may be fetched from. What does not come is computed."""
+    """Source of the prompt's KV and of the first token. KV that does not come is computed."""
     traceparent: str | None = None
     """The span that it is part of, for whoever exports spans (https://www.w3.org/TR/trace-context/)."""
     tracestate: str | None = None
-    """What systems of tracing on the way have added to it."""
+    """Entries that tracing systems on the way have added (W3C trace context)."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -96,7 +96,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol_version: int = PROTOCOL_VERSION
     model: str = ""
     model_digest: str = ""
-    """Of all that turns text into tokens, and of what the weights are; the same where answers are alike."""
+    """Digest of tokenizer and weights; equal where answers are alike."""
 
 
 class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
@@ -125,9 +125,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before penalties and temperature)."""
 
     logprob: float
-    """Of the sampled token."""
+    """Log-probability of the sampled token."""
     rank: int
-    """Of the sampled token; 1 is the most likely."""
+    """Rank of the sampled token; 1 is the most likely."""
     top_token_ids: list[int]
     """The most likely tokens, best first; as many as were asked for."""
     top_logprobs: list[float]
@@ -149,19 +149,20 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     """One sentence, with `FinishReason.ERROR`."""
     num_computed_tokens: int | None = None
-    """In a chunk that is news of the prompt alone: how many of its tokens are computed. For weighing the load."""
+    """Computed tokens of the prompt, in a chunk that tells of the prompt alone; load tracking uses it."""
     kv_source: KVSource | None = None
-    """With `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued: where KV will be.
-    Again in the last one, if it is there."""
+    """Future place of the KV, with `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued.
+    The last chunk repeats it if the KV is there."""
     queue_time_s: float | None = None
-    """In an engine's first chunk: how long the request had waited there before its first step. A dispatcher adds
-    the time in which no engine had it, and tells it again when another engine begins before the first token."""
+    """Seconds that the request waited in the engine before its first step, in an engine's first chunk. A
+    dispatcher adds the time in which no engine had it, and repeats it when another engine begins before the
+    first token."""
     received_ns: int = 0
-    """When the process that has it received it, on its own clock; whoever sends it on has another one."""
+    """Time at which the process that holds the chunk received it, on that process's clock, in nanoseconds."""
 
     @property
     def is_news(self) -> bool:
-        """Whether it says something of the prompt alone; such chunks do not go to clients."""
+        """True if the chunk tells of the prompt alone; such chunks do not go to clients."""
         return not self.token_ids and self.finish_reason is None
 
 
@@ -172,31 +173,31 @@ class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class PrefixCacheUpdate(msgspec.Struct, frozen=True, tag="cache_news"):
-    """Which blocks a request would find, as far as it is different from what was told before.
+    """Changes of the cached blocks since the last update.
 
-    Keys are their first 8 bytes each (`pagoda.kv.block_keys`), one after the other. None is in both.
+    Each key is given by its first 8 bytes (`pagoda.kv.block_keys`), one after the other. No key is in both lists.
     """
 
     stored: bytes
     removed: bytes
     starts_anew: bool = False
-    """Whether what was told before counts no longer."""
+    """True if earlier updates no longer count."""
 
 
 class StepBin(msgspec.Struct, frozen=True, array_like=True):
     """A step, or several that ended close together."""
 
     age_s: float
-    """How long before the message the last of them ended."""
+    """Seconds between the end of the last step and the message."""
     step: int
     """The number of the last of them."""
     num_steps: int
     step_time_s: float
-    """Of the longest of them."""
+    """Seconds of the longest step."""
     num_prefill_tokens: int
-    """Of all of them: tokens that requests were given several at a time."""
+    """Tokens of all steps that requests were given several at a time."""
     num_decode_tokens: int
-    """Of all of them: tokens that requests were given one by one."""
+    """Tokens of all steps that requests were given one by one."""
     num_seqs: int
     """The most in one of them."""
 
@@ -206,7 +207,7 @@ class StepStatistics(msgspec.Struct, frozen=True, tag="step_news"):
 
     bins: list[StepBin]
     replica: str = ""
-    """Which one it was, as the dispatcher in front of it calls it; an engine does not know that."""
+    """Name of the replica, which the dispatcher in front of it sets; an engine does not know its name."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -222,9 +223,9 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """One line for the operator: device, dtype, KV cache size."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
-    """In prefill/decode handoff; of several replicas all have the same."""
+    """Role in prefill/decode handoff; all replicas of a server have the same."""
     host_id: str = ""
-    """Of a host, new at each start; empty for an engine."""
+    """Id of a host, new at each start; empty for an engine."""
     routers: tuple[str, ...] = ()
     """Ids of all routers that a request may pass behind this point."""
 

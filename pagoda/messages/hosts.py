@@ -26,9 +26,9 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     """Answers every `HostJoin`."""
 
     ttl_s: float
-    """After how many seconds without another one the host counts as gone."""
+    """Seconds without another announcement after which the host counts as gone."""
     refusal: str = ""
-    """Why the host is not used, in a sentence; empty if it is, or may still be."""
+    """Sentence that says why the host is not used; empty if it is, or may still be."""
     is_final: bool = False
     """The router will not use it until it is another one; it need not come again."""
 
@@ -38,4 +38,4 @@ class HostLeave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 HostMessage = EngineMessage | HostLeave
-"""What a host says to a router."""
+"""Messages from a host to a router."""

@@ -10,7 +10,7 @@ import msgspec
 from pagoda.errors import InvalidRequestError
 
 MIN_TEMPERATURE = 1e-5
-"""Below this only the most likely token has a chance, so the others need not be weighed (as in vLLM)."""
+"""Temperature below which only the most likely token is sampled (as in vLLM)."""
 MAX_LOGPROBS = 20
 MAX_SEQUENCES_PER_REQUEST = 128
 MAX_STOP_STRINGS = 16
@@ -21,14 +21,14 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one request are chosen. Spelled as vLLM users know it.
+    """Parameters by which the tokens of one request are sampled, named as in vLLM.
 
     The fields `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served at the edge,
     where token ids become text; the rest by the engine and the worker. Nothing is checked before `checked()`.
     """
 
     temperature: float = 1.0
-    """Below `MIN_TEMPERATURE` takes the most likely token; from there on, logits are divided by it."""
+    """Divisor of the logits; below `MIN_TEMPERATURE` the most likely token is taken."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities add up to this (Holtzman et al. 2020)."""
     top_k: int = 0
@@ -38,15 +38,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     """Together with the position it determines every random number. Drawn at the frontend when absent."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that has been generated (OpenAI)."""
+    """Amount subtracted from the logit of every token that has been generated (OpenAI)."""
     frequency_penalty: float = 0.0
-    """Subtracted, times its count, from the logit of every token that has been generated (OpenAI)."""
+    """Amount subtracted from the logit of a generated token for each time it has occurred (OpenAI)."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
     logit_bias: dict[TokenId, float] | None = None
     """Added to the logits of single tokens."""
     allowed_token_ids: tuple[TokenId, ...] | None = None
-    """When given, no other token is ever sampled."""
+    """The only tokens that may be sampled; None allows all."""
     max_tokens: int | None = 16
     """The most tokens to generate; None means as many as the context holds."""
     min_tokens: int = 0
@@ -60,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """Return the log-probability of each sampled token and of this many most likely ones."""
     n: int = 1
-    """How many answers to the same prompt."""
+    """Number of answers to the same prompt."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 

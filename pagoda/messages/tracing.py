@@ -25,13 +25,13 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
     """The fragment is closed, and so are those of all processes that this one has started."""
 
     problems: list[str] = []
-    """Why tracing had ended before somewhere: sentences."""
+    """Sentences that say why tracing had ended before somewhere."""
     number: int = 0
     """`StartTrace.number`; of workers, that of their engine counts."""
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):
-    """What does your clock say? To whoever started this process, or sends it requests; answered at once."""
+    """Question for the clock of the process that started this one, or sends it requests; answered at once."""
 
     number: int
 
@@ -41,5 +41,5 @@ class ClockPong(msgspec.Struct, frozen=True, tag="clock_pong"):
 
     number: int
     uid: str
-    """Whose clock it is (`ProcessHeader.uid`)."""
+    """The process whose clock it is (`ProcessHeader.uid`)."""
     now_ns: int

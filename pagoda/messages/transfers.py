@@ -27,14 +27,14 @@ class KVPart(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of one rank: a block of it is `num_heads` times `head_bytes`, one head after the other."""
 
     layer: int
-    """Of the whole model, whatever stage this is."""
+    """Layer number in the whole model, whatever stage this is."""
     kind: str
     """`keys`, `values`, `key_scales` or `value_scales`."""
     first_head: int
-    """Of the whole model's KV heads."""
+    """First of the whole model's KV heads."""
     num_heads: int
     head_bytes: int
-    """Of one block of one head."""
+    """Bytes of one block of one head."""
 
 
 class KVRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class KVRank(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[KVPart, ...]
     num_blocks: int
     descriptors: dict[str, bytes]
-    """By transport, what the other side needs to connect; meant for that transport alone."""
+    """Data that the other side needs to connect, by transport; only that transport reads them."""
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,18 +102,18 @@ class TransferEnd(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfer
     failed: list[int] = []
     """Indices of the blocks that were not copied, on any rank; what is in their targets means nothing."""
     error: str = ""
-    """Why the first of them was not; a clause."""
+    """Clause that says why the first of them failed."""
     unreadable: list[int] = []
-    """Those of `failed` whose objects may be good, but could not be read this time, on any rank."""
+    """Members of `failed` whose objects may be good, but could not be read this time, on any rank."""
 
 
 class KVDirectory(msgspec.Struct, frozen=True):
-    """Where one rank keeps its objects."""
+    """Directory in which one rank keeps its objects."""
 
     path: str
     object_bytes: int
-    """Of each of them, header and padding included."""
+    """Bytes of each object, header and padding included."""
 
 
 TransferMessage = TransferLink | TransferEnd
-"""What a worker says on its second connection."""
+"""Messages of a worker on its second connection."""

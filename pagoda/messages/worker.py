@@ -15,7 +15,7 @@ process would misread. A Ray worker on another host may have another installatio
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend can do; the scheduler obeys these and knows no device by name."""
+    """Limits and abilities of a backend; the scheduler obeys these and knows no device by name."""
 
     block_sizes: tuple[int, ...]
     """KV block sizes in tokens; the first is preferred."""
@@ -28,7 +28,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     batch_multiple: int = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
-    """Whether a step may hold prompt chunks and single decode tokens together."""
+    """True if a step may hold prompt chunks and single decode tokens together."""
     weight_formats: tuple[str, ...] = ("float32",)
     """Formats that weights may have in memory."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
@@ -42,20 +42,20 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello")
     host: str
     """The same for processes that can share memory."""
     stage_address: str = ""
-    """Where this rank takes what the stage before it computed; empty on the first stage."""
+    """Address at which this rank receives the output of the stage before; empty on the first stage."""
     group_address: str = ""
     """`host:port` where tensor-parallel rank 0 of a stage serves as the meeting point of its group."""
     shared_memory: str = ""
     """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
     num_blocks: int
-    """How large a KV cache this worker has room for."""
+    """KV blocks for which this worker has room."""
 
 
 class WorkerPeers(msgspec.Struct, frozen=True, kw_only=True, tag="worker_peers"):
     """All workers of a replica have said hello."""
 
     hellos: list[WorkerHello]
-    """In the order of `ParallelConfig.places`."""
+    """Hellos in the order of `ParallelConfig.places`."""
     num_blocks: int
     """The size of every rank's KV cache."""
 
@@ -72,15 +72,15 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     summary: str
     """One line for the operator, such as `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
     arithmetic: str = ""
-    """Such as `cpu (avx512)`; the same for workers whose results agree in every bit."""
+    """Name of the arithmetic, such as `cpu (avx512)`; equal for workers whose results agree in every bit."""
     kv_host_slots: int = 0
     """Blocks that the arena in host memory holds; of several workers, the smallest of them."""
     kv_directories: tuple[KVDirectory, ...] = ()
-    """Of all ranks that keep blocks on disk, in their order."""
+    """Directories of all ranks that keep blocks on disk, in the order of ranks."""
     kv_ranks: tuple[KVRank, ...] = ()
-    """Of all ranks, in their order, with handoff: what their KV is and how workers of other engines reach it."""
+    """KV of all ranks, in their order, and how workers of other engines reach it; only with handoff."""
     kv_digest: str = ""
-    """With handoff: the same where KV of one engine means the same to another, however many ranks each has."""
+    """Digest of the meaning of KV, however many ranks hold it: equal engines may share KV; only with handoff."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
@@ -103,7 +103,7 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     request_id: str = ""
-    """For the log."""
+    """Request id, for the log."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -128,7 +128,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
-    """What a step gave. All lists but `slots` and `token_ids` are sparse."""
+    """Result of a step. All lists but `slots` and `token_ids` are sparse."""
 
     step: int
     slots: list[int]
@@ -136,22 +136,22 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     token_ids: list[int]
     """Parallel to `slots`: the sampled token."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """By slot, where the request asked for them."""
+    """Log-probabilities by slot, where the request asked for them."""
     errors: dict[int, str] = {}
-    """By slot: what broke for this request alone. Such a slot is not in `slots`."""
+    """Errors of single requests by slot. Such a slot is not in `slots`."""
     step_time_s: float = 0.0
-    """What it took to compute; the times of several stages together."""
+    """Seconds of computing; the times of several stages are added up."""
     prepare_time_s: float = 0.0
-    """Of that, until the input of the forward pass was ready."""
+    """Seconds of `step_time_s` until the input of the forward pass was ready."""
     forward_time_s: float = 0.0
     sample_time_s: float = 0.0
-    """From hidden states to tokens."""
+    """Seconds from hidden states to tokens."""
     expert_tokens: list[int] = []
     """Tokens given to each expert, in all layers together; empty without experts."""
 
 
 WorkerOrder = StepPlan | StartTrace | StopTrace | ClockPong
-"""What an engine says to a worker that knows its peers."""
+"""Messages from an engine to a worker that knows its peers."""
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):

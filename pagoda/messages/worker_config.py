@@ -11,14 +11,14 @@ from pagoda.telemetry.tracer import TraceSession
 
 
 class Role(enum.StrEnum):
-    """What an engine does of a request that two engines share."""
+    """Part that an engine has in requests that two engines share."""
 
     NONE = "none"
-    """It shares none: it has no door, and asks at none."""
+    """The engine shares no requests."""
     PREFILL = "prefill"
-    """It computes prompts and holds their KV for others."""
+    """The engine computes prompts and holds their KV for others."""
     DECODE = "decode"
-    """It fetches KV of prompts and goes on from there; what it cannot fetch it computes."""
+    """The engine fetches KV of prompts and goes on from there; it computes what it cannot fetch."""
     BOTH = "both"
 
     @property
@@ -31,7 +31,7 @@ class Role(enum.StrEnum):
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """What a worker on another host needs to talk to its engine and its peers (CurveZMQ); keys are in Z85.
+    """Keys with which a worker on another host talks to its engine and its peers (CurveZMQ), in Z85.
 
     One pair is of all that bind sockets, one of all that connect to them: the engine and the workers of one start.
     """
@@ -39,7 +39,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
     server_key: str
     """Public, of whoever binds a socket."""
     public_key: str
-    """Of whoever connects."""
+    """Public key of the connecting side."""
     secret_key: str
     """Belongs to `public_key`."""
     server_secret_key: str
@@ -51,13 +51,13 @@ class KVHandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     transports: tuple[str, ...]
-    """Those that may be used (`pagoda.pd.transport`), the best first."""
+    """Names of the transports that may be used (`pagoda.pd.transport`), the best first."""
     host: str
     """The address at which workers of other engines reach this host, where `WorkerConfig.bind_host` says none."""
     secret: bytes
     """Shared by all that may reach each other's KV; both sides of a connection prove that they know it."""
     encrypts: bool = False
-    """Whether KV is encrypted between hosts. The proof of the secret always is."""
+    """True if KV is encrypted between hosts. The proof of the secret always is."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +70,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """`auto` takes the checkpoint's; else `float32`, `bfloat16`, `float16`."""
     quantization: str = "none"
-    """Of dense weights as they are loaded: `none`, `int8` or `int4`."""
+    """Format to which dense weights are quantized as they are loaded: `none`, `int8` or `int4`."""
     quantization_group_size: int = 32
     """Inputs that share a scale in `int4`: 32, 64 or 128."""
     kv_cache_dtype: str = "auto"
     """`auto` takes that of activations; else `float32`, `bfloat16`, `float16`, `int8`."""
     seed: int = 0
-    """Of dummy weights."""
+    """Seed of dummy weights."""
     backend: str = "auto"
     """`cpu` has native kernels, `reference` is plain PyTorch; `auto` takes `cpu` where it is available."""
     max_model_len: int | None = None
@@ -92,30 +92,30 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     """None takes the cores that this process may use."""
     pin_threads: bool = False
-    """Whether each thread stays on one core."""
+    """True if each thread stays on one core."""
     parallel: ParallelConfig = ParallelConfig()
     place: RankPlace = RankPlace()
-    """Which of its ranks this worker is."""
+    """Rank of this worker."""
     workers_on_host: int = 1
     """Workers that share this host's cores and memory, this one among them."""
     host_memory_bytes: int | None = None
-    """What was free on the host before any of them started; None means to look."""
+    """Bytes that were free on the host before any worker started; None means to look."""
     curve: CurveKeys | None = None
-    """Of all sockets, where the engine's is on TCP; None where sockets lie in a private directory."""
+    """Keys of all sockets, where the engine's is on TCP; None where sockets lie in a private directory."""
     bind_host: str = ""
     """The address at which this worker's host is reached by its peers; empty when all are on one host."""
     kv_host_bytes: int = 0
     """Host memory of this worker that holds blocks for which the device has no room; 0 for none."""
     kv_disk_path: str | None = None
-    """Where blocks are kept that outlive the server; None for nowhere."""
+    """Directory of blocks that outlive the server; None for none."""
     kv_handoff: KVHandoffConfig | None = None
-    """How KV goes to workers of other engines, or comes from there; None for not at all."""
+    """Ways of KV to and from workers of other engines; None for none."""
     trace: TraceSession | None = None
-    """What is being traced when the worker starts."""
+    """Trace under way when the worker starts."""
 
     @property
     def has_transfer_link(self) -> bool:
-        """Whether the worker opens a second connection, for transfers."""
+        """True if the worker opens a second connection, for transfers."""
         return (
             self.kv_host_bytes > 0 or self.kv_disk_path is not None or self.kv_handoff is not None
         )

@@ -19,8 +19,8 @@ from pagoda.backend.base import (
     HeadNorms,
     KVCache,
     LinearT,
+    MetadataT,
     Operations,
-    PlanT,
     StepInput,
     TokenBatch,
     ValueT,
@@ -35,7 +35,7 @@ from pagoda.model.sharding import PartialWeights, Shard
 from pagoda.telemetry.tracer import Tracer
 
 _PLAN = Operation("plan", "plan")
-"""What comes before the operations of a forward pass."""
+"""Operation that prepares a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Layer(Generic[LinearT]):
     mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
 
 
-class Decoder(Generic[LinearT, PlanT]):
+class Decoder(Generic[LinearT, MetadataT]):
     """One stage: tokens or hidden states in, hidden states and at last logits out; K and V go to the caches."""
 
     def __init__(
         self,
         shard: Shard,
-        backend: Backend[LinearT, PlanT],
+        backend: Backend[LinearT, MetadataT],
         source: PartialWeights,
         dtype: torch.dtype,
         caches: Sequence[KVCache],
@@ -74,7 +74,7 @@ class Decoder(Generic[LinearT, PlanT]):
         loader = _Loader(shard, backend, source, dtype, tracer, on_loaded)
         self._tracer = tracer
         self._shard = shard
-        self._backend = backend
+        self.backend = backend
         self._layers = [loader.layer(index) for index in shard.layers]
         self._expert_counts = loader.expert_counts
         self._norm = (
@@ -83,13 +83,13 @@ class Decoder(Generic[LinearT, PlanT]):
             else None
         )
         self._embedding = loader.linear([config.embedding], bias=False) if shard.is_first else None
-        self._head: LinearT | None = None
+        self.head: LinearT | None = None
         if shard.is_last:
             tied = config.tie_word_embeddings and shard.is_first
-            self._head = self._embedding if tied else loader.linear([config.head], bias=False)
+            self.head = self._embedding if tied else loader.linear([config.head], bias=False)
         frequencies, self._rotary_scale = rotary_frequencies(config)
         self._frequencies = frequencies.to(backend.device)
-        self._caches = caches
+        self.caches = caches
         began = tracer.e2e()
         self._compiled = backend.compile(
             self._compute,
@@ -103,9 +103,9 @@ class Decoder(Generic[LinearT, PlanT]):
 
         `hidden` [n, hidden] is what the stage before this one gave, None for the first stage.
         """
-        backend, tracer = self._backend, self._tracer
+        backend, tracer = self.backend, self._tracer
         began = tracer.e2e()
-        plan = backend.plan_attention(batch, self._shard.num_heads, self._caches[0])
+        plan = backend.attention_metadata(batch, self._shard.num_heads, self.caches[0])
         table = backend.rotary_table(batch.positions, self._frequencies, self._rotary_scale)
         step = StepInput(batch.token_ids, table, plan, hidden)
         planned = tracer.kernel()
@@ -124,12 +124,12 @@ class Decoder(Generic[LinearT, PlanT]):
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """What `ops_ns` in the trace of a forward pass is of; empty where operations have spans of their own."""
+        """Operations whose times `ops_ns` in a forward pass's trace gives; empty where each has its own span."""
         recorded = self._compiled.operations
         return [_PLAN, *recorded] if recorded else ()
 
     def take_expert_tokens(self) -> list[int]:
-        """How many tokens each expert was given since this was last asked, in all layers of the stage together.
+        """Returns the tokens that each expert was given since the last call, in all layers of the stage together.
 
         Experts of other ranks count as well; empty for a model that has none.
         """
@@ -138,34 +138,34 @@ class Decoder(Generic[LinearT, PlanT]):
         return taken
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of normed hidden states [m, hidden]: [m, vocab] float32, on all ranks of the last stage."""
-        own = self._backend.linear(hidden, self._require_head()).float()
-        if self._backend.group.size == 1:
+        """Logits [m, vocab] float32 of normed hidden states [m, hidden], on all ranks of the last stage."""
+        own = self.backend.logits(hidden, self._require_head())
+        if self.backend.group.size == 1:
             return own
         sizes = self._shard.vocabulary_shares
         # Ranks hold up to a few tokens more or less, and gather rows of one length.
         padded = torch.nn.functional.pad(own, (0, max(sizes) - own.shape[1]))
-        shares = self._backend.group.all_gather(padded)
+        shares = self.backend.group.all_gather(padded)
         return torch.cat([share[:, :n] for share, n in zip(shares, sizes, strict=True)], dim=1)
 
-    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token of each row of hidden states [m, hidden], and whether its logits are finite."""
-        own, highest, finite = self._backend.greedy(hidden, self._require_head())
-        if self._backend.group.size == 1:
+    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens [m] after hidden states [m, hidden], and a flag [m] that all logits are finite."""
+        own, highest, finite = self.backend.argmax(hidden, self._require_head())
+        if self.backend.group.size == 1:
             return own, finite
         own += self._shard.vocabulary.start
         # In one message: floats as their bits.
-        shares = self._backend.group.all_gather(
+        shares = self.backend.group.all_gather(
             torch.stack([own, highest.view(torch.int32).long(), finite.long()])
         )
-        tokens, bits, sound = shares.unbind(1)
+        tokens, bits, all_finite = shares.unbind(1)
         values = bits.int().view(torch.float32)
         # Of equal ones the lowest token, which the lowest rank has.
         winner = (values == values.amax(dim=0)).int().argmax(dim=0)
-        return tokens.gather(0, winner[None])[0], sound.bool().all(dim=0)
+        return tokens.gather(0, winner[None])[0], all_finite.bool().all(dim=0)
 
     def _weight_names(self) -> WeightNames:
-        """What traces call the weights: `embedding`, `layers.3.qkv`."""
+        """Names of the weights in traces: `embedding`, `layers.3.qkv`."""
         named: dict[str, object] = {"embedding": self._embedding, "norm": self._norm}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             for name, weight in (vars(layer) | vars(layer.mlp)).items():
@@ -173,19 +173,19 @@ class Decoder(Generic[LinearT, PlanT]):
         return {id(weight): name for name, weight in named.items()}
 
     def _require_head(self) -> LinearT:
-        if self._head is None:
+        if self.head is None:
             raise RuntimeError("Only the last stage has a head.")
-        return self._head
+        return self.head
 
     def _compute(
-        self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
+        self, ops: Operations[ValueT, LinearT, MetadataT], step: StepInput[ValueT, MetadataT]
     ) -> ValueT:
         eps = self._shard.config.rms_norm_eps
         x = self._embed(ops, step)
         h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         # The norm in front of a layer is taken together with the sum behind the one before.
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
-        for layer, cache, next_norm in zip(self._layers, self._caches, norms, strict=True):
+        for layer, cache, next_norm in zip(self._layers, self.caches, norms, strict=True):
             attended = ops.all_reduce(self._attention(ops, step, layer, cache, h))
             x, h = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
             mixed = ops.all_reduce(compute_mlp(ops, h, layer.mlp))
@@ -195,19 +195,19 @@ class Decoder(Generic[LinearT, PlanT]):
         return h
 
     def _embed(
-        self, ops: Operations[ValueT, LinearT, PlanT], step: StepInput[ValueT, PlanT]
+        self, ops: Operations[ValueT, LinearT, MetadataT], step: StepInput[ValueT, MetadataT]
     ) -> ValueT:
         if self._embedding is not None:
             ids = self._shard.vocabulary.start, self._shard.config.vocab_size
-            return ops.all_reduce(ops.linear_rows(step.token_ids, self._embedding, *ids))
+            return ops.all_reduce(ops.embedding(step.token_ids, self._embedding, *ids))
         if step.hidden is None:
             raise ValueError("This stage starts from hidden states.")
         return step.hidden
 
     def _attention(
         self,
-        ops: Operations[ValueT, LinearT, PlanT],
-        step: StepInput[ValueT, PlanT],
+        ops: Operations[ValueT, LinearT, MetadataT],
+        step: StepInput[ValueT, MetadataT],
         layer: Layer[LinearT],
         cache: KVCache,
         h: ValueT,
@@ -220,12 +220,12 @@ class Decoder(Generic[LinearT, PlanT]):
 
 
 class _Loader(Generic[LinearT]):
-    """From the names and shapes of a Hugging Face checkpoint to prepared weights."""
+    """Loader of prepared weights by the names and shapes of a Hugging Face checkpoint."""
 
     def __init__(
         self,
         shard: Shard,
-        backend: Backend[LinearT, PlanT],
+        backend: Backend[LinearT, MetadataT],
         source: PartialWeights,
         dtype: torch.dtype,
         tracer: Tracer,

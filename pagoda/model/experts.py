@@ -18,8 +18,8 @@ from pagoda.backend.base import (
     Experts,
     LinearT,
     LinearT_co,
+    MetadataT,
     Operations,
-    PlanT,
     ValueT,
 )
 from pagoda.checkpoints.model_config import ExpertLinears, ExpertsConfig, LinearSpec
@@ -68,9 +68,11 @@ def load_experts(
 
 
 def compute_mlp(
-    ops: Operations[ValueT, LinearT, PlanT], h: ValueT, mlp: DenseMlp[LinearT] | SparseMlp[LinearT]
+    ops: Operations[ValueT, LinearT, MetadataT],
+    h: ValueT,
+    mlp: DenseMlp[LinearT] | SparseMlp[LinearT],
 ) -> ValueT:
-    """Of normed hidden states [n, hidden], this rank's part of the output [n, hidden]."""
+    """Returns this rank's part of the output [n, hidden] for normed hidden states [n, hidden]."""
     if isinstance(mlp, DenseMlp):
         return ops.linear(ops.silu_and_mul(ops.linear(h, mlp.gate_up)), mlp.down)
     return ops.experts(h, ops.linear(h, mlp.router), mlp.experts)

@@ -1,4 +1,4 @@
-"""What the tensor-parallel ranks of one stage do together: all call the same operations in the same order."""
+"""Operations of the tensor-parallel ranks of one stage: all call the same ones in the same order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """What rank 0 gives, on all ranks; the others give None."""
+        """Returns the payload of rank 0 on all ranks; the others give None."""
         ...
 
 

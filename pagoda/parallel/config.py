@@ -1,4 +1,4 @@
-"""How many devices a server uses, and which rank owns which: the only place that knows.
+"""Number of devices of a server, and the device of each rank: the only place that knows.
 
 A replica of the model is `pipeline × tensor` ranks; a server has `data` replicas. Ranks are counted replica by
 replica, in it stage by stage, in it tensor rank by tensor rank, and take the devices in that order. So the ranks
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pagoda.devices import default_device
 from pagoda.errors import ConfigError
 
 MAX_RANKS = 4096
@@ -26,7 +27,7 @@ def expert_share(num_experts: int, tp_rank: int, tp_size: int) -> range:
 
 
 def can_share_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> bool:
-    """Whether ranks get as many heads each, and the KV heads that those need; several may hold the same one."""
+    """Returns True if all ranks get equally many heads and the KV heads for them; ranks may share a KV head."""
     kv_heads_fit = num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
     return num_heads % tp_size == 0 and kv_heads_fit
 
@@ -56,7 +57,7 @@ def _even_share(count: int, rank: int, ranks: int) -> range:
 
 
 def num_cpu_devices(cores: int, workers: int, threads: int | None) -> int:
-    """How many devices the cores of a host are: `cpu:i` is the i-th of so many equal parts.
+    """Number of devices into which the cores of a host are divided: `cpu:i` is the i-th of so many equal parts.
 
     One for each of the host's workers, or as many as have `threads` cores, if that is more.
     """
@@ -67,15 +68,15 @@ class RankPlace(msgspec.Struct, frozen=True, order=True):
     """One worker's coordinates."""
 
     dp: int = 0
-    """Which replica."""
+    """Number of the replica."""
     pp: int = 0
-    """Which stage of it."""
+    """Number of the stage in the replica."""
     tp: int = 0
-    """Which of the stage's tensor-parallel ranks."""
+    """Tensor-parallel rank in the stage."""
 
     @property
     def role(self) -> str:
-        """What its worker is called beside the other processes of a server."""
+        """Name of the rank's worker beside the other processes of a server."""
         return f"worker dp{self.dp} tp{self.tp} pp{self.pp}"
 
     def __str__(self) -> str:
@@ -96,9 +97,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Stages, each with some of the layers."""
     devices: tuple[str, ...] = ()
-    """Such as `cpu:0`; empty means the first devices there are. See `num_cpu_devices`."""
+    """Names of devices, such as `cpu:0`; empty means the first devices there are. See `num_cpu_devices`."""
     expert_parallel: bool = False
-    """Whether the tensor-parallel ranks share out whole experts instead of parts of every expert."""
+    """True if the tensor-parallel ranks share out whole experts instead of parts of every expert."""
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
@@ -166,6 +167,6 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return RankPlace(dp, self.pipeline_parallel_size - 1, 0)
 
     def device_of(self, place: RankPlace) -> str:
-        """Such as `cpu:3`."""
+        """Name of the rank's device, such as `cpu:3`."""
         rank = place.dp * self.replica_size + self.rank_in_replica(place)
-        return self.devices[rank] if self.devices else f"cpu:{rank}"
+        return self.devices[rank] if self.devices else default_device(rank)

@@ -1,11 +1,11 @@
 """The decode engine's half of a handoff: KV of prompts that other engines compute, and the tokens behind them.
 
-A request that is announced with a source is asked for there at once. As soon as its first blocks are computed,
-the stack may load it: blocks are taken for all that will come, and read as they come, while the prompt is computed
-on. When all is read, the other side is asked whether it was held all the time; only then it counts. Whatever goes
-wrong before, nothing of it does.
+A queued request with a source is asked for there at once. As soon as the first blocks are computed the request may
+load: blocks are allocated for all that will come, and read as they come, while the other engine goes on computing.
+When everything is read, the other engine is asked whether it held the blocks all the time; only then they count.
+Whatever goes wrong before, none of them counts.
 
-Who is asked, how often, and how long he may take is `pagoda.pd.prefill_peers`'s part.
+`pagoda.pd.prefill_peers` decides which engine is asked, how often, and how long an answer may take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, KVPeer, RemoteBlocks, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.exporter import FirstToken
-from pagoda.pd.fetch import Fetch, Load
+from pagoda.pd.links import Peers
 from pagoda.pd.messages import (
     KVBlocks,
     KVCheck,
@@ -33,31 +33,37 @@ from pagoda.pd.messages import (
     KVRelease,
     digest_of,
 )
-from pagoda.pd.peers import Peers
-from pagoda.pd.prefill_peers import MAX_PREFILL_PEERS, FetchMessage, PrefillPeer, PrefillPeers
+from pagoda.pd.prefill_peers import (
+    MAX_PREFILL_PEERS,
+    Fetch,
+    FetchMessage,
+    Load,
+    PrefillPeer,
+    PrefillPeers,
+)
 from pagoda.pd.transfer_tokens import TransferTokens
 
 _COMPLAINT_S = 60.0
-"""So long is what goes wrong with an engine not said again."""
+"""Seconds for which a problem of an engine is not logged again."""
 _log = logging.getLogger(__name__)
 
 
 class Arrived(NamedTuple):
-    """The token behind a request's prompt."""
+    """The token behind a request's prompt has come."""
 
     request_id: str
     token: FirstToken
 
 
 class Failed(NamedTuple):
-    """A request's KV cannot be fetched; a clause says why."""
+    """A request's KV cannot be fetched; `reason` is a clause."""
 
     request_id: str
     reason: str
 
 
 class RemoteKV:
-    """A `KVConnector` over engines that hold KV; the engine's loop calls `step` before the scheduler acts."""
+    """A `KVConnector` over engines that export KV. The engine's loop calls `step` before the scheduler acts."""
 
     tier = "remote"
     has_own_timeout = True
@@ -77,22 +83,23 @@ class RemoteKV:
         """`engine_id` is this engine's. `also_holds`: see `PrefillPeers`. With `fails`, requests whose KV
         cannot be fetched fail; else they compute it.
         """
-        self._peers = PrefillPeers(peers, clock, self, also_holds=also_holds)
+        self.peers = PrefillPeers(peers, clock, self, also_holds=also_holds)
         self._ledger = ledger
         self._clock = clock
         self._tokens = tokens
         self._engine_id = engine_id
         self._fails = fails
         self._vocab_size = 0
-        self._fetches: dict[str, Fetch] = {}
-        """By request; each is in one peer's too."""
-        self._copies: dict[int, tuple[Fetch, Load]] = {}
-        """By transfer in the ledger."""
-        self._events: list[Arrived | Failed] = []
-        self._told: set[str] = set()
-        """Requests of whom there is news."""
-        self._complaints: dict[tuple[str, str], float] = {}
-        """When what was last said of whom, the latest last."""
+        self.fetches: dict[str, Fetch] = {}
+        """Fetches by request; each is in its peer's `fetches`, too."""
+        self.reads: dict[int, tuple[Fetch, Load]] = {}
+        """Reads under way, by transfer."""
+        self._events: dict[str, Arrived | Failed] = {}
+        """The last event of each request, to be drained."""
+        self._changed: set[str] = set()
+        """Requests whose lookup may have another answer now."""
+        self.complaints: dict[tuple[str, str], float] = {}
+        """Times of the last log of an engine and its problem, oldest first."""
         self._num_loaded = 0
         self._num_failed = 0
 
@@ -100,7 +107,7 @@ class RemoteKV:
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         source = prefix.source
-        if source is None or prefix.request_id in self._fetches:
+        if source is None or prefix.request_id in self.fetches:
             return
         if not self._tokens.has_made(source):
             problem = "no engine with the secret of this one has made it"
@@ -109,7 +116,7 @@ class RemoteKV:
         if source.engine_id == self._engine_id:  # what it has is found on the device
             self.release(source)
             return
-        peer = self._peers.at(source.address)
+        peer = self.peers.at(source.address)
         if peer is None:
             problem = f"{MAX_PREFILL_PEERS} other engines are asked"
             self._give_up(prefix.request_id, source.address, problem)
@@ -119,8 +126,8 @@ class RemoteKV:
             self.release(source)
             self._give_up(prefix.request_id, source.address, obstacle)
             return
-        fetch = self._fetches[prefix.request_id] = Fetch(prefix, source, start, self._clock.now())
-        self._peers.begin(peer, fetch)
+        fetch = self.fetches[prefix.request_id] = Fetch(prefix, source, start, self._clock.now())
+        self.peers.begin(peer, fetch)
 
     def _obstacle(self, peer: PrefillPeer, source: KVSource) -> str | None:
         if peer.refusal:
@@ -130,18 +137,16 @@ class RemoteKV:
         return peer.staleness(source)
 
     def release(self, source: KVSource) -> None:
-        """A request here will not fetch it; unless another does, nobody will.
-
-        That is said to who is connected. To others it is not worth a connection: their leases run out.
-        """
-        peer = self._peers.find(source.address)
+        """Releases the lease of a source that no request here fetches, if there is a connection; else it
+        expires."""
+        peer = self.peers.find(source.address)
         if peer is None or source.transfer_id in peer.fetches:
             return
         if self._tokens.has_made(source):
-            self._peers.send(peer, KVRelease([source.transfer_id]))
+            self.peers.send(peer, KVRelease([source.transfer_id]))
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
-        fetch = self._fetches.get(prefix.request_id)
+        fetch = self.fetches.get(prefix.request_id)
         if fetch is None or fetch.is_loaded:
             return 0
         if start >= len(prefix.keys):  # all that is missing is the token
@@ -151,14 +156,15 @@ class RemoteKV:
         return max(0, fetch.num_blocks - start)
 
     def _is_open(self, fetch: Fetch) -> bool:
-        """Whether its blocks can be read, as far as they are known."""
-        return self._peers.of(fetch).has(fetch.peer_id)
+        """True if its known blocks can be read."""
+        return self.peers.of(fetch).has(fetch.peer_id)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
-        """There is nothing nearer to bring blocks to."""
+        """Fetched blocks go to the device alone."""
 
     def on_dequeued(self, request_id: str) -> None:
-        fetch = self._fetches.get(request_id)
+        self._events.pop(request_id, None)
+        fetch = self.fetches.get(request_id)
         if fetch is not None:
             self._close(fetch, "nobody waits for it any more")
 
@@ -167,7 +173,7 @@ class RemoteKV:
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
-        fetch = self._fetches[prefix.request_id]
+        fetch = self.fetches[prefix.request_id]
         held_id = self._ledger.hold(blocks)
         fetch.load = Load(held_id, start, blocks, after_step)
         fetch.moved_at = self._clock.now()
@@ -175,11 +181,11 @@ class RemoteKV:
         return held_id
 
     def _pull(self, fetch: Fetch, load: Load) -> None:
-        """Begins to read what is computed."""
+        """Begins to read blocks that are computed."""
         first, end = load.next, min(len(fetch.block_ids), load.end)
         if end <= first or fetch.peer_id is None:
             return
-        block_ids, peer = fetch.block_ids[first:end], self._peers.of(fetch)
+        block_ids, peer = fetch.block_ids[first:end], self.peers.of(fetch)
         if max(block_ids) >= peer.num_blocks() or min(block_ids) < 0:
             self.fail(fetch, "it named blocks that it does not have")
             return
@@ -194,11 +200,11 @@ class RemoteKV:
                 blocks,
                 after_step=load.after_step,
             )
-            self._copies[transfer_id] = fetch, load
+            self.reads[transfer_id] = fetch, load
             load.num_open += 1
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
-        fetch, load = self._copies.pop(transfer.transfer_id)
+        fetch, load = self.reads.pop(transfer.transfer_id)
         if fetch.load is not load:
             return  # nobody waits for it any more
         if end.failed:
@@ -208,20 +214,20 @@ class RemoteKV:
         fetch.moved_at = self._clock.now()
         if load.next == load.end and load.num_open == 0:
             load.is_checking = True
-            self._peers.send(self._peers.of(fetch), KVCheck(fetch.source.transfer_id))
+            self.peers.send(self.peers.of(fetch), KVCheck(fetch.source.transfer_id))
 
     def transfer_lost(self, transfer: Transfer) -> None:
-        del self._copies[transfer.transfer_id]
+        del self.reads[transfer.transfer_id]
 
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
-        """What came was counted when it did."""
+        """Loaded blocks are counted when they are valid."""
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
-        """Nothing is kept here."""
+        """No block is kept here."""
         return len(offers)
 
     def fail(self, fetch: Fetch, reason: str) -> None:
-        """Nothing (more) of it will come; what has come does not count."""
+        """Ends a fetch; blocks that have come do not count. `reason` is a clause."""
         request_id, load = fetch.prefix.request_id, fetch.load
         if fetch.is_loaded:
             self._close(fetch, reason)
@@ -235,74 +241,71 @@ class RemoteKV:
             self._complain(fetch.source.address, reason)
 
     def _close(self, fetch: Fetch, reason: str) -> None:
-        """Ends the load, if there is one, with nothing, and the lease on the other side."""
-        request_id, source = fetch.prefix.request_id, fetch.source
+        """Ends the fetch and its lease; a load ends with all blocks failed."""
+        request_id = fetch.prefix.request_id
         load, fetch.load = fetch.load, None
         if load is not None:
             self._ledger.settle(load.held_id, list(range(len(load.blocks))), reason)
-        del self._fetches[request_id]
-        peer = self._peers.find(source.address)
-        if peer is not None:
-            peer.fetches.pop(source.transfer_id, None)
-            self._peers.send(peer, KVRelease([source.transfer_id]))
-        self._told.add(request_id)
+        del self.fetches[request_id]
+        self.peers.end(fetch)
+        self._changed.add(request_id)
 
     def _give_up(self, request_id: str, whom: str, reason: str) -> None:
         self._complain(whom, reason)
         if self._fails:
-            self._events.append(Failed(request_id, reason))
+            self._events[request_id] = Failed(request_id, reason)
 
     def _complain(self, whom: str, reason: str) -> None:
-        """Once a minute: what goes wrong with one request may go wrong with thousands."""
+        """Logs a problem once a minute: it may concern thousands of requests."""
         now = self._clock.now()
-        while self._complaints:
-            oldest = next(iter(self._complaints))
-            if now - self._complaints[oldest] < _COMPLAINT_S:
+        while self.complaints:
+            oldest = next(iter(self.complaints))
+            if now - self.complaints[oldest] < _COMPLAINT_S:
                 break
-            del self._complaints[oldest]
-        if (whom, reason) not in self._complaints:
-            self._complaints[whom, reason] = now
+            del self.complaints[oldest]
+        if (whom, reason) not in self.complaints:
+            self.complaints[whom, reason] = now
             _log.warning("KV cannot be fetched from %s: %s", whom, reason)
 
     # ---- what others say
 
     def step(self) -> None:
-        """Takes what has come, and says again what was not answered."""
-        self._peers.step()
+        """Applies messages that have come, and repeats questions that were not answered."""
+        self.peers.step()
 
     def drain_events(self) -> list[Arrived | Failed]:
-        """First tokens, and requests that are to fail, since the last call."""
-        news, self._events = self._events, []
-        return news
+        """First tokens and failures since the last call, one for each request."""
+        events, self._events = self._events, {}
+        return list(events.values())
 
     def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:
-        """Whom workers are to be told of: peers from whom blocks will be read, and those from whom none will."""
-        return self._peers.drain_peer_changes()
+        """Peers to announce to the workers, and ids of peers to withdraw."""
+        return self.peers.drain_peer_changes()
 
-    def take(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
-        """What the engine that holds it says of it."""
+    def apply(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
+        """Applies what the peer says of a fetch."""
         was_open, num_blocks = self._is_open(fetch), fetch.num_blocks
-        self._take(peer, fetch, message)
+        self._apply(peer, fetch, message)
         is_open = fetch.source.transfer_id in peer.fetches and self._is_open(fetch)
         if is_open > was_open or fetch.num_blocks != num_blocks:
-            self.tell_of(fetch)
+            self.on_change(fetch)
 
-    def tell_of(self, fetch: Fetch) -> None:
-        """More may be known of it."""
-        self._told.add(fetch.prefix.request_id)
+    def on_change(self, fetch: Fetch) -> None:
+        """The lookup of the request may have another answer now."""
+        self._changed.add(fetch.prefix.request_id)
 
-    def _take(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
+    def _apply(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
         match message:
             case KVBlocks():
-                self._take_blocks(peer, fetch, message)
+                self._apply_blocks(peer, fetch, message)
             case KVPrefilled():
-                self._take_token(fetch, message)
+                self._apply_token(fetch, message)
             case KVCheckResult():
-                self._take_verdict(fetch, is_valid=message.is_valid)
+                self._apply_check_result(fetch, is_valid=message.is_valid)
             case KVDropped():
                 self.fail(fetch, message.reason)
 
-    def _take_blocks(self, peer: PrefillPeer, fetch: Fetch, message: KVBlocks) -> None:
+    def _apply_blocks(self, peer: PrefillPeer, fetch: Fetch, message: KVBlocks) -> None:
         keys, num_known = fetch.prefix.keys, len(fetch.block_ids)
         end = message.first + len(message.block_ids)
         if not 0 <= message.first <= num_known < end <= len(keys):
@@ -314,7 +317,7 @@ class RemoteKV:
             self.fail(fetch, "its workers were replaced")
             return
         if not peer.has(message.peer_id):
-            self._peers.greet(peer)
+            self.peers.greet(peer)
         fetch.peer_id = message.peer_id
         fetch.block_ids += message.block_ids[num_known - message.first :]
         self._expect(fetch, message.num_blocks)
@@ -326,21 +329,22 @@ class RemoteKV:
         if fetch.num_blocks is None:
             fetch.num_blocks = min(max(num_blocks, len(fetch.block_ids)), len(fetch.prefix.keys))
 
-    def _take_token(self, fetch: Fetch, message: KVPrefilled) -> None:
+    def _apply_token(self, fetch: Fetch, message: KVPrefilled) -> None:
         if fetch.has_token:
             return
         fetch.has_token = True
         self._expect(fetch, message.num_blocks)
-        self.tell_of(fetch)
+        self.on_change(fetch)
         if message.token_id < self._vocab_size:
             token = FirstToken(
                 message.key, message.token_id, message.logprobs, message.num_cached_tokens
             )
-            self._events.append(Arrived(fetch.prefix.request_id, token))
+            request_id = fetch.prefix.request_id
+            self._events[request_id] = Arrived(request_id, token)
         if fetch.is_loaded or fetch.is_token_alone:
             self._close(fetch, "all has come")
 
-    def _take_verdict(self, fetch: Fetch, *, is_valid: bool) -> None:
+    def _apply_check_result(self, fetch: Fetch, *, is_valid: bool) -> None:
         load = fetch.load
         if load is None or not load.is_checking:
             return
@@ -355,29 +359,29 @@ class RemoteKV:
             self._close(fetch, "all has come")
 
     def next_event_at(self) -> float | None:
-        """When to call `step` even if nothing comes."""
-        return self._peers.next_event_at()
+        """Time at which to call `step` even if nothing comes."""
+        return self.peers.next_event_at()
 
     # ---- the workers, and the engine's loop
 
     def workers_ready(self, ready: WorkerReady) -> None:
         self._vocab_size = ready.vocab_size
-        self._peers.workers_ready(digest_of(ready))
+        self.peers.workers_ready(digest_of(ready))
 
     def workers_lost(self) -> None:
         """The ledger has dropped all loads."""
-        self._peers.workers_lost()
-        for fetch in list(self._fetches.values()):
+        self.peers.workers_lost()
+        for fetch in list(self.fetches.values()):
             if fetch.load is not None:
                 fetch.load = None
                 self._close(fetch, "the workers were lost")
 
     def poll(self) -> Collection[str]:
-        told, self._told = self._told, set()
+        told, self._changed = self._changed, set()
         return told
 
     def pollables(self) -> list[object]:
-        return self._peers.pollables()
+        return self.peers.pollables()
 
     def load_report(self) -> TierLoad:
         return TierLoad(
@@ -389,5 +393,5 @@ class RemoteKV:
         )
 
     def close(self) -> None:
-        for fetch in list(self._fetches.values()):
+        for fetch in list(self.fetches.values()):
             self._close(fetch, "the engine ends")

@@ -1,6 +1,6 @@
-"""The prefill engine's half of a handoff: it holds KV under leases, and answers who asks for it.
+"""The prefill engine's half of a handoff: KV that is held under leases, and answers to engines that ask for it.
 
-It knows nothing of connections: who asks says all that is needed, as often as he likes, and gets the same answer.
+There is no state for each connection: a question says everything, and may be repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pagoda.messages.frontend import KVSource, TokenLogprobs
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker import WorkerReady
 from pagoda.pd.leases import LeaseBook
-from pagoda.pd.listener import Listener
+from pagoda.pd.links import Listener
 from pagoda.pd.messages import (
     PROTOCOL_VERSION,
     DecodeMessage,
@@ -40,34 +40,34 @@ _log = logging.getLogger(__name__)
 
 
 class _Held:
-    """One request whose KV is held."""
+    """KV that is held for one request."""
 
     def __init__(self, request_id: str, num_blocks: int) -> None:
         self.request_id = request_id
         self.num_blocks = num_blocks
-        """That its prompt fills."""
+        """Number of blocks that its prompt fills."""
         self.keys: list[bytes] = []
-        """Of the blocks that are held."""
+        """Keys of the blocks that are held."""
         self.asker: bytes | None = None
-        """Who is told of its blocks as they come."""
+        """Sender of the last subscription, which is told of further blocks."""
         self.end = 0
-        """Up to which one."""
+        """Index up to which the sender wants blocks."""
         self.prefilled: KVPrefilled | None = None
 
 
 class FirstToken(NamedTuple):
-    """What a prompt's computation ended with."""
+    """The token that ended the computation of a prompt."""
 
     key: bytes
-    """Of the tokens before it."""
+    """Key of the tokens before it."""
     token_id: int
     logprobs: TokenLogprobs | None
     num_cached_tokens: int
-    """Of the prompt, that were not computed for it."""
+    """Tokens of the prompt that were cached."""
 
 
 class Unwanted(NamedTuple):
-    """A request whose prompt nobody needs any more, though it is not computed yet."""
+    """A request whose prompt no engine needs any more, though it is not computed yet."""
 
     request_id: str
     transfer_id: str
@@ -88,35 +88,39 @@ class KVExporter:
         self.leases = leases
         self._tokens = tokens
         self._listener = listener
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._lease_s = lease_s
         self._tp_size = tp_size
         self._num_starts = 0
-        self._peer: KVPeer | None = None
-        """This engine's workers, as others reach them; None while there are none."""
+        self.peer: KVPeer | None = None
+        """This engine's workers, as other engines reach them; None while there are none."""
         self._digest = ""
-        self._held: dict[str, _Held] = {}
-        """By transfer; the same as are in `leases`."""
+        self.held: dict[str, _Held] = {}
+        """Held KV by transfer; the same transfers as in `leases`."""
         self._unwanted: list[Unwanted] = []
-        self._early: dict[bytes, KVHello] = {}
-        """Who said hello while there were no workers, and what."""
+        self.num_wanted = 0
+        """Transfers that another engine has asked for."""
+        self._reclaimable: dict[str, None] = {}
+        """Computed transfers that no engine has asked for, oldest first."""
+        self.early: dict[bytes, KVHello] = {}
+        """Senders that said hello while there were no workers, and what they said."""
 
     # ---- what the scheduler says
 
     def open(self, request_id: str, num_blocks: int) -> KVSource:
-        """A request is queued whose prompt fills so many blocks."""
-        transfer_id = self._tokens.new_id(self._listener.address, self._engine_id)
+        """A request is queued whose prompt fills `num_blocks`. Returns where its KV will be."""
+        transfer_id = self._tokens.new_id(self._listener.address, self.engine_id)
         self.leases.open(transfer_id)
-        self._held[transfer_id] = _Held(request_id, num_blocks)
+        self.held[transfer_id] = _Held(request_id, num_blocks)
         return self._source(transfer_id)
 
     def num_held(self, transfer_id: str) -> int:
-        """Leading blocks of its prompt."""
+        """Number of leading blocks of its prompt that are held."""
         return len(self.leases.blocks(transfer_id))
 
     def hold(self, transfer_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> None:
         """Further blocks of the prompt are computed."""
-        held = self._held.get(transfer_id)
+        held = self.held.get(transfer_id)
         if held is None:
             return
         first = self.num_held(transfer_id)
@@ -126,8 +130,8 @@ class KVExporter:
             self._send_blocks(held.asker, transfer_id, held, first)
 
     def finish(self, transfer_id: str, token: FirstToken) -> KVSource | None:
-        """The prompt is computed, and the request ends. Where its KV is; None if it is not held any more."""
-        held = self._held.get(transfer_id)
+        """The prompt is computed, and the request ends. Returns where its KV is; None if it is no longer held."""
+        held = self.held.get(transfer_id)
         if held is None:
             return None
         self.leases.finish(transfer_id)
@@ -139,45 +143,50 @@ class KVExporter:
             token.logprobs,
             token.num_cached_tokens,
         )
-        if held.asker is not None:
+        if held.asker is None:
+            self._reclaimable[transfer_id] = None
+        else:
             self._listener.send(held.asker, held.prefilled)
         return self._source(transfer_id, self.leases.blocks(transfer_id))
 
     def drop(self, transfer_id: str, reason: str) -> None:
-        """There will be no more of it, and what there is means nothing to anybody; a clause says why."""
-        held = self._held.pop(transfer_id, None)
-        self.leases.end(transfer_id)
+        """Ends a transfer and tells the engine that asked for it; `reason` is a clause."""
+        held = self._end(transfer_id)
         if held is not None and held.asker is not None:
             self._listener.send(held.asker, KVDropped(transfer_id, reason))
 
-    @property
-    def num_wanted(self) -> int:
-        """Transfers that somebody has asked for."""
-        return sum(held.asker is not None for held in self._held.values())
+    def _end(self, transfer_id: str) -> _Held | None:
+        """Ends the lease; returns what was held, None if it had ended before."""
+        held = self.held.pop(transfer_id, None)
+        self.leases.end(transfer_id)
+        self._reclaimable.pop(transfer_id, None)
+        if held is not None and held.asker is not None:
+            self.num_wanted -= 1
+        return held
 
     def is_asked_for(self, transfer_id: str) -> bool:
-        held = self._held.get(transfer_id)
+        held = self.held.get(transfer_id)
         return held is not None and held.asker is not None
 
     def drain_unwanted(self) -> list[Unwanted]:
-        """Requests that need not be computed on, since the last call."""
+        """Requests, since the last call, that need not be computed further."""
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 
     def make_room(self) -> bool:
-        """Lets go of the oldest prompt that is computed and that nobody has asked for; False if there is none."""
-        for transfer_id, held in self._held.items():
-            if held.asker is None and held.prefilled is not None:
-                _log.info("KV of transfer %s gives its room to others", transfer_id)
-                self.leases.num_expired += 1
-                self.drop(transfer_id, "there was no room for it any more")
-                return True
-        return False
+        """Drops the oldest computed prompt that no engine has asked for; False if there is none."""
+        transfer_id = next(iter(self._reclaimable), None)
+        if transfer_id is None:
+            return False
+        _log.info("KV of transfer %s gives its room to others", transfer_id)
+        self.leases.num_expired += 1
+        self.drop(transfer_id, "there was no room for it any more")
+        return True
 
     def _source(self, transfer_id: str, blocks: Sequence[Block] = ()) -> KVSource:
         return KVSource(
             address=self._listener.address,
-            engine_id=self._engine_id,
+            engine_id=self.engine_id,
             transfer_id=transfer_id,
             block_ids=tuple(block.block_id for block in blocks),
             tp_size=self._tp_size,
@@ -188,21 +197,21 @@ class KVExporter:
     def workers_ready(self, ready: WorkerReady) -> None:
         self._num_starts += 1
         self._digest = digest_of(ready)
-        self._peer = KVPeer(
-            peer_id=f"{self._engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
+        self.peer = KVPeer(
+            peer_id=f"{self.engine_id}-{self._num_starts}", ranks=tuple(ready.kv_ranks)
         )
-        early, self._early = self._early, {}
+        early, self.early = self.early, {}
         for asker, hello in early.items():
             self._greet(asker, hello)
 
     def workers_lost(self) -> None:
-        """All KV is lost with them."""
-        self._peer = None
-        for transfer_id in list(self._held):
+        """All KV is lost with the workers."""
+        self.peer = None
+        for transfer_id in list(self.held):
             self.drop(transfer_id, "the workers that held it were lost")
 
     def step(self) -> None:
-        """Answers what has come, and lets go of what nobody wanted for too long."""
+        """Answers messages that have come, and drops KV whose lease has run out."""
         for asker, message in self._listener.receive():
             self._answer(asker, message)
         for transfer_id in self.leases.expire():
@@ -210,14 +219,14 @@ class KVExporter:
             self.drop(transfer_id, "its lease has run out")
 
     def next_event_at(self) -> float | None:
-        """When the next lease runs out."""
+        """Time at which the next lease runs out."""
         return self.leases.next_end
 
     def pollables(self) -> list[object]:
         return self._listener.pollables()
 
     def close(self) -> None:
-        for transfer_id in list(self._held):
+        for transfer_id in list(self.held):
             self.drop(transfer_id, "the engine that held it has ended")
 
     # ---- what others ask
@@ -227,7 +236,7 @@ class KVExporter:
             case KVHello():
                 self._greet(asker, message)
             case KVSubscribe():
-                self._tell(asker, message)
+                self._subscribe(asker, message)
             case KVRenew():
                 for transfer_id in message.transfer_ids:
                     if not self.leases.renew(transfer_id):
@@ -238,11 +247,10 @@ class KVExporter:
                 self._listener.send(asker, KVCheckResult(message.transfer_id, is_valid))
             case KVRelease():
                 for transfer_id in message.transfer_ids:
-                    self._finish_with(transfer_id)
+                    self._release(transfer_id)
 
-    def _finish_with(self, transfer_id: str) -> None:
-        held = self._held.pop(transfer_id, None)
-        self.leases.end(transfer_id)
+    def _release(self, transfer_id: str) -> None:
+        held = self._end(transfer_id)
         if held is not None and held.prefilled is None:
             self._unwanted.append(Unwanted(held.request_id, transfer_id))
 
@@ -250,40 +258,43 @@ class KVExporter:
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = f"it speaks protocol {PROTOCOL_VERSION}, this engine {hello.protocol_version}"
             self._listener.send(asker, KVRefused(reason))
-        elif self._peer is None:
-            if len(self._early) < _MAX_EARLY:  # others say it again
-                self._early[asker] = hello
+        elif self.peer is None:
+            if len(self.early) < _MAX_EARLY:  # others say it again
+                self.early[asker] = hello
         elif hello.digest != self._digest:
             reason = (
                 "its KV is of another model, laid out in another way, or computed in another way"
             )
             self._listener.send(asker, KVRefused(reason))
         else:
-            self._listener.send(asker, self._welcome(self._peer))
+            self._listener.send(asker, self._welcome(self.peer))
 
     def _welcome(self, peer: KVPeer) -> KVWelcome:
-        return KVWelcome(engine_id=self._engine_id, peer=peer, lease_s=self._lease_s)
+        return KVWelcome(engine_id=self.engine_id, peer=peer, lease_s=self._lease_s)
 
-    def _tell(self, asker: bytes, want: KVSubscribe) -> None:
-        transfer_id = want.transfer_id
-        held = self._held.get(transfer_id)
+    def _subscribe(self, asker: bytes, message: KVSubscribe) -> None:
+        transfer_id = message.transfer_id
+        held = self.held.get(transfer_id)
         if held is None:
             self._listener.send(asker, _unknown(transfer_id))
             return
         self.leases.renew(transfer_id)
-        held.asker, held.end = asker, want.end
-        self._send_blocks(asker, transfer_id, held, max(0, want.start))
+        if held.asker is None:
+            self.num_wanted += 1
+            self._reclaimable.pop(transfer_id, None)
+        held.asker, held.end = asker, message.end
+        self._send_blocks(asker, transfer_id, held, max(0, message.start))
         if held.prefilled is not None:
             self._listener.send(asker, held.prefilled)
 
     def _send_blocks(self, asker: bytes, transfer_id: str, held: _Held, first: int) -> None:
         end = min(held.end, len(held.keys))
-        if self._peer is None or end <= first:
+        if self.peer is None or end <= first:
             return
         block_ids = [block.block_id for block in self.leases.blocks(transfer_id)[first:end]]
         message = KVBlocks(
             transfer_id,
-            self._peer.peer_id,
+            self.peer.peer_id,
             first,
             block_ids,
             held.keys[end - 1],

@@ -1,17 +1,20 @@
-"""The engines that hold KV which this one fetches: the ways to them, what they have said, and patience with them.
+"""Engines from which this one fetches KV: connections, what the engines have said, and time-outs.
 
-Everything asked is asked again while it is not answered, and any answer may come late, twice or never.
+Every question is repeated until it is answered, and any answer may come late, twice or never.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import Block
+from pagoda.kv.connector import PrefixRequest
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.transfers import KVPeer, KVRank
-from pagoda.pd.fetch import Fetch
+from pagoda.pd.links import PeerLost, Peers
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -21,56 +24,98 @@ from pagoda.pd.messages import (
     KVHello,
     KVPrefilled,
     KVRefused,
+    KVRelease,
     KVRenew,
     KVRenewed,
+    KVSubscribe,
     KVWelcome,
     PrefillMessage,
 )
-from pagoda.pd.peers import PeerLost, Peers
+
+if TYPE_CHECKING:
+    from pagoda.pd.connector import RemoteKV
 
 SILENCE_S = 5.0
-"""An engine that says nothing for so long, though it is asked, counts as gone."""
+"""Seconds of silence after which an engine that is asked counts as gone."""
 STALL_S = 30.0
-"""So long may nothing (more) come of a prompt that is not computed yet: the other engine may lack the room that is
-held there for requests which wait here behind this one."""
+"""Seconds without news after which a fetch fails while its prompt is being computed. The other engine may lack
+room, which it holds for requests that wait here behind this one."""
 MAX_PREFILL_PEERS = 256
 """Engines to which there are connections at a time."""
 _RENEWALS = 5
-"""Per lease, at least."""
+"""Renewals per lease, at least."""
 _MAX_RENEWAL_S = 1.0
 _PIECE_BYTES = 64 * 2**20
 _PIECE_BLOCKS = 256
-"""The most that one transfer reads, of all ranks together; in blocks where it is not known how large they are. A
-worker gives up a transfer that takes too long."""
+"""The most that one transfer reads, in bytes of all ranks together, or in blocks where the size of a block is not
+known. A worker gives up a transfer that takes too long."""
 
 FetchMessage = KVBlocks | KVPrefilled | KVCheckResult | KVDropped
 
 
-class FetchOwner(Protocol):
-    """Whose the fetches are."""
+class Load:
+    """Blocks that a fetch is filling: blocks `start` to `end` of the prompt."""
 
-    def take(self, peer: PrefillPeer, fetch: Fetch, message: FetchMessage) -> None:
-        """What the peer says of one of its fetches."""
-        ...
+    def __init__(self, held_id: int, start: int, blocks: Sequence[Block], after_step: int) -> None:
+        self.held_id = held_id
+        self.start = start
+        self.end = start + len(blocks)
+        self.blocks = blocks
+        self.after_step = after_step
+        self.next = start
+        """First block that no transfer reads yet."""
+        self.num_open = 0
+        """Transfers under way."""
+        self.is_checking = False
+        """All blocks are read, and the other engine was asked whether it held them all the time."""
 
-    def fail(self, fetch: Fetch, reason: str) -> None:
-        """Nothing (more) of it will come; a clause says why. It is in no peer's `fetches` any more then."""
-        ...
 
-    def tell_of(self, fetch: Fetch) -> None:
-        """More may be known of it."""
-        ...
+class Fetch:
+    """A request whose KV another engine is asked for."""
+
+    def __init__(self, prefix: PrefixRequest, source: KVSource, start: int, now: float) -> None:
+        self.prefix = prefix
+        self.source = source
+        self.is_token_alone = start >= len(prefix.keys)
+        """The device had all blocks when the request was queued."""
+        self.block_ids: list[int] = []
+        """Ids, in the other engine, of the leading blocks that are known to be computed."""
+        self.num_blocks: int | None = None
+        """Number of the prefix's blocks that will come; None if not known yet."""
+        self.peer_id: str | None = None
+        """Id of the workers that have these blocks."""
+        self.load: Load | None = None
+        self.is_loaded = False
+        self.has_token = False
+        self.moved_at = now
+        """Time of the last news."""
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Blocks or the token, or news of them, have yet to come."""
+        if self.load is not None or not self.has_token:
+            return True
+        return self.num_blocks is None or len(self.block_ids) < self.num_blocks
+
+    @property
+    def is_owed(self) -> bool:
+        """True if it is the other engine's turn. Workers limit the duration of reads."""
+        return self.is_incomplete and (self.load is None or self.load.num_open == 0)
+
+    def subscription(self) -> KVSubscribe:
+        """Asks for all blocks that nothing is known of."""
+        return KVSubscribe(self.source.transfer_id, len(self.block_ids), len(self.prefix.keys))
 
 
 class PrefillPeer:
-    """An engine at an address."""
+    """The engine at one address."""
 
     def __init__(self, address: str, now: float) -> None:
         self.address = address
         self.welcome: KVWelcome | None = None
         self.refusal = ""
         self.fetches: dict[str, Fetch] = {}
-        """By transfer."""
+        """Fetches by transfer."""
         self.heard_at = now
         self.renew_at = now
 
@@ -81,7 +126,7 @@ class PrefillPeer:
         return min(self.welcome.lease_s / _RENEWALS, _MAX_RENEWAL_S)
 
     def has(self, peer_id: str | None) -> bool:
-        """Whether these are its workers, as it last said."""
+        """True if these are its workers, as far as is known."""
         return self.welcome is not None and self.welcome.peer.peer_id == peer_id
 
     @property
@@ -89,73 +134,88 @@ class PrefillPeer:
         return self.welcome.peer.ranks if self.welcome else ()
 
     def num_blocks(self) -> int:
-        """That every rank has."""
+        """Number of blocks that every rank has."""
         return min((rank.num_blocks for rank in self.ranks), default=0)
 
     def piece(self) -> int:
-        """How many blocks are read by one transfer."""
+        """Number of blocks that one transfer reads."""
         parts = [part for rank in self.ranks for part in rank.parts]
         block_bytes = sum(part.num_heads * part.head_bytes for part in parts)
         return max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
 
     def staleness(self, source: KVSource) -> str | None:
-        """Why nothing can be had of a source, if another engine has been here since; a clause."""
+        """Returns a clause that says why if nothing can be fetched from a source any more; else None."""
         if self.welcome is None or self.welcome.engine_id == source.engine_id:
             return None
         return "another engine is there now"
 
 
 class PrefillPeers:
-    """All of them, by their addresses."""
+    """All of these engines, by address."""
 
-    def __init__(self, peers: Peers, clock: Clock, owner: FetchOwner, *, also_holds: bool) -> None:
-        """An engine that `also_holds` KV does not let others hold it for long while there is no room for it here:
-        two of them could wait for each other's.
+    def __init__(self, links: Peers, clock: Clock, owner: RemoteKV, *, also_holds: bool) -> None:
+        """An engine that `also_holds` KV fails fetches for which there is no room here for long: two such engines
+        could wait for each other's room.
         """
-        self._links = peers
+        self.by_address: dict[str, PrefillPeer] = {}
+        self._links = links
         self._clock = clock
         self._owner = owner
         self._also_holds = also_holds
         self._digest = ""
         self._has_workers = False
-        self._peers: dict[str, PrefillPeer] = {}
+        self._idle: dict[str, None] = {}
+        """Addresses of peers without fetches, idle for longest first."""
+        self._renewals: list[tuple[float, str]] = []
+        """Heap of times and addresses; an entry counts if it is the peer's `renew_at` and the peer has fetches."""
         self._added_peers: list[KVPeer] = []
         self._removed_peers: list[str] = []
 
     def find(self, address: str) -> PrefillPeer | None:
-        """One to which there is a connection."""
-        return self._peers.get(address)
+        """Returns the peer to which there is a connection."""
+        return self.by_address.get(address)
 
     def of(self, fetch: Fetch) -> PrefillPeer:
-        return self._peers[fetch.source.address]
+        return self.by_address[fetch.source.address]
 
     def at(self, address: str) -> PrefillPeer | None:
-        """None where there would be too many, of whom none rests."""
-        peer = self._peers.get(address)
+        """Returns the peer at an address, newly connected if need be; None if there are too many busy ones."""
+        peer = self.by_address.get(address)
         if peer is None and self._has_room():
-            peer = self._peers[address] = PrefillPeer(address, self._clock.now())
+            peer = self.by_address[address] = PrefillPeer(address, self._clock.now())
+            self._idle[address] = None
             self.greet(peer)
         return peer
 
     def _has_room(self) -> bool:
-        """Whether there may be one more; parts from the one that has rested longest if need be."""
-        if len(self._peers) < MAX_PREFILL_PEERS:
+        """Makes room for one more connection, if need be by ending the one that has been idle for longest."""
+        if len(self.by_address) < MAX_PREFILL_PEERS:
             return True
-        resting = [peer for peer in self._peers.values() if not peer.fetches]
-        if not resting:
+        oldest = next(iter(self._idle), None)
+        if oldest is None:
             return False
-        oldest = min(resting, key=lambda peer: peer.heard_at)
-        self._links.hang_up(oldest.address)
-        self._lose(oldest, "others are asked")
+        self._links.hang_up(oldest)
+        self._lose(self.by_address[oldest], "others are asked")
         return True
 
     def begin(self, peer: PrefillPeer, fetch: Fetch) -> None:
-        """Asks there."""
-        now = self._clock.now()
+        """Asks the peer for the blocks of a fetch."""
         if not peer.fetches:
-            peer.heard_at, peer.renew_at = now, now + peer.renewal_s
+            self._idle.pop(peer.address, None)
+            peer.heard_at = self._clock.now()
+            self._schedule_renewal(peer)
         peer.fetches[fetch.source.transfer_id] = fetch
-        self.send(peer, fetch.want())
+        self.send(peer, fetch.subscription())
+
+    def end(self, fetch: Fetch) -> None:
+        """Forgets a fetch, and releases its lease if there is still a connection."""
+        address, transfer_id = fetch.source.address, fetch.source.transfer_id
+        peer = self.by_address.get(address)
+        if peer is None:
+            return
+        if peer.fetches.pop(transfer_id, None) is not None and not peer.fetches:
+            self._idle[address] = None
+        self.send(peer, KVRelease([transfer_id]))
 
     def send(self, peer: PrefillPeer, message: DecodeMessage) -> None:
         self._links.send(peer.address, message)
@@ -163,27 +223,27 @@ class PrefillPeers:
     def greet(self, peer: PrefillPeer) -> None:
         self.send(peer, KVHello(digest=self._digest))
 
-    # ---- what they say
+    # ---- what peers say
 
     def step(self) -> None:
-        """Takes what has come, and says again what was not answered."""
+        """Applies messages that have come, and repeats questions that were not answered."""
         for address, message in self._links.receive():
-            peer = self._peers.get(address)
+            peer = self.by_address.get(address)
             if peer is not None:
-                self._take(peer, message)
+                self._apply(peer, message)
         now = self._clock.now()
-        for peer in list(self._peers.values()):
-            if peer.fetches and now >= peer.renew_at:
-                self._renew(peer, now)
+        while (at := self.next_event_at()) is not None and at <= now:
+            _, address = heapq.heappop(self._renewals)
+            self._renew(self.by_address[address], now)
 
-    def _take(self, peer: PrefillPeer, message: PrefillMessage | PeerLost) -> None:
+    def _apply(self, peer: PrefillPeer, message: PrefillMessage | PeerLost) -> None:
         peer.heard_at = self._clock.now()
         match message:
             case PeerLost():
                 self._links.hang_up(peer.address)  # there may be another connection by now
                 self._lose(peer, message.reason)
             case KVWelcome():
-                self._meet(peer, message)
+                self._apply_welcome(peer, message)
             case KVRefused():
                 peer.refusal = message.reason
                 for fetch in list(peer.fetches.values()):
@@ -193,29 +253,33 @@ class PrefillPeers:
             case KVBlocks() | KVPrefilled() | KVCheckResult() | KVDropped():
                 wanted = peer.fetches.get(message.transfer_id)
                 if wanted is not None:
-                    self._owner.take(peer, wanted, message)
+                    self._owner.apply(peer, wanted, message)
 
-    def _meet(self, peer: PrefillPeer, welcome: KVWelcome) -> None:
+    def _apply_welcome(self, peer: PrefillPeer, welcome: KVWelcome) -> None:
         if peer.has(welcome.peer.peer_id):
             return
-        self._part(peer)
+        self._remove_workers(peer)
         peer.welcome = welcome
         if self._has_workers:
             self._added_peers.append(welcome.peer)
         for fetch in list(peer.fetches.values()):
-            self._owner.tell_of(fetch)
+            self._owner.on_change(fetch)
             reason = peer.staleness(fetch.source)
             if reason is not None:
                 self._owner.fail(fetch, reason)
             elif fetch.load is not None and not peer.has(fetch.peer_id):
                 self._owner.fail(fetch, "its workers were replaced")
 
-    def _part(self, peer: PrefillPeer) -> None:
+    def _remove_workers(self, peer: PrefillPeer) -> None:
         if peer.welcome is not None and self._has_workers:
             self._removed_peers.append(peer.welcome.peer.peer_id)
         peer.welcome = None
 
-    # ---- patience
+    # ---- time-outs
+
+    def _schedule_renewal(self, peer: PrefillPeer) -> None:
+        peer.renew_at = self._clock.now() + peer.renewal_s
+        heapq.heappush(self._renewals, (peer.renew_at, peer.address))
 
     def _renew(self, peer: PrefillPeer, now: float) -> None:
         if now - peer.heard_at > SILENCE_S:
@@ -224,7 +288,7 @@ class PrefillPeers:
             self._links.hang_up(peer.address)
             self._lose(peer, "it does not answer")
             return
-        peer.renew_at = now + peer.renewal_s
+        self._schedule_renewal(peer)
         self.send(peer, KVRenew(list(peer.fetches)))
         named = {fetch.peer_id for fetch in peer.fetches.values()} - {None}
         if peer.welcome is None or not all(map(peer.has, named)):
@@ -239,29 +303,37 @@ class PrefillPeers:
                 self._ask_again(peer, fetch)
 
     def _ask_again(self, peer: PrefillPeer, fetch: Fetch) -> None:
-        """Of what there is nothing new, a question or its answer may be lost."""
+        """Repeats the question about a fetch without news: the question or its answer may be lost."""
         if fetch.load is not None and fetch.load.is_checking:
             self.send(peer, KVCheck(fetch.source.transfer_id))
         elif fetch.is_incomplete:
-            self.send(peer, fetch.want())
+            self.send(peer, fetch.subscription())
 
     def _lose(self, peer: PrefillPeer, reason: str) -> None:
-        """There is no way there any more."""
-        self._part(peer)
-        del self._peers[peer.address]
+        """The connection is gone."""
+        self._remove_workers(peer)
+        del self.by_address[peer.address]
+        self._idle.pop(peer.address, None)
         for fetch in list(peer.fetches.values()):
             self._owner.fail(fetch, reason)
 
     def next_event_at(self) -> float | None:
-        """When to call `step` even if nothing comes."""
-        return min((peer.renew_at for peer in self._peers.values() if peer.fetches), default=None)
+        """Time at which to call `step` even if nothing comes."""
+        while self._renewals:
+            at, address = self._renewals[0]
+            peer = self.by_address.get(address)
+            if peer is not None and peer.fetches and peer.renew_at == at:
+                return at
+            heapq.heappop(self._renewals)
+        return None
 
     # ---- the workers
 
     def workers_ready(self, digest: str) -> None:
         self._digest = digest
         self._has_workers = True
-        self._added_peers += [it.welcome.peer for it in self._peers.values() if it.welcome]
+        peers = self.by_address.values()
+        self._added_peers += [peer.welcome.peer for peer in peers if peer.welcome]
 
     def workers_lost(self) -> None:
         self._has_workers = False
@@ -269,10 +341,10 @@ class PrefillPeers:
         self._removed_peers.clear()
 
     def drain_peer_changes(self) -> tuple[list[KVPeer], list[str]]:
-        """Whom workers are to be told of: peers from whom blocks will be read, and those from whom none will."""
-        added_peers, self._added_peers = self._added_peers, []
-        removed_peers, self._removed_peers = self._removed_peers, []
-        return added_peers, removed_peers
+        """Peers to announce to the workers, and ids of peers to withdraw, since the last call."""
+        added, self._added_peers = self._added_peers, []
+        removed, self._removed_peers = self._removed_peers, []
+        return added, removed
 
     def pollables(self) -> list[object]:
         return self._links.pollables()

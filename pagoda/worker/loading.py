@@ -43,7 +43,7 @@ from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.telemetry.tracer import Tracer
 from pagoda.worker.backends import choose_backend
 from pagoda.worker.description import ModelDescription
-from pagoda.worker.heads import FollowingHead, Head, LeadingHead, OwnHead
+from pagoda.worker.group_sampler import FollowingSampler, GroupSampler, LeadingSampler
 from pagoda.worker.input_batch import InputBatch, input_batch_bytes
 from pagoda.worker.kv.shared_memory import SharedKVMemory, shares_kv
 from pagoda.worker.memory import check_arena, choose_num_blocks, format_bytes, left_for_kv_cache
@@ -203,7 +203,7 @@ def load_runner(
     if not shard.is_last:
         return LoadedWorker(StageRunner(model, batch, tracer), ready, caches, description, shared)
     alone = shard.is_first and group.size == 1
-    runner = Runner(model, batch, _head(shard, group, tracer, alone=alone), tracer, alone=alone)
+    runner = Runner(model, batch, _sampler(shard, group, tracer), tracer, alone=alone)
     return LoadedWorker(runner, ready, caches, description, shared)
 
 
@@ -212,11 +212,10 @@ def _shared_memory(plan: WorkerPlan, num_blocks: int) -> SharedKVMemory:
     return SharedKVMemory(num_bytes, _TENSORS_PER_LAYER * len(plan.shard.layers))
 
 
-def _head(shard: Shard, group: Collectives, tracer: Tracer, *, alone: bool) -> Head:
+def _sampler(shard: Shard, group: Collectives, tracer: Tracer) -> GroupSampler:
     if group.rank > 0:
-        return FollowingHead(group, tracer)
-    sampler = Sampler(shard.config.vocab_size)
-    return OwnHead(sampler, tracer) if alone else LeadingHead(sampler, group, tracer)
+        return FollowingSampler(group, tracer)
+    return LeadingSampler(Sampler(shard.config.vocab_size), group, tracer)
 
 
 def _summary(plan: WorkerPlan, num_blocks: int, backend: str) -> str:

@@ -14,9 +14,9 @@ from torch import Tensor
 from pagoda.backend.base import TokenBatch
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.heads import BROKE_A_STEP, Head, Logits
+from pagoda.worker.group_sampler import BROKE_A_STEP, GroupSampler, Logits
 from pagoda.worker.input_batch import InputBatch
-from pagoda.worker.sampler import Sampled, joined
+from pagoda.worker.sampler import Sampled, merged
 from pagoda.worker.stages import StageState
 from pagoda.worker.step_clock import StepClock
 
@@ -66,7 +66,7 @@ class StageRunner:
     """A stage before the last: tokens or hidden states in, hidden states out."""
 
     def __init__(self, model: Model, batch: InputBatch, tracer: Tracer) -> None:
-        self._model = model
+        self.model = model
         self._slots = _Slots(batch)
         self._clock = StepClock(tracer)
 
@@ -84,10 +84,10 @@ class StageRunner:
             batch.append(slot, token_id)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
         self._clock.ended("prepare")
-        computed = self._model.forward(tokens, None if before is None else before.hidden)
+        computed = self.model.forward(tokens, None if before is None else before.hidden)
         for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
             batch.advance(slot, count)
-        expert_tokens = self._model.take_expert_tokens()
+        expert_tokens = self.model.take_expert_tokens()
         self._clock.ended("forward")
         times = self._clock.times
         if before is None:
@@ -109,12 +109,18 @@ class Runner:
     """The last stage, or the only one, which samples."""
 
     def __init__(
-        self, model: Model, batch: InputBatch, head: Head, tracer: Tracer, *, alone: bool = True
+        self,
+        model: Model,
+        batch: InputBatch,
+        sampler: GroupSampler,
+        tracer: Tracer,
+        *,
+        alone: bool = True,
     ) -> None:
         """`alone`: no other rank takes part in a step, so that it can be tried again in parts."""
-        self._model = model
+        self.model = model
         self._slots = _Slots(batch)
-        self._head = head
+        self._sampler = sampler
         self._clock = StepClock(tracer)
         self._alone = alone
         self._failed: dict[int, str] = {}
@@ -168,12 +174,10 @@ class Runner:
     def _apply(self, plan: StepPlan) -> None:
         self._slots.apply(plan)
         for slot in plan.freed_slots:
-            self._head.free(slot)
+            self._sampler.free(slot)
             self._failed.pop(slot, None)
         for start in plan.starts:
-            error = self._head.start(start)
-            if error is not None:
-                self._failed[start.slot] = error
+            self._sampler.start(start)
 
     def _compute_isolated(
         self, counts: dict[int, int], hidden: Tensor | None
@@ -187,14 +191,14 @@ class Runner:
             return self._compute(counts, hidden)
         except Exception:
             # What the attempt gave to experts before it raised does not count.
-            none = [0] * len(self._model.take_expert_tokens())
+            none = [0] * len(self.model.take_expert_tokens())
             if len(counts) == 1:
                 (slot,) = counts
                 _log.exception("computing this request raised", extra=self._slots.of(slot))
                 return Sampled(errors={slot: BROKE_A_STEP}), none
             _log.exception("computing %d requests together raised", len(counts))
         parts = [self._compute_isolated({slot: count}, hidden) for slot, count in counts.items()]
-        return joined(sampled for sampled, _ in parts), reduce(
+        return merged(sampled for sampled, _ in parts), reduce(
             _sum, (tokens for _, tokens in parts)
         )
 
@@ -202,11 +206,11 @@ class Runner:
         """What the slots drew, and how many tokens went to each expert."""
         if not counts:
             self._clock.ended("prepare")
-            return Sampled(), self._model.take_expert_tokens()
+            return Sampled(), self.model.take_expert_tokens()
         batch = self._slots.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         self._clock.ended("prepare")
-        hidden = self._model.forward(tokens, hidden)
+        hidden = self.model.forward(tokens, hidden)
         self._clock.ended("forward")
         last_tokens = (tokens.query_lens.cumsum(0) - 1).tolist()
         rows = {
@@ -214,8 +218,8 @@ class Runner:
             for (slot, count), last in zip(counts.items(), last_tokens, strict=True)
             if batch.will_sample(slot, count)
         }
-        sampled = self._head.choose(self._model, hidden, rows) if rows else Sampled()
-        return sampled, self._model.take_expert_tokens()
+        sampled = self._sampler.sample(self.model, hidden, rows) if rows else Sampled()
+        return sampled, self.model.take_expert_tokens()
 
     def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""
@@ -223,7 +227,7 @@ class Runner:
             self._slots.batch.advance(slot, count)
         for slot, token_id in sampled.token_ids.items():
             self._slots.batch.append(slot, token_id)
-            self._head.append(slot, token_id)
+            self._sampler.append(slot, token_id)
 
 
 def _without(slots: Set[int], plan: StepPlan, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""When a request is said to have arrived."""
+"""The time at which a request arrives (`pagoda.api.app`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pagoda.api import app
 from pagoda.api.app import ApiServer
-from pagoda.api.request_context import RequestContext
-from pagoda.api.service import Service
 
 
 class _Clock:
@@ -64,16 +61,13 @@ async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
     clock = _Clock()
     monkeypatch.setattr(api.service.tracker, "clock_ns", clock)
     arrived: list[int] = []
-    seen = app._request_context
-
-    def call(http: web.BaseRequest, service: Service) -> RequestContext:
-        made = seen(http, service)
-        arrived.append(made.client_request.arrived_ns)
-        return made
-
-    monkeypatch.setattr(app, "_request_context", call)
+    api.service.tracker.subscribe(
+        on_start=lambda record: arrived.append(record.client_request.arrived_ns)
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
-    request = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b'{"prompt": "hi", "max_tokens": 1}'
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    request += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     for before in (b"", b"\r\n"):
         writer.write(request + before)
         await writer.drain()
@@ -87,4 +81,5 @@ async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
     writer.write(request)
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
     writer.close()
+    assert len(arrived) == 3
     assert arrived[-1] > 1000

@@ -17,9 +17,9 @@ async def traced(serve_api: Any, tmp_path: Path) -> Any:
     return with_control(await serve_api("hello"), tmp_path)
 
 
-def with_control(api: Any, directory: Path) -> Any:
-    service = api.service
-    service.tracing = TraceControl(Tracer("frontend"), [service.tracker], directory, "serve-1")
+def with_control(api: Any, directory: Path, tracer: Tracer | None = None) -> Any:
+    service, tracer = api.service, tracer or Tracer("frontend")
+    service.tracing = TraceControl(tracer, [service.tracker], directory, "serve-1")
     return api
 
 
@@ -106,10 +106,9 @@ async def test_a_directory_that_cannot_be_written_is_an_error_of_the_server(
 
 
 async def test_stopping_says_what_went_wrong_before(serve_api: Any, tmp_path: Path) -> None:
-    api = with_control(await serve_api(), tmp_path)
-    control = api.service.tracing
-    assert control is not None
-    await control.start(TraceLevel.E2E)
-    control._tracer.span("broken", 1, {"what": object()})
+    tracer = Tracer("frontend")
+    api = with_control(await serve_api(), tmp_path, tracer)
+    await api.service.tracing.start(TraceLevel.E2E)
+    tracer.span("broken", 1, {"what": object()})
     stopped = (await api.post("/profile/stop")).json()
     assert "lacks an event" in stopped["problems"][0]

@@ -65,7 +65,7 @@ def test_linear(
     exact = exact if bias is None else exact + bias.double()
     assert_close(actual, exact.to(dtype), scale=inputs**0.5)
     ids = torch.randint(outputs, (5,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(ops.linear_rows(ids, prepared), weight[ids])
+    assert torch.equal(ops.embedding(ids, prepared), weight[ids])
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -130,11 +130,11 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"torch.bfloat16, but torch.float32"):
         ops.linear(torch.zeros(2, 4, dtype=torch.bfloat16), weight)
     with pytest.raises(IndexError, match="not from 0 to 7"):
-        ops.linear_rows(torch.tensor([8]), weight)
+        ops.embedding(torch.tensor([8]), weight)
     with pytest.raises(ConfigError, match="even head sizes"):
         ops.allocate_kv_cache(1, 16, 1, 7, torch.float32)
     cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32)
-    plan = ops.plan_attention(token_batch([(0, 2, [0])]), 1, cache)
+    plan = ops.attention_metadata(token_batch([(0, 2, [0])]), 1, cache)
     with pytest.raises(ValueError, match="3 tokens do not fit a plan of 2"):
         ops.attention(torch.zeros(3, 1, 8), cache, plan, scale=1.0, window=None)
     cache = ops.allocate_kv_cache(1, 16, 1, 8, torch.float32, torch.int8)

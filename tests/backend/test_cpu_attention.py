@@ -107,7 +107,7 @@ class Sequences:
         shape = self.shape
         batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
         qkv = torch.cat([self.qkv[i][done : done + n] for i, done, n in shares])
-        plan = ops.plan_attention(batch, shape.heads, cache)
+        plan = ops.attention_metadata(batch, shape.heads, cache)
         table = ops.rotary_table(batch.positions, self.frequencies, 1.0)
         queries = ops.rotate_and_cache(qkv, cache, plan, table, self.norms)  # type: ignore[arg-type]
         scale = shape.head_dim**-0.5

@@ -30,7 +30,7 @@ from torch import Tensor
 from pagoda.backend.base import Operations, StepInput, ValueT
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu.weights import AttentionPlan, PackedLinear
+from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.weights import DenseWeight
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
@@ -179,16 +179,16 @@ class _Part:
 
     def __call__(
         self,
-        ops: Operations[ValueT, PackedLinear, AttentionPlan],
-        step: StepInput[ValueT, AttentionPlan],
+        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
+        step: StepInput[ValueT, AttentionMetadata],
     ) -> ValueT:
-        x = ops.all_reduce(ops.linear_rows(step.token_ids, self.table, self.first_id, VOCAB))
+        x = ops.all_reduce(ops.embedding(step.token_ids, self.table, self.first_id, VOCAB))
         return ops.all_reduce(ops.linear(ops.linear(x, self.up), self.down))
 
 
-def _step(ops: CpuBackend, num_tokens: int) -> StepInput[Tensor, AttentionPlan]:
+def _step(ops: CpuBackend, num_tokens: int) -> StepInput[Tensor, AttentionMetadata]:
     batch = token_batch([(0, num_tokens, list(range(-(-num_tokens // 16))))])
-    plan = ops.plan_attention(batch, 1, ops.allocate_kv_cache(1, 16, 1, 2, torch.float32))
+    plan = ops.attention_metadata(batch, 1, ops.allocate_kv_cache(1, 16, 1, 2, torch.float32))
     table = (torch.zeros(num_tokens, 1), torch.zeros(num_tokens, 1))
     return StepInput(torch.arange(num_tokens) % VOCAB, table, plan)
 
@@ -243,8 +243,7 @@ def test_operations_one_by_one_over_gloo_give_the_bits_of_programs(dtype: torch.
     store = GroupStore("127.0.0.1")
 
     def over_gloo(rank: int) -> list[Tensor]:
-        device = torch.device("cpu")
-        group = DistributedCollectives(store.address, rank, size, device, "127.0.0.1")
+        group = DistributedCollectives(store.address, rank, size, "127.0.0.1")
         return _outputs(group, SETS[-1], dtype, nums, 1)
 
     recorded = _in_group(size, lambda group: _outputs(group, SETS[-1], dtype, nums, 1))

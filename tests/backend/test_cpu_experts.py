@@ -275,7 +275,7 @@ class _Layer:
         self.norm = torch.ones(64, dtype=dtype)
 
     def __call__(self, ops: Any, step: StepInput[Any, Any]) -> Any:
-        x = ops.linear_rows(step.token_ids, self.embedding)
+        x = ops.embedding(step.token_ids, self.embedding)
         for _ in range(2):
             h = ops.rms_norm(x, self.norm, 1e-6)
             mixed = ops.experts(h, ops.linear(h, self.router), self.experts)
@@ -299,7 +299,7 @@ def test_a_program_gives_the_bits_of_its_operations(
         ids = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(tokens))
         batch = token_batch([(0, tokens, [0, 1, 2])])
         table = ops.rotary_table(batch.positions, torch.ones(4), 1.0)
-        step = StepInput(ids, table, ops.plan_attention(batch, 1, cache))
+        step = StepInput(ids, table, ops.attention_metadata(batch, 1, cache))
         eager = layer(ops, step)
         before = layer.experts.counts.clone()
         assert torch.equal(compiled(step), eager)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagoda.backend.base import HeadNorms, KVCache, Operations, StepInput, ValueT
 from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.cpu.weights import AttentionPlan, PackedLinear
+from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.telemetry.tracer import Tracer
 
@@ -61,10 +61,10 @@ class _Layer:
 
     def __call__(
         self,
-        ops: Operations[ValueT, PackedLinear, AttentionPlan],
-        step: StepInput[ValueT, AttentionPlan],
+        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
+        step: StepInput[ValueT, AttentionMetadata],
     ) -> ValueT:
-        x = ops.linear_rows(step.token_ids, self.embedding)
+        x = ops.embedding(step.token_ids, self.embedding)
         qkv = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.qkv)
         queries = ops.rotate_and_cache(
             qkv, self.cache, step.plan, step.rotary_table, self.head_norms
@@ -83,8 +83,8 @@ class _Stage:
 
     def __call__(
         self,
-        ops: Operations[ValueT, PackedLinear, AttentionPlan],
-        step: StepInput[ValueT, AttentionPlan],
+        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
+        step: StepInput[ValueT, AttentionMetadata],
     ) -> ValueT:
         assert step.hidden is not None
         x = ops.add(step.hidden, ops.rms_norm(step.hidden, self.layer.norm, 1e-6))
@@ -103,13 +103,13 @@ def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
 
 def _step(
     ops: CpuBackend, cache: KVCache, lengths: list[int], token_ids: list[int]
-) -> StepInput[Tensor, AttentionPlan]:
+) -> StepInput[Tensor, AttentionMetadata]:
     batch = token_batch([(0, n, list(range(3 * i, 3 * i + 3))) for i, n in enumerate(lengths)])
     frequencies = torch.linspace(1, 0.01, HEAD_DIM // 2)
     return StepInput(
         torch.tensor(token_ids),
         ops.rotary_table(batch.positions, frequencies, 1.0),
-        ops.plan_attention(batch, HEADS, cache),
+        ops.attention_metadata(batch, HEADS, cache),
     )
 
 
@@ -234,10 +234,10 @@ class _Rows:
 
     def __call__(
         self,
-        ops: Operations[ValueT, PackedLinear, AttentionPlan],
-        step: StepInput[ValueT, AttentionPlan],
+        ops: Operations[ValueT, PackedLinear, AttentionMetadata],
+        step: StepInput[ValueT, AttentionMetadata],
     ) -> ValueT:
-        return ops.linear_rows(step.token_ids, self.weight, self.first_id, self.vocab_size)
+        return ops.embedding(step.token_ids, self.weight, self.first_id, self.vocab_size)
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "int4"])
@@ -246,7 +246,7 @@ def test_parts_of_an_embedding_table_add_up_to_it(name: str, kind: str) -> None:
     layer = _layer(name, kind, DTYPE)
     ids = list(range(VOCAB))
     step = _step(layer.ops, layer.cache, [25, VOCAB - 25], ids)
-    whole = layer.ops.linear_rows(step.token_ids, layer.embedding)
+    whole = layer.ops.embedding(step.token_ids, layer.embedding)
     values = random_tensor(VOCAB, HIDDEN, seed=1, dtype=DTYPE) * HIDDEN**-0.5
     total = torch.zeros_like(whole)
     for part in torch.tensor(ids).split(17):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
-from pagoda.backend.cpu.native import BackendUnavailableError
 from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     DenseWeight,
@@ -24,6 +23,7 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
+from pagoda.devices import BackendUnavailableError
 
 
 def _sets() -> list[str]:
@@ -142,7 +142,7 @@ def _check(
     assert bool((error <= 4e-6 * bound + ROUNDING[dtype] * exact.abs() + 1e-6).all())
     rows = torch.cat([dequantize(part) for part in parts]).to(dtype)
     ids = torch.randint(len(rows), (9,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(ops.linear_rows(ids, prepared), rows[ids])
+    assert torch.equal(ops.embedding(ids, prepared), rows[ids])
 
 
 @given(
@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="3 do not fit a weight of 32 inputs"):
         ops.linear(torch.zeros(2, 3), weight)
     with pytest.raises(IndexError, match="not from 0 to 15"):
-        ops.linear_rows(torch.tensor([16]), weight)
+        ops.embedding(torch.tensor([16]), weight)
 
 
 kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])
@@ -372,7 +372,7 @@ def test_rounding_what_is_not_finite_leaves_a_trace(name: str, bad: float) -> No
     seed=seeds,
 )
 @examples
-def test_greedy_is_the_first_of_the_highest_outputs(
+def test_argmax_is_the_first_of_the_highest_outputs(
     name: str,
     dtype: torch.dtype,
     kind: str,
@@ -394,8 +394,12 @@ def test_greedy_is_the_first_of_the_highest_outputs(
     prepared = ops.prepare_linear([weight], None, dtype)
     if rows > 2:
         x[1, 3], x[2, 5] = float("nan"), float("inf")
-    expected = ops.linear(x, prepared)
-    columns, values, finite = ops.greedy(x, prepared)
+    expected = ops.logits(x, prepared)
+    assert expected.dtype == torch.float32
+    torch.testing.assert_close(
+        expected.to(dtype), ops.linear(x, prepared), rtol=0, atol=0, equal_nan=True
+    )
+    columns, values, finite = ops.argmax(x, prepared)
     assert torch.equal(finite, expected.isfinite().all(dim=1))
     assert torch.equal(columns[finite], expected.argmax(dim=1)[finite])
-    assert torch.equal(values[finite], expected.amax(dim=1).float()[finite])
+    assert torch.equal(values[finite], expected.amax(dim=1)[finite])

@@ -52,7 +52,10 @@ def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
         _random(outputs, seed=2, dtype=dtype),
         dtype,
     )
-    assert_row_independent(lambda x: ops.linear(x, weight), _random(48, inputs, dtype=dtype))
+    x = _random(48, inputs, dtype=dtype)
+    assert_row_independent(lambda x: ops.linear(x, weight), x)
+    assert_row_independent(lambda x: ops.logits(x, weight), x)
+    assert ops.logits(x, weight).dtype == torch.float32
 
 
 @pytest.mark.usefixtures("_threads")
@@ -104,7 +107,7 @@ class _Sequences:
     def attend(self, shares: list[tuple[int, int, int]]) -> list[Tensor]:
         """One step over (sequence, tokens before, tokens now)."""
         batch = token_batch([(done, n, self.blocks[i]) for i, done, n in shares])
-        plan = self.ops.plan_attention(batch, self.heads, self.cache)
+        plan = self.ops.attention_metadata(batch, self.heads, self.cache)
         k, v, q = (
             torch.cat([x[i][done : done + n] for i, done, n in shares])
             for x in (self.k, self.v, self.q)
@@ -163,7 +166,7 @@ def test_cache_is_laid_out_by_block_and_head() -> None:
     assert isinstance(cache, KVCache)
     assert cache.keys.shape == cache.values.shape == (4, 2, BLOCK_SIZE, 8)
     batch = token_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
-    plan = ops.plan_attention(batch, 4, cache)
+    plan = ops.attention_metadata(batch, 4, cache)
     keys = _random(1, 2, 8).bfloat16()
     ops.write_kv(cache, keys, -keys, plan)
     assert torch.equal(cache.keys[1, :, 1], keys[0])

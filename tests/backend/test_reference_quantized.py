@@ -121,7 +121,7 @@ def _rounded(row: Tensor, group: int) -> list[Fraction]:
 def test_rows_of_a_table_are_dequantized(kind: str, dtype: torch.dtype) -> None:
     weight = KINDS[kind]
     ids = torch.tensor([3, 0, 32, 3])
-    rows = OPS.linear_rows(ids, OPS.prepare_linear([weight], None, dtype))
+    rows = OPS.embedding(ids, OPS.prepare_linear([weight], None, dtype))
     assert torch.equal(rows, dequantize(weight)[ids].to(dtype))
 
 
@@ -130,8 +130,8 @@ def test_rows_that_a_part_of_a_table_does_not_have_are_zeros(kind: str) -> None:
     weight: LinearWeight = DenseWeight(_random(33, 96, seed=3)) if kind == "dense" else KINDS[kind]
     table, size = OPS.prepare_linear([weight], None, torch.float32), len(dequantize(weight))
     ids = torch.tensor([0, 99, 100, 100 + size - 1, 100 + size, 199])
-    rows = OPS.linear_rows(ids, table, 100, 200)
-    assert torch.equal(rows[2:4], OPS.linear_rows(torch.tensor([0, size - 1]), table))
+    rows = OPS.embedding(ids, table, 100, 200)
+    assert torch.equal(rows[2:4], OPS.embedding(torch.tensor([0, size - 1]), table))
     assert not rows[[0, 1, 4, 5]].any()
 
 
@@ -139,7 +139,7 @@ def test_rows_that_a_part_of_a_table_does_not_have_are_zeros(kind: str) -> None:
 def test_ids_that_a_table_does_not_have_are_refused(token_id: int, vocab_size: int | None) -> None:
     table = OPS.prepare_linear([DenseWeight(_random(3, 8, seed=3))], None, torch.float32)
     with pytest.raises(IndexError, match="A token id is not from 0 to"):
-        OPS.linear_rows(torch.tensor([100, token_id]), table, 100, vocab_size)
+        OPS.embedding(torch.tensor([100, token_id]), table, 100, vocab_size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,11 +147,11 @@ def test_the_highest_output_comes_with_its_value(kind: str) -> None:
     prepared = OPS.prepare_linear([KINDS[kind]], None, torch.bfloat16)
     x = _random(5, dequantize(KINDS[kind]).shape[1]).bfloat16()
     x[3, 3] = torch.nan
-    outputs = OPS.linear(x, prepared)
-    columns, values, finite = OPS.greedy(x, prepared)
+    outputs = OPS.logits(x, prepared)
+    columns, values, finite = OPS.argmax(x, prepared)
     assert finite.tolist() == [True, True, True, False, True]
     assert torch.equal(columns[finite], outputs.argmax(1)[finite])
-    assert torch.equal(values[finite], outputs.amax(1).float()[finite])
+    assert torch.equal(values[finite], outputs.amax(1)[finite])
 
 
 def test_parts_of_all_kinds_follow_one_another() -> None:

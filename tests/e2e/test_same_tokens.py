@@ -191,3 +191,25 @@ async def test_worker_and_engine_killed(
     assert await streams == alone
     await settled.wait()
     assert states[2:] == [ReplicaState.STARTING, ReplicaState.READY]
+
+
+async def test_an_engine_that_stands_still_is_replaced(
+    worker: WorkerConfig, requests: list[GenerateRequest], alone: list[list[int]], backend: str
+) -> None:
+    if (backend, worker.dtype) != ("cpu", "float32"):
+        pytest.skip("the watchdog knows nothing of formats")
+    async with engine(worker, engine_timeout_s=2.0) as dispatcher:
+        [replica] = dispatcher.replicas
+        assert isinstance(replica, EngineClient)
+        stopped = replica.engine_pid
+        assert stopped is not None
+        [worker_process] = psutil.Process(stopped).children()
+        streams = asyncio.gather(*(answer(dispatcher, request, "stopped") for request in requests))
+        while (await dispatcher.load()).num_prompt_tokens == 0:
+            await asyncio.sleep(0)
+        os.kill(stopped, signal.SIGSTOP)
+        later = await answer(dispatcher, requests[0], "later")  # which the stopped engine owes
+        assert [*await streams, later] == [*alone, alone[0]]
+        assert replica.engine_pid not in (None, stopped)
+        while worker_process.is_running():
+            await asyncio.sleep(0.01)

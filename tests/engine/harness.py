@@ -174,21 +174,21 @@ class Harness:
         self.tokens[request.request_id] = list(request.output_token_ids)
         answer = self.core.add(request)
         assert isinstance(answer, list)
-        self._record(answer)
+        self.record(answer)
         self.step()
 
     def step(self) -> list[TokenChunk]:
         chunks = self.core.step()
-        self._record(chunks)
+        self.record(chunks)
         self._apply_kv_events()
         return chunks
 
     def _apply_kv_events(self) -> None:
         """Whoever applies the events knows exactly what is cached, after every step."""
-        batch = KVEventBatch(self.clock.now(), self.core.take_kv_events(), 0)
+        batch = KVEventBatch(self.clock.now(), self.core.drain_kv_events(), 0)
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
-            assert self.cached.keys == self.scheduler.kv.pool._by_key.keys()
+            assert self.cached.keys == self.scheduler.kv.pool.keys()
             report = self.core.load()
             assert report.num_blocks_stored - report.num_blocks_removed == len(self.cached.keys)
             for tier in report.tiers:
@@ -196,7 +196,7 @@ class Harness:
                     assert tier.num_blocks == len(self.cached.host_keys)
                     assert tier.num_stored - tier.num_removed == tier.num_blocks
 
-    def _record(self, chunks: list[TokenChunk]) -> None:
+    def record(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
             assert chunk.request_id not in self.finished
             self.tokens[chunk.request_id] += chunk.token_ids

@@ -5,7 +5,8 @@ import pytest
 from harness import Harness, assert_complete, make_request
 
 from pagoda.engine.config import EngineConfig, SimConfig
-from pagoda.engine.core import MAX_IDLE_LOSSES, STABLE_S, EngineCore
+from pagoda.engine.core import EngineCore
+from pagoda.engine.worker_restarts import MAX_IDLE_LOSSES, STABLE_S
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.sim import SimExecutor
@@ -154,6 +155,16 @@ def test_requests_are_refused_until_the_worker_is_ready() -> None:
     assert isinstance(core.add(make_request("a", [1])), RequestRefused)
     core.step()
     assert core.ready is not None
+
+
+def test_an_engine_whose_worker_still_starts_answers_queries() -> None:
+    executor = ScriptedExecutor(SimExecutor(SimConfig(), clock=VirtualClock()))
+    core = EngineCore(EngineConfig(worker=WorkerConfig(model="sim")), executor, VirtualClock())
+    assert not core.load().is_worker_ready
+    core.subscribe_cache(b"frontend")
+    core.step()
+    assert core.load().is_worker_ready
+    assert [frontend for frontend, _ in core.drain_updates()] == [b"frontend"]
 
 
 def test_stalling_is_measured_from_the_last_finished_step() -> None:

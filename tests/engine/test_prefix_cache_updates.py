@@ -73,18 +73,18 @@ def test_every_frontend_ends_up_knowing_what_is_cached(max_keys: int, data: st.D
                 frontends.setdefault(name, Frontend())
             else:
                 clock.advance_to(clock.now() + data.draw(st.sampled_from([0.0, INTERVAL_S])))
-                for name, news in told.take():
+                for name, news in told.drain():
                     frontends[name].hear(news)
         while (instant := told.next_event_at()) is not None:
             clock.advance_to(max(clock.now(), instant))
-            heard = told.take()
+            heard = told.drain()
             assert heard
             for name, news in heard:
                 frontends[name].hear(news)
         keys = chain.from_iterable(pool.keys() for pool in pools)
         cached = {key[:SHORT_KEY_BYTES] for key in keys}
         assert all(frontend.known == cached for frontend in frontends.values())
-        assert told.take() == []
+        assert told.drain() == []
 
 
 def test_without_a_listener_there_is_nothing_to_do() -> None:
@@ -93,7 +93,7 @@ def test_without_a_listener_there_is_nothing_to_do() -> None:
     store(pool, A)
     assert pool.changed is None
     assert told.next_event_at() is None
-    assert told.take() == []
+    assert told.drain() == []
 
 
 def test_the_first_news_come_at_once_and_the_next_after_the_interval() -> None:
@@ -101,20 +101,20 @@ def test_the_first_news_come_at_once_and_the_next_after_the_interval() -> None:
     clock, told = reporter(pool)
     store(pool, A)
     told.follow(b"f")
-    [(frontend, first)] = told.take()
+    [(frontend, first)] = told.drain()
     assert (frontend, first.stored, first.starts_anew) == (b"f", A[:8], True)
     assert told.next_event_at() is None
     store(pool, B)
-    assert told.take() == []
+    assert told.drain() == []
     assert told.next_event_at() == 100 + INTERVAL_S
     clock.advance_to(100 + INTERVAL_S)
     store(pool, C)
-    [(_, second)] = told.take()
+    [(_, second)] = told.drain()
     assert (second.stored, second.starts_anew) == (B[:8] + C[:8], False)
     clock.advance_to(200)
-    assert told.take() == []
+    assert told.drain() == []
     pool.discard(B)
-    [(_, third)] = told.take()
+    [(_, third)] = told.drain()
     assert third.removed == B[:8]
 
 
@@ -123,11 +123,11 @@ def test_one_that_comes_later_is_told_all_and_the_others_what_is_new() -> None:
     clock, told = reporter(pool)
     told.follow(b"f")
     store(pool, A)
-    told.take()
+    told.drain()
     store(pool, B)
     told.follow(b"g")
     clock.advance_to(101)
-    news = dict(told.take())
+    news = dict(told.drain())
     assert news[b"f"].stored == B[:8]
     assert split(news[b"g"].stored) == {A[:8], B[:8]}
 
@@ -137,9 +137,9 @@ def test_news_are_of_bounded_size() -> None:
     clock, told = reporter(pool)
     store(pool, *(index.to_bytes(32, "little") for index in range(MAX_KEYS + 10)))
     told.follow(b"f")
-    [(_, first)] = told.take()
+    [(_, first)] = told.drain()
     clock.advance_to(101)
-    [(_, second)] = told.take()
+    [(_, second)] = told.drain()
     assert len(first.stored) == MAX_KEYS * SHORT_KEY_BYTES
     assert len(second.stored) == 10 * SHORT_KEY_BYTES
     assert (first.starts_anew, second.starts_anew) == (True, False)
@@ -152,12 +152,12 @@ def test_a_block_that_is_still_in_host_memory_is_not_removed() -> None:
     told.follow(b"f")
     store(device, A)
     store(host, A)
-    told.take()
+    told.drain()
     device.discard(A)
     clock.advance_to(101)
-    [(_, news)] = told.take()
+    [(_, news)] = told.drain()
     assert (news.stored, news.removed) == (A[:8], b"")
     host.discard(A)
     clock.advance_to(102)
-    [(_, news)] = told.take()
+    [(_, news)] = told.drain()
     assert (news.stored, news.removed) == (b"", A[:8])

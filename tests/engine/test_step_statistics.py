@@ -38,11 +38,11 @@ def test_without_a_follower_nothing_is_kept() -> None:
     assert told.next_event_at() is None
     told.follow(b"f")
     clock.advance_to(101)
-    assert told.take() == []
+    assert told.drain() == []
     told.begin(StepPlan(1, [0], [1]))
     told.unfollow(b"f")
     told.end(StepResult(1, [], []))
-    assert (told.next_event_at(), told.take()) == (None, [])
+    assert (told.next_event_at(), told.drain()) == (None, [])
 
 
 def test_each_step_is_told_with_its_age_and_what_was_in_it() -> None:
@@ -51,13 +51,13 @@ def test_each_step_is_told_with_its_age_and_what_was_in_it() -> None:
     told.follow(b"g")
     run(told, 4, [1, 7, 1], 0.02)
     news = StepStatistics([StepBin(0.0, 4, 1, 0.02, 7, 2, 3)])
-    assert sorted(told.take()) == [(b"f", news), (b"g", news)]
+    assert sorted(told.drain()) == [(b"f", news), (b"g", news)]
     clock.advance_to(100.25)
     run(told, 5, [1], 0.03)
-    assert told.take() == []
+    assert told.drain() == []
     assert told.next_event_at() == 100 + INTERVAL_S
     clock.advance_to(100 + INTERVAL_S)
-    [(_, later), _] = told.take()
+    [(_, later), _] = told.drain()
     assert later.bins == [StepBin(0.25, 5, 1, 0.03, 0, 1, 1)]
     assert told.next_event_at() is None
 
@@ -67,7 +67,7 @@ def test_steps_that_end_close_together_are_one() -> None:
     told.follow(b"f")
     for step, time_s in enumerate((0.001, 0.004, 0.002)):
         run(told, step, [1] * (step + 1) + [10], time_s)
-    [(_, news)] = told.take()
+    [(_, news)] = told.drain()
     assert news.bins == [StepBin(0.0, 2, 3, 0.004, 30, 6, 4)]
 
 
@@ -78,10 +78,10 @@ def test_news_are_few_and_small_and_lose_no_step(every_s: float) -> None:
     num_steps, all_news = 3000, []
     for step in range(num_steps):
         run(told, step, [1])
-        all_news += told.take()
+        all_news += told.drain()
         clock.advance_to(clock.now() + every_s)
     clock.advance_to(clock.now() + INTERVAL_S)
-    all_news += told.take()
+    all_news += told.drain()
     assert sum(one.num_steps for _, news in all_news for one in news.bins) == num_steps
     assert max(len(news.bins) for _, news in all_news) <= MAX_BINS
     assert len(all_news) <= (clock.now() - 100) / INTERVAL_S + 1
@@ -93,7 +93,7 @@ def test_what_nobody_takes_is_bounded_too() -> None:
     for step in range(5 * MAX_BINS):
         run(told, step, [1])
         clock.advance_to(clock.now() + BIN_S)
-    [(_, news)] = told.take()
+    [(_, news)] = told.drain()
     assert len(news.bins) == MAX_BINS
     assert news.bins[-1].step == 5 * MAX_BINS - 1
 
@@ -104,7 +104,7 @@ def test_steps_of_a_lost_worker_are_forgotten() -> None:
     told.begin(StepPlan(0, [0], [1]))
     told.begin(StepPlan(1, [0], [1]))
     run(told, 2, [6])
-    [(_, news)] = told.take()
+    [(_, news)] = told.drain()
     assert news.bins == [StepBin(0.0, 2, 1, 0.001, 6, 0, 1)]
     assert told._planned == {}
 
@@ -118,7 +118,7 @@ def test_an_engine_tells_of_all_tokens_that_it_computes() -> None:
     while (wakeup := it.core.next_wakeup()) is not None:
         it.clock.advance_to(max(wakeup, it.clock.now()))
         it.core.step()
-        news += [one for _, one in it.core.take_news() if isinstance(one, StepStatistics)]
+        news += [one for _, one in it.core.drain_updates() if isinstance(one, StepStatistics)]
     bins = [one for piece in news for one in piece.bins]
     assert sum(one.num_prefill_tokens for one in bins) == 20
     assert sum(one.num_decode_tokens for one in bins) == 4

@@ -503,7 +503,7 @@ def test_what_is_on_disk_is_not_told_to_be_lost_with_a_worker(
     assert len(on_disk) == (10 if disk else 0)
     it.executor.say(WorkerLost("gone"))
     it.core.step()
-    events = it.core.take_kv_events()
+    events = it.core.drain_kv_events()
     assert {type(one) for one in events} == {event}
     removed = [key for one in events if isinstance(one, BlockRemoved) for key in one.block_hashes]
     assert len(removed) == (20 if disk else 0)

@@ -46,8 +46,8 @@ def end_of_trace(harness: Harness) -> TraceStopped:
     end = None
     while end is None:  # what is said of an earlier trace wakes as well
         assert select.select(harness.core.pollables(), [], [], 20)[0]
-        end = harness.core.take_trace_end()
-    assert harness.core.take_trace_end() is None
+        end = harness.core.drain_trace_end()
+    assert harness.core.drain_trace_end() is None
     assert harness.core.pollables() == []
     return end
 
@@ -273,7 +273,7 @@ def test_serving_does_not_wait_for_a_disk_that_hangs(
     harness.add(request)
     harness.run()
     assert_complete(harness, [request])
-    assert harness.core.take_trace_end() is None
+    assert harness.core.drain_trace_end() is None
     released.set()
     assert end_of_trace(harness) == TraceStopped([], 1)
 
@@ -298,7 +298,7 @@ def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(tmp_path: P
     harness.step()
     harness.clock.advance_to(harness.clock.now() + 1)
     harness.core.start_trace(trace(tmp_path, number=2))
-    assert harness.core.take_trace_end() is None
+    assert harness.core.drain_trace_end() is None
     assert stop(harness) == TraceStopped([], 2)
     until_written()
     assert len(read_fragments(tmp_path)) == 2

@@ -1,3 +1,5 @@
+"""Rows of answers in traces (`pagoda.frontend.request_tracing`)."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator

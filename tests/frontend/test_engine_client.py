@@ -26,8 +26,8 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import StartTrace
 from pagoda.messages.worker_config import Role, WorkerConfig
+from pagoda.pd.links import SocketPeers
 from pagoda.pd.messages import KVRelease, KVSubscribe
-from pagoda.pd.peers import SocketPeers
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 VOCAB_SIZE = 100
@@ -168,6 +168,22 @@ async def test_an_engine_that_is_stopped_is_killed_and_replaced() -> None:
         while client.state is not ReplicaState.READY:
             await asyncio.sleep(0.001)
         assert (await collect(client, make_request(2)))[0] == expected(make_request(2))
+    finally:
+        await client.close()
+
+
+async def test_an_engine_that_is_stopped_while_it_starts_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = EngineClient(sim_config(), start_timeout_s=3.0)
+    starting = asyncio.create_task(client.start())
+    while client.engine_pid is None:
+        await asyncio.sleep(0)
+    os.kill(client.engine_pid, signal.SIGSTOP)
+    try:
+        await starting
+        assert "the engine did not answer for 3 s; starting it again" in caplog.text
+        assert (await collect(client, make_request(1)))[0] == expected(make_request(1))
     finally:
         await client.close()
 

@@ -283,7 +283,7 @@ async def test_a_collector_that_is_not_there_harms_nothing(
     texts = generator(spans, endpoint)
     for _ in range(3):
         await ask(texts)
-        await asyncio.to_thread(spans._provider.force_flush)
+        await asyncio.to_thread(spans.flush)
     await asyncio.to_thread(spans.close)
     assert len(endpoint.requests) == 3
     first, last = caplog.records
@@ -302,13 +302,13 @@ async def test_spans_that_come_too_fast_are_counted(
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     spans = RequestSpans(collector.url, "tiny")
-    go_on, sending = threading.Event(), spans._losses.leave
+    go_on, sending = threading.Event(), spans.losses.leave
 
     def leave(count: int) -> None:
         go_on.wait(10)
         sending(count)
 
-    monkeypatch.setattr(spans._losses, "leave", leave)
+    monkeypatch.setattr(spans.losses, "leave", leave)
     tracker = RequestTracker()
     spans.follow(tracker)
     for index in range(5):  # a request and its queue each

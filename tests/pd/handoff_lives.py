@@ -67,6 +67,7 @@ class Life:
         self._block_size = rng.choice([1, 4, 8])
         self._fails = rng.random() < 0.15
         self._slow = rng.choice([0.0, 0.0, 0.2])
+        self._is_late = rng.random() < 0.5
         self._failing = rng.choice([0.0, 0.0, 0.2])
         self._cutting = rng.choice([0.0, 0.0, 0.1])
         self._dying = rng.choice([0.0, 0.0, 0.1])
@@ -87,6 +88,7 @@ class Life:
             decode=self._options[Role.DECODE],
             fails=self._fails,
             roles=self._roles,
+            lateness=self._lateness,
         )
         for index in range(rng.randint(3, 14)):
             self._add(index)
@@ -97,6 +99,9 @@ class Life:
         self._end()
 
     # ---- what there is
+
+    def _lateness(self) -> float:
+        return self._rng.choice([0.0, 0.002, 0.02, 0.2]) if self._is_late else 0.0
 
     def _random_options(self, role: Role) -> dict[str, Any]:
         rng = self._rng
@@ -203,6 +208,7 @@ class Life:
         state = rng.choice(sorted(set(states.values())))
         victim = rng.choice(sorted(it for it, its_state in states.items() if its_state == state))
         self.met[f"aborted at decode: {state}"] += 1
+        self._pair.be_late()
         engine.harness.core.abort(victim)
         self._aborted.add(victim)
         engine.harness.step()
@@ -212,7 +218,7 @@ class Life:
         engine = self._pair.decode
         states = {}
         for request_id, request in engine.harness.scheduler.requests.items():
-            fetch = engine.remote._fetches.get(request_id)
+            fetch = engine.remote.fetches.get(request_id)
             if request.slot is not None:
                 state = "running"
             elif request.state is RequestState.AWAITING_KV:
@@ -324,9 +330,9 @@ class Life:
         load = decode.harness.core.load()
         self.met["preempted at decode"] += decode.harness.scheduler.counters.num_preemptions
         self.met["workers lost at decode"] += load.num_worker_restarts
-        self.met["blocks fetched"] += decode.remote._num_loaded
-        self.met["blocks not fetched"] += decode.remote._num_failed
-        for _, reason in decode.remote._complaints:
+        self.met["blocks fetched"] += decode.remote.load_report().num_loaded
+        self.met["blocks not fetched"] += decode.remote.load_report().num_failed
+        for _, reason in decode.remote.complaints:
             self.met[f"complaint: {reason}"] += 1
 
     def _count_deaths(self, prefill: Engine) -> None:

@@ -8,9 +8,10 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from harness import Harness, check_books
+from harness import Harness, check_books, in_state
 
 from pagoda.engine.config import HandoffConfig
+from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, KVSource, RequestRefused, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -51,13 +52,13 @@ class Engine:
 
     @property
     def exporter(self) -> KVExporter:
-        exporter = self.harness.core.exporter
+        exporter = self.harness.core.parts.exporter
         assert exporter is not None
         return exporter
 
     @property
     def remote(self) -> RemoteKV:
-        remote = self.harness.core.remote
+        remote = self.harness.core.parts.remote
         assert remote is not None
         return remote
 
@@ -66,7 +67,7 @@ class Engine:
         harness.tokens[request.request_id] = list(request.output_token_ids)
         answer = harness.core.add(request)
         assert not isinstance(answer, RequestRefused)
-        harness._record(answer)
+        harness.record(answer)
         return answer
 
     def next_event_at(self) -> float | None:
@@ -84,28 +85,29 @@ class Engine:
         if scheduler.tiers is not None:
             check_books(scheduler)
         else:
-            held = [request.table.blocks for request in scheduler.requests.values()]
-            held += self.exporter.leases._blocks.values()
-            wanted = Counter(block.block_id for blocks in held for block in blocks)
+            tables = [request.table.blocks for request in scheduler.requests.values()]
+            wanted = Counter(block.block_id for blocks in tables for block in blocks)
+            wanted.update(block.block_id for block in self.exporter.leases.held_blocks())
             pool = scheduler.kv.pool
             pool.check()
-            assert {it.block_id: it.ref_count for it in pool._blocks if it.ref_count} == wanted
-        if self.harness.core.exporter is not None:
-            assert self.exporter._held.keys() == self.exporter.leases._blocks.keys()
-        if self.harness.core.remote is not None:
+            assert pool.references() == wanted
+        if self.harness.core.parts.exporter is not None:
+            assert len(self.exporter.held) == self.exporter.leases.num_leases
+            assert all(transfer in self.exporter.leases for transfer in self.exporter.held)
+        if self.harness.core.parts.remote is not None:
             assert_consistent(self.remote)
 
     def check_nothing_left(self) -> None:
         self.check_books()
         self.harness.check_nothing_left()
-        if self.harness.core.exporter is not None:
+        if self.harness.core.parts.exporter is not None:
             assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
-            assert not self.exporter._held
-            assert not self.exporter._early
-        if self.harness.core.remote is not None:
-            assert not self.remote._fetches
-            assert not self.remote._copies
-            assert not any(peer.fetches for peer in self.remote._peers._peers.values())
+            assert not self.exporter.held
+            assert not self.exporter.early
+        if self.harness.core.parts.remote is not None:
+            assert not self.remote.fetches
+            assert not self.remote.reads
+            assert not any(peer.fetches for peer in self.remote.peers.by_address.values())
 
 
 class Pair:
@@ -119,12 +121,15 @@ class Pair:
         decode: dict[str, Any] | None = None,
         fails: bool = False,
         roles: tuple[Role, Role] = (Role.PREFILL, Role.DECODE),
+        lateness: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`lateness` returns the seconds by which both engines' loops turn after the next event: events meet."""
         self.clock = VirtualClock()
         self.sent: list[Message] = []
         self.told_chunks: list[TokenChunk] = []
         """By the last step of each."""
         self._fate = fate
+        self._lateness = lateness
         self.network = SimNetwork(self.clock, self._remember)
         self.prefill = Engine(self, roles[0], "tcp://p:1", **(prefill or {}))
         self.decode = Engine(self, roles[1], "tcp://d:1", fails=fails, **(decode or {}))
@@ -166,8 +171,13 @@ class Pair:
         if instant is None:
             return False
         self.clock.advance_to(instant)
+        self.be_late()
         self.step()
         return True
+
+    def be_late(self) -> None:
+        """Lets time pass in which no loop turns."""
+        self.clock.advance_to(self.clock.now() + self._lateness())
 
     def step(self) -> None:
         self.told_chunks = [chunk for engine in self.engines for chunk in engine.harness.step()]
@@ -199,10 +209,35 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 def assert_consistent(remote: RemoteKV) -> None:
     """Whoever is asked for is in both lists, once."""
-    of_peers = [fetch for peer in remote._peers._peers.values() for fetch in peer.fetches.values()]
-    assert len(of_peers) == len(remote._fetches)
+    of_peers = [
+        fetch for peer in remote.peers.by_address.values() for fetch in peer.fetches.values()
+    ]
+    assert len(of_peers) == len(remote.fetches)
     for fetch in of_peers:
-        assert remote._fetches[fetch.prefix.request_id] is fetch
+        assert remote.fetches[fetch.prefix.request_id] is fetch
         assert len(fetch.block_ids) <= len(fetch.prefix.keys)
-    held = {fetch.load.held_id for fetch in of_peers if fetch.load is not None}
-    assert held == remote._ledger._held.keys()
+
+
+# ---- a prompt, and where requests stand
+
+PROMPT = [token % 50 for token in range(3, 45)]
+CHUNKS = {"max_num_batched_tokens": 12}
+"""The prompt is computed in four steps."""
+
+
+def documents(count: int) -> list[list[int]]:
+    return [
+        [(token * (number + 2) + number) % 50 for token in range(40)] for number in range(count)
+    ]
+
+
+def is_loading(pair: Pair) -> bool:
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.LOADING))
+
+
+def is_awaiting(pair: Pair) -> bool:
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.AWAITING_KV))
+
+
+def has_leases(pair: Pair) -> bool:
+    return pair.prefill.exporter.leases.num_leases > 0

@@ -22,6 +22,7 @@ from pagoda.messages.transfers import (
 )
 from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
+from pagoda.pd.links import PeerLost
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -38,7 +39,6 @@ from pagoda.pd.messages import (
     KVWelcome,
     PrefillMessage,
 )
-from pagoda.pd.peers import PeerLost
 from pagoda.pd.prefill_peers import SILENCE_S
 from pagoda.pd.transfer_tokens import TransferTokens
 
@@ -571,4 +571,4 @@ def test_what_goes_wrong_is_said_again_after_a_while(
     rig.remote.on_queued(prefix("later"), 0)
     rig.hear(PeerLost("it hung up"))
     assert len(caplog.records) == 302
-    assert len(rig.remote._complaints) == 1
+    assert len(rig.remote.complaints) == 1

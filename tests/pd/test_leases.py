@@ -95,7 +95,7 @@ class Leases(RuleBasedStateMachine):
     def references_are_those_of_leases(self) -> None:
         self.pool.check()
         wanted = Counter(block.block_id for blocks in self.held.values() for block in blocks)
-        given = {block.block_id: block.ref_count for block in self.pool._blocks if block.ref_count}
+        given = self.pool.references()
         assert given == wanted
 
     @invariant()

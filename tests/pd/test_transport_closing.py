@@ -16,7 +16,7 @@ from pagoda.pd.transport import mooncake, nixl
 from pagoda.pd.transport.base import Region, Span, TransportError
 from pagoda.pd.transport.mooncake import MooncakeDescriptor, MooncakeLink
 from pagoda.pd.transport.nixl import NixlDescriptor, NixlLink
-from pagoda.pd.transport.readers import Readers
+from pagoda.pd.transport.remote_memory import Readers
 
 REGION = Region(4096, 4096)
 FAR = 1000.0
@@ -59,11 +59,11 @@ def test_who_closes_what_nobody_reads_lets_go() -> None:
 
 def test_closing_shortens_patience_and_never_lengthens_it() -> None:
     readers = Readers(lambda: None)
-    assert readers.patience(FAR, 3) == FAR
+    assert readers.deadline(FAR, 3) == FAR
     readers.close()
     now = time.monotonic()
-    assert now - 1 < readers.patience(now + FAR, 3) <= now + 3
-    assert readers.patience(now - FAR, 3) == now - FAR
+    assert now - 1 < readers.deadline(now + FAR, 3) <= now + 3
+    assert readers.deadline(now - FAR, 3) == now - FAR
 
 
 class Agent:
@@ -102,7 +102,7 @@ def test_closing_a_link_of_nixl_ends_a_read_in_the_end(monkeypatch: pytest.Monke
         link.close()
         with pytest.raises(TransportError):
             reading.result(20)
-    assert link._agent is None
+    assert link.agent is None
     assert abandoned == [agent]
 
 
@@ -122,11 +122,11 @@ def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
         assert agent.begun.wait(20)
         link.close()
         assert not reading.done()
-        assert link._agent is not None, "it is read by still"
+        assert link.agent is not None, "it is read by still"
         is_over.set()
         with pytest.raises(TransportError, match="closed"):
             reading.result(20)
-    assert link._agent is None
+    assert link.agent is None
     assert not abandoned
 
 

@@ -147,7 +147,7 @@ def test_who_is_slow_is_sent_away(house: House, monkeypatch: pytest.MonkeyPatch)
     house.check()
 
 
-def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
+def test_a_crowd_does_not_keep_readers_out(house: House) -> None:
     crowd = [house.knock() for _ in range(5 * stream_server.MAX_STRANGERS)]
     house.check()
     threads = [thread for thread in threading.enumerate() if f"kv-{house.name}" in thread.name]
@@ -156,7 +156,7 @@ def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
         stream.close()
 
 
-def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
+def test_a_crowd_from_elsewhere_sends_no_reader_away(tcp_house: House) -> None:
     """One that is slow with its proof keeps its place."""
     remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
     reader = tcp_house.knock()
@@ -170,10 +170,10 @@ def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
         stream.close()
 
 
-def test_a_guest_that_was_sent_away_comes_again(
+def test_a_reader_that_was_sent_away_comes_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prover = house.exported._prover  # type: ignore[attr-defined]
+    prover = house.exported.prover  # type: ignore[attr-defined]
     admit, turns = prover.admit, itertools.count()
 
     def admit_the_third(stream: socket.socket, channel: bytes, deadline: float) -> int:
@@ -192,7 +192,7 @@ def test_a_guest_that_was_sent_away_comes_again(
 
 
 def test_strangers_cannot_ask_for_what_costs_much(tcp_house: House) -> None:
-    slow = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT, tcp._ENCRYPTED)
+    slow = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT, tcp.ENCRYPTED)
     with pytest.raises(OSError, match="handshake failure"):
         slow.wrap_socket(tcp_house.knock())
 
@@ -205,15 +205,15 @@ def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
     assert not [t for t in threading.enumerate() if f"kv-{house.name}" in t.name]
 
 
-# ---- guests that misbehave
+# ---- readers that misbehave
 
 
 def enter(house: House, stream: socket.socket | None = None) -> socket.socket:
     """A reader's stream, to say on it what one likes; `stream` has not said anything yet."""
     remote = msgspec.msgpack.decode(house.exported.descriptor, type=TcpDescriptor)
-    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
-    Prover(SECRET, remote.export_id).enter(channel, tcp._binding(channel), 0, soon())
-    bare = tcp._bared(channel, soon())
+    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream or house.knock())
+    Prover(SECRET, remote.export_id).enter(channel, tcp.channel_binding(channel), 0, soon())
+    bare = tcp.unwrap(channel, soon())
     bare.settimeout(20)
     return bare
 
@@ -239,7 +239,7 @@ def test_requests_that_make_no_sense_end_the_stream(tcp_house: House, request_by
     tcp_house.check()
 
 
-def test_a_guest_that_stops_in_the_middle_is_sent_away(
+def test_a_reader_that_stops_in_the_middle_is_sent_away(
     tcp_house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
@@ -249,7 +249,7 @@ def test_a_guest_that_stops_in_the_middle_is_sent_away(
     tcp_house.check()
 
 
-def test_a_guest_that_does_not_take_what_it_asked_for_is_sent_away(
+def test_a_reader_that_does_not_take_what_it_asked_for_is_sent_away(
     tcp_house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
@@ -290,18 +290,18 @@ def test_memory_that_was_handed_over_cannot_be_written_to_or_cut() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(file.descriptor, 0)
     before = house.theirs.bytes_of(0, 0, 4)
-    house.theirs._map[0:4] = b"ours"  # as whoever handed it over can
+    house.theirs.memory[0:4] = b"ours"  # as whoever handed it over can
     assert house.theirs.bytes_of(0, 0, 4) == b"ours" != before
     house.close()
 
 
-def test_a_host_that_encrypts_takes_no_guest_that_does_not(tcp_house: House) -> None:
+def test_a_host_that_encrypts_takes_no_reader_that_does_not(tcp_house: House) -> None:
     tcp_house.exported.close()
     tcp_house.exported = make("tcp", tcp_house.theirs, encrypts=True).export()
     stream = tcp_house.knock()
     remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
-    channel = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
-    Prover(SECRET, remote.export_id).enter(channel, tcp._binding(channel), 0, soon())
+    channel = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(stream)
+    Prover(SECRET, remote.export_id).enter(channel, tcp.channel_binding(channel), 0, soon())
     assert channel.recv(100) == b""
     channel.close()
     tcp_house.check()
@@ -366,8 +366,8 @@ def test_who_stands_in_the_middle_cannot_pass_proofs_on(tcp_house: House) -> Non
 
     def stand_between() -> None:
         reader, _ = listener.accept()
-        inside = tcp._tls(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(reader, server_side=True)
-        outside = tcp._tls(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
+        inside = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_SERVER).wrap_socket(reader, server_side=True)
+        outside = tcp.tls_context(tcp.ssl.PROTOCOL_TLS_CLIENT).wrap_socket(
             socket.create_connection(("127.0.0.1", remote.port))
         )
         inside.sendall(outside.recv(32))

@@ -71,7 +71,7 @@ def test_spans_go_where_they_belong(pair: Pair) -> None:
 def test_what_is_written_later_is_read_later(pair: Pair) -> None:
     theirs, ours = pair.theirs, pair.ours
     read(pair.link, [Span(0, 0, 8, ours.address(0))])
-    theirs._map[0:8] = b"new data"
+    theirs.memory[0:8] = b"new data"
     read(pair.link, [Span(0, 0, 8, ours.address(0))])
     assert ours.bytes_of(0, 0, 8) == b"new data"
 

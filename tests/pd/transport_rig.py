@@ -32,11 +32,11 @@ class Memory:
         total = sum(sizes)
         self.descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, total)
-        self._map = mmap.mmap(self.descriptor, total)
+        self.memory = mmap.mmap(self.descriptor, total)
         pattern = random.Random(seed).randbytes(min(total, 2**20 + 7))
         for start in range(0, total, len(pattern)):
-            self._map[start : start + len(pattern)] = pattern[: total - start]
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            self.memory[start : start + len(pattern)] = pattern[: total - start]
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         offsets = tuple(sum(sizes[:index]) for index in range(len(sizes)))
         regions = [Region(base + at, size) for at, size in zip(offsets, sizes, strict=True)]
         self.own = OwnMemory(tuple(regions), MemoryFile(self.descriptor, total, offsets))
@@ -44,7 +44,7 @@ class Memory:
 
     def bytes_of(self, region: int, offset: int, count: int) -> bytes:
         start = self._offsets[region] + offset
-        return self._map[start : start + count]
+        return self.memory[start : start + count]
 
     def address(self, region: int, offset: int = 0) -> int:
         return self.own.regions[region].address + offset

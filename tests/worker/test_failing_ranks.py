@@ -20,7 +20,7 @@ from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan, StepResult
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
-from pagoda.worker.heads import BROKE_A_STEP, FollowingHead, LeadingHead
+from pagoda.worker.group_sampler import BROKE_A_STEP
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import NOT_FINITE
 
@@ -170,21 +170,20 @@ def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
 class _PoisonedHead:
     """A backend whose part of the logits is NaN in some rows."""
 
-    def __init__(self, backend: Any, head: Any, greedy: int, other: int) -> None:
-        """Those rows of the greedy requests and of the others."""
-        self._backend, self._head, self._greedy, self._other = backend, head, greedy, other
+    def __init__(self, backend: Any, greedy: int, other: int) -> None:
+        """Poisons row `greedy` of the argmax, and row `other` of the logits."""
+        self._backend, self._greedy, self._other = backend, greedy, other
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
-        out: Tensor = self._backend.linear(x, weight)
-        if weight is self._head:
-            out[self._other, 3] = torch.nan
+    def logits(self, x: Tensor, weight: Any) -> Tensor:
+        out: Tensor = self._backend.logits(x, weight)
+        out[self._other, 3] = torch.nan
         return out
 
-    def greedy(self, x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, values, finite = self._backend.greedy(x, weight)
+    def argmax(self, x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, values, finite = self._backend.argmax(x, weight)
         finite[self._greedy] = False
         values[self._greedy] = torch.nan
         return tokens, values, finite
@@ -199,14 +198,12 @@ def test_nan_in_the_share_of_one_rank(
         _driver(_ranks(executors, directory, backend, 2, pp), SAMPLED), [0, 1, 2, 3], 4
     )
     ranks = _ranks(executors, directory, backend, 2, pp)
-    heads = [type(runner._head) for runner in ranks.last]
-    assert heads == [LeadingHead, FollowingHead]
     driver = _driver(ranks, SAMPLED)
-    model: Any = ranks.last[rank]._model
-    sound = model._backend
-    model._backend = _PoisonedHead(sound, model._head, 1, 0)
+    model: Any = ranks.last[rank].model
+    sound = model.backend
+    model.backend = _PoisonedHead(sound, 1, 0)
     result = driver.step({0: 3, 1: 9, 2: 5, 3: 17})
-    model._backend = sound
+    model.backend = sound
     assert (result.slots, result.errors) == ([0, 3], {1: NOT_FINITE, 2: NOT_FINITE})
     driver.free(1)
     driver.free(2)

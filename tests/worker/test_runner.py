@@ -13,8 +13,9 @@ from torch import Tensor
 from pagoda.backend.base import TokenBatch
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import StepPlan
+from pagoda.parallel.collectives import Alone
 from pagoda.telemetry.tracer import Tracer
-from pagoda.worker.heads import BROKE_A_STEP, Logits, OwnHead
+from pagoda.worker.group_sampler import BROKE_A_STEP, LeadingSampler, Logits
 from pagoda.worker.input_batch import InputBatch
 from pagoda.worker.runner import Runner
 from pagoda.worker.sampler import NOT_FINITE, Sampled, Sampler
@@ -104,16 +105,16 @@ def test_experts_are_counted_once_where_a_step_is_computed_twice(
 
     expected = counts()
     assert sum(expected[0]) > 0
-    choose = OwnHead.choose
+    sample = LeadingSampler.sample
 
     def raise_for_a_batch(
-        self: OwnHead, model: Logits, hidden: Tensor, rows: dict[int, int]
+        self: LeadingSampler, model: Logits, hidden: Tensor, rows: dict[int, int]
     ) -> Sampled:
         if len(rows) > 1:
             raise IndexError
-        return choose(self, model, hidden, rows)
+        return sample(self, model, hidden, rows)
 
-    monkeypatch.setattr(OwnHead, "choose", raise_for_a_batch)
+    monkeypatch.setattr(LeadingSampler, "sample", raise_for_a_batch)
     assert counts() == expected
 
 
@@ -145,7 +146,7 @@ class _Poisoned:
     def take_expert_tokens(self) -> list[int]:
         return []
 
-    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden)
         return logits.argmax(dim=1), logits.isfinite().all(dim=1)
 
@@ -155,7 +156,7 @@ def test_nan_logits_fail_alone() -> None:
         Runner(
             _Poisoned(9),
             InputBatch(8, 64, 16),
-            OwnHead(Sampler(16), Tracer("worker")),
+            LeadingSampler(Sampler(16), Alone(), Tracer("worker")),
             Tracer("worker"),
         )
     )
@@ -174,7 +175,7 @@ def test_nan_logits_fail_alone() -> None:
 def test_what_a_nan_request_left_in_the_cache_harms_nobody(directory: Path) -> None:
     expected = _expected(directory, 4)
     runner = load(directory)
-    for cache in runner._model._caches:
+    for cache in runner.model.caches:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     driver = Driver(runner)

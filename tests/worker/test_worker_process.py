@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -30,6 +31,7 @@ from pagoda.messages.worker import (
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.main import freeze_objects
 from pagoda.worker.pinning import part_of_cores
 
 EMBEDDED = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
@@ -61,6 +63,14 @@ class _Worker:
     def close(self) -> None:
         self.child.close()
         self._context.destroy()
+
+
+def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
+    freeze_objects()
+    try:
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
 
 
 @pytest.fixture

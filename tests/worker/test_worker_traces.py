@@ -13,7 +13,8 @@ from driver import Driver
 from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
-from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.devices import BackendUnavailableError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.worker import StepPlan, WorkerReady
@@ -232,7 +233,7 @@ def test_sampling_is_told_in_parts(tmp_path: Path, backend: str) -> None:
     for sample in _named(spans, "sample"):
         parts = [span for span in spans if span is not sample and sample.has(span)]
         assert [(span.name, span.args) for span in parts] == [
-            (name, {"rows": 1}) for name in ("greedy", "logits", "sampler")
+            (name, {"rows": 1}) for name in ("argmax", "logits", "sampler")
         ]
 
 

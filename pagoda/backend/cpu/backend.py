@@ -27,13 +27,13 @@ from pagoda.backend.base import (
 )
 from pagoda.backend.cpu.collectives import SharedMemoryCollectives
 from pagoda.backend.cpu.memory import WeightMemory
-from pagoda.backend.cpu.native import load_native
+from pagoda.backend.cpu.native import choose_instruction_set, load_native
 from pagoda.backend.cpu.program import CompiledForward
 from pagoda.backend.cpu.weights import (
     DTYPES,
     KV_DTYPES,
     UNLIMITED,
-    AttentionPlan,
+    AttentionMetadata,
     DenseSegment,
     PackedLinear,
     QuantizedSegment,
@@ -43,7 +43,7 @@ from pagoda.backend.cpu.weights import (
 )
 from pagoda.backend.direct import DirectForward
 from pagoda.backend.operation import WeightNames
-from pagoda.backend.reference.backend import ReferenceBackend, check_token_ids, highest_outputs
+from pagoda.backend.reference.backend import ReferenceBackend, argmax_of, check_token_ids
 from pagoda.backend.weights import (
     DenseWeight,
     GroupedWeight,
@@ -61,6 +61,15 @@ if TYPE_CHECKING:
 
 MAX_INT8_INPUTS = 65536
 """A sum of this many products of 8-bit codes still fits 32 bits."""
+
+
+def open_backend(group: Collectives | None) -> CpuBackend:
+    """The backend with this CPU's best instruction set.
+
+    Raises:
+        BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
+    """
+    return CpuBackend(choose_instruction_set(), group)
 
 
 class CpuBackend:
@@ -235,8 +244,14 @@ class CpuBackend:
         return panels
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        return self._linear(x, weight, weight.dtype)
+
+    def logits(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        return self._linear(x, weight, torch.float32)
+
+    def _linear(self, x: Tensor, weight: PackedLinear, out_dtype: torch.dtype) -> Tensor:
         x = self._fitting(x, weight)
-        out = x.new_empty((x.shape[0], weight.outputs))
+        out = torch.empty((len(x), weight.outputs), dtype=out_dtype)
         first = 0
         for segment in weight.segments:
             self._multiply(x, segment, out[:, first:])
@@ -255,7 +270,8 @@ class CpuBackend:
         """To the first columns of `out`."""
         num_tokens, inputs = x.shape
         panels, bias = segment.panels.data_ptr(), address(segment.bias)
-        rows = (x.data_ptr(), x.stride(0), num_tokens, out.data_ptr(), out.stride(0))
+        to = (out.data_ptr(), out.stride(0), DTYPES[out.dtype])
+        rows = (x.data_ptr(), x.stride(0), num_tokens, *to)
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[x.dtype]
             self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
@@ -263,7 +279,7 @@ class CpuBackend:
             order = address(segment.act_order)
             self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
-    def linear_rows(
+    def embedding(
         self,
         token_ids: Tensor,
         weight: PackedLinear,
@@ -292,18 +308,18 @@ class CpuBackend:
         )
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[weight.dtype]
-            self._kernels.weight_rows(dtype, segment.outputs, weight.inputs, panels, *rows)
+            self._kernels.embedding(dtype, segment.outputs, weight.inputs, panels, *rows)
         else:
             order = address(segment.act_order)
-            self._kernels.quantized_rows(segment.shape, panels, order, *rows)
+            self._kernels.quantized_embedding(segment.shape, panels, order, *rows)
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x)
 
-    def greedy(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
+    def argmax(self, x: Tensor, weight: PackedLinear) -> tuple[Tensor, Tensor, Tensor]:
         if len(weight.segments) > 1:
-            return highest_outputs(self.linear(x, weight))
+            return argmax_of(self.logits(x, weight))
         x = self._fitting(x, weight)
         columns = torch.empty(len(x), dtype=torch.int64)
         values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
@@ -313,10 +329,10 @@ class CpuBackend:
         rows = (x.data_ptr(), x.stride(0), len(x), *results)
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[x.dtype]
-            self._kernels.linear_highest(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
+            self._kernels.linear_argmax(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
         else:
             order = address(segment.act_order)
-            self._kernels.quantized_highest(segment.shape, panels, order, bias, *rows)
+            self._kernels.quantized_argmax(segment.shape, panels, order, bias, *rows)
         return columns, values, finite
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -410,14 +426,14 @@ class CpuBackend:
             experts.counts.data_ptr(),
         )
         for maps in zip(experts.gate, experts.up, experts.down, strict=True):
-            native.add(*map(self._native_map, maps))
+            native.add(*map(self._native_linear, maps))
         self._known_experts[experts] = native
         return native
 
-    def _native_map(self, weight: PackedLinear) -> _native.LinearMap:
+    def _native_linear(self, weight: PackedLinear) -> _native.PackedLinear:
         (segment,) = weight.segments
-        panels, kind = segment.panels.data_ptr(), self._native.LinearMap
-        native: _native.LinearMap
+        panels, kind = segment.panels.data_ptr(), self._native.PackedLinear
+        native: _native.PackedLinear
         if isinstance(segment, DenseSegment):
             native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
         else:
@@ -426,12 +442,14 @@ class CpuBackend:
 
     # ---- attention
 
-    def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
+    def attention_metadata(
+        self, batch: TokenBatch, num_heads: int, cache: KVCache
+    ) -> AttentionMetadata:
         _, num_kv_heads, block_pairs, head_dim, pair = cache.values.shape
         query_lens, context_lens, block_tables = (
             part.contiguous() for part in (batch.query_lens, batch.context_lens, batch.block_tables)
         )
-        native = self._native.AttentionPlan(
+        native = self._native.AttentionMetadata(
             num_heads,
             num_kv_heads,
             head_dim,
@@ -442,7 +460,7 @@ class CpuBackend:
             block_tables.data_ptr(),
             block_tables.shape[1],
         )
-        return AttentionPlan(native, num_heads, head_dim)
+        return AttentionMetadata(native, num_heads, head_dim)
 
     def _native_cache(self, cache: KVCache) -> _native.Cache:
         scales = (cache.key_scales, cache.value_scales)
@@ -458,7 +476,7 @@ class CpuBackend:
         self,
         qkv: Tensor,
         cache: KVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         table: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
     ) -> Tensor:
@@ -484,7 +502,7 @@ class CpuBackend:
         self,
         queries: Tensor,
         cache: KVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float,
         window: int | None,
@@ -507,10 +525,10 @@ class CpuBackend:
 
     def compile(
         self,
-        forward: ForwardPass[PackedLinear, AttentionPlan],
+        forward: ForwardPass[PackedLinear, AttentionMetadata],
         hidden: tuple[int, torch.dtype] | None = None,
         names: WeightNames = UNNAMED,
-    ) -> Compiled[AttentionPlan]:
+    ) -> Compiled[AttentionMetadata]:
         # Only what shares memory can be met in the middle of a native call.
         native = self.group.native if isinstance(self.group, SharedMemoryCollectives) else None
         if native is None and self.group.size > 1:
@@ -534,7 +552,7 @@ class CpuBackend:
             raise ValueError(f"This cache of {cache.keys.dtype} is not for values of {x.dtype}.")
         return dtype
 
-    def _check_tokens(self, x: Tensor, plan: AttentionPlan) -> None:
+    def _check_tokens(self, x: Tensor, plan: AttentionMetadata) -> None:
         if len(x) != plan.native.num_tokens:
             raise ValueError(f"{len(x)} tokens do not fit a plan of {plan.native.num_tokens}.")
 

@@ -6,14 +6,11 @@ import importlib
 import os
 from types import ModuleType
 
+from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 
 INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
 """Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
-
-
-class BackendUnavailableError(Exception):
-    """This machine or installation has no such backend; the message says why."""
 
 
 def available_instruction_sets() -> list[str]:

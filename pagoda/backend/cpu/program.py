@@ -13,7 +13,7 @@ from pagoda.backend.base import Experts, ForwardPass, HeadNorms, KVCache, StepIn
 from pagoda.backend.cpu.weights import (
     DTYPES,
     UNLIMITED,
-    AttentionPlan,
+    AttentionMetadata,
     DenseSegment,
     PackedLinear,
     Segment,
@@ -88,7 +88,7 @@ class _Recorder:
             order = address(segment.act_order)
             self._program.quantized_linear(*where, segment.shape, panels, order, bias)
 
-    def linear_rows(
+    def embedding(
         self,
         token_ids: Value,
         weight: PackedLinear,
@@ -104,12 +104,10 @@ class _Recorder:
         ids = (first_id, first_id + weight.outputs if vocab_size is None else vocab_size)
         if isinstance(segment, DenseSegment):
             dtype = DTYPES[weight.dtype]
-            self._program.weight_rows(
-                out.index, dtype, segment.outputs, weight.inputs, panels, *ids
-            )
+            self._program.embedding(out.index, dtype, segment.outputs, weight.inputs, panels, *ids)
         else:
             order = address(segment.act_order)
-            self._program.quantized_rows(out.index, segment.shape, panels, order, *ids)
+            self._program.quantized_embedding(out.index, segment.shape, panels, order, *ids)
         self._note("embedding", weight)
         return out
 
@@ -162,7 +160,7 @@ class _Recorder:
         self,
         qkv: Value,
         cache: KVCache,
-        plan: AttentionPlan,  # noqa: ARG002 - it comes with every step
+        plan: AttentionMetadata,  # noqa: ARG002 - it comes with every step
         table: tuple[Value, Value],
         norms: HeadNorms | None,
     ) -> Value:
@@ -186,7 +184,7 @@ class _Recorder:
         self,
         queries: Value,
         cache: KVCache,
-        plan: AttentionPlan,  # noqa: ARG002 - it comes with every step
+        plan: AttentionMetadata,  # noqa: ARG002 - it comes with every step
         *,
         scale: float,
         window: int | None,
@@ -238,7 +236,7 @@ class CompiledForward:
         native_cache: Callable[[KVCache], _native.Cache],
         native_experts: Callable[[Experts[PackedLinear]], _native.Experts],
         group: _native.Collectives | None,
-        forward: ForwardPass[PackedLinear, AttentionPlan],
+        forward: ForwardPass[PackedLinear, AttentionMetadata],
         hidden: tuple[int, torch.dtype] | None,
         names: WeightNames,
     ) -> None:
@@ -249,7 +247,7 @@ class CompiledForward:
         self._program = program
         recorder = _Recorder(program, native_cache, native_experts, group, names)
         self._hidden = None if hidden is None else recorder.input(*hidden)
-        no_plan = cast("AttentionPlan", None)
+        no_plan = cast("AttentionMetadata", None)
         step = StepInput(_TOKEN_IDS, (_COSINES, _SINES), no_plan, self._hidden)
         self._result = forward(recorder, step)
         self._kept = recorder.kept
@@ -257,19 +255,19 @@ class CompiledForward:
         self.operations: Sequence[Operation] = recorder.operations
         self._times = torch.empty(program.size, dtype=torch.int64)
 
-    def __call__(self, step: StepInput[Tensor, AttentionPlan]) -> Tensor:
+    def __call__(self, step: StepInput[Tensor, AttentionMetadata]) -> Tensor:
         return self._run(step, None)
 
     def traced(
         self,
-        step: StepInput[Tensor, AttentionPlan],
+        step: StepInput[Tensor, AttentionMetadata],
         tracer: Tracer,  # noqa: ARG002 - the program keeps the time
     ) -> tuple[Tensor, Sequence[int]]:
         out = self._run(step, self._times)
         times: list[int] = self._times.tolist()
         return out, times
 
-    def _run(self, step: StepInput[Tensor, AttentionPlan], times: Tensor | None) -> Tensor:
+    def _run(self, step: StepInput[Tensor, AttentionMetadata], times: Tensor | None) -> Tensor:
         num_tokens = len(step.token_ids)
         cosines, sines = (part.contiguous() for part in step.rotary_table)
         if num_tokens != step.plan.native.num_tokens or len(cosines) != num_tokens:

@@ -63,8 +63,8 @@ class PackedLinear:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    native: _native.AttentionPlan
+class AttentionMetadata:
+    native: _native.AttentionMetadata
     num_heads: int
     head_dim: int
 

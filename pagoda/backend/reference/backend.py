@@ -32,9 +32,9 @@ from pagoda.backend.direct import DirectForward
 from pagoda.backend.operation import WeightNames
 from pagoda.backend.reference.quantized import (
     PackedGroups,
+    embedding_rows,
     num_rows,
     quantized_product,
-    weight_rows,
 )
 from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import DenseWeight, GroupedWeight, Int8Weight, LinearWeight
@@ -45,6 +45,8 @@ ROWS = 16
 """Rows of a matrix product; fewer waste less on a single sequence, more waste less on many."""
 KEYS = 128
 """Cached tokens of one attention tile; a multiple of every block size."""
+WIDENED_OUTPUTS = 16384
+"""Outputs of a head whose weights are widened to float32 at once."""
 TILES_PER_PASS = 8
 """Query tiles whose K and V are gathered at once, so that they stay in the processor's cache."""
 _HAS_BF16_PRODUCTS: bool = torch.cpu._is_avx512_bf16_supported()
@@ -74,7 +76,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionMetadata:
     block_ids: Tensor
     """[n], the cache block of each token."""
     offsets: Tensor
@@ -84,6 +86,11 @@ class AttentionPlan:
     num_tiles: int
     rows_per_tile: int
     passes: list[_Pass]
+
+
+def open_backend(group: Collectives | None) -> ReferenceBackend:
+    """The backend, which every machine has."""
+    return ReferenceBackend(group)
 
 
 class ReferenceBackend:
@@ -154,7 +161,7 @@ class ReferenceBackend:
         out = torch.cat([product.to(weight.dtype) for product in products], dim=1)
         return out if weight.bias is None else out.add_(weight.bias)
 
-    def linear_rows(
+    def embedding(
         self, token_ids: Tensor, weight: Linear, first_id: int = 0, vocab_size: int | None = None
     ) -> Tensor:
         (table,) = weight.parts
@@ -166,7 +173,7 @@ class ReferenceBackend:
         if isinstance(table, Tensor):
             rows = F.embedding(own, table)
         else:
-            rows = weight_rows(own, table).to(weight.dtype)
+            rows = embedding_rows(own, table).to(weight.dtype)
         return rows.masked_fill(foreign[:, None], 0)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -175,8 +182,17 @@ class ReferenceBackend:
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         return x + delta
 
-    def greedy(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor, Tensor]:
-        return highest_outputs(self.linear(x, weight))
+    def logits(self, x: Tensor, weight: Linear) -> Tensor:
+        wide = x.flatten(1).float()
+        products = [
+            _wide_product(wide, part) if isinstance(part, Tensor) else quantized_product(x, part)
+            for part in weight.parts
+        ]
+        out = torch.cat(products, dim=1)
+        return out if weight.bias is None else out.add_(weight.bias)
+
+    def argmax(self, x: Tensor, weight: Linear) -> tuple[Tensor, Tensor, Tensor]:
+        return argmax_of(self.logits(x, weight))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -227,15 +243,17 @@ class ReferenceBackend:
 
     def compile(
         self,
-        forward: ForwardPass[Linear, AttentionPlan],
+        forward: ForwardPass[Linear, AttentionMetadata],
         hidden: tuple[int, torch.dtype] | None = None,  # noqa: ARG002 - steps have what they have
         names: WeightNames = UNNAMED,
-    ) -> Compiled[AttentionPlan]:
+    ) -> Compiled[AttentionMetadata]:
         return DirectForward(self, forward, names)
 
     # ---- attention
 
-    def plan_attention(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> AttentionPlan:
+    def attention_metadata(
+        self, batch: TokenBatch, num_heads: int, cache: KVCache
+    ) -> AttentionMetadata:
         """Cuts every sequence's new tokens into tiles: the queries of a few tokens that share one K/V head."""
         _, num_kv_heads, block_size, _ = cache.keys.shape
         group = num_heads // num_kv_heads
@@ -272,7 +290,7 @@ class ReferenceBackend:
         tables = batch.block_tables[sequence_of_tile[by_length]]
         kv_rows = _kv_rows(tables, num_kv_heads, block_size)
         block_index = batch.positions // block_size
-        return AttentionPlan(
+        return AttentionMetadata(
             block_ids=batch.block_tables[batch.sequence_ids, block_index],
             offsets=batch.positions % block_size,
             rows=rows.flatten(),
@@ -288,7 +306,7 @@ class ReferenceBackend:
         self,
         qkv: Tensor,
         cache: KVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         table: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
     ) -> Tensor:
@@ -302,7 +320,9 @@ class ReferenceBackend:
         self.write_kv(cache, self.rotary(k, table), v, plan)
         return self.rotary(q, table)
 
-    def write_kv(self, cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionPlan) -> None:
+    def write_kv(
+        self, cache: KVCache, keys: Tensor, values: Tensor, plan: AttentionMetadata
+    ) -> None:
         """Stores K and V [n, kv_heads, d] of the step's tokens in the blocks of their sequences."""
         place = (plan.block_ids, slice(None), plan.offsets)
         for stored, scales, new in (
@@ -318,7 +338,7 @@ class ReferenceBackend:
         self,
         queries: Tensor,
         cache: KVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float,
         window: int | None,
@@ -342,11 +362,11 @@ def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
         raise IndexError(f"A token id is not from 0 to {vocab_size - 1}.")
 
 
-def highest_outputs(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Backend.greedy` gives, of outputs [m, out]."""
-    columns = outputs.argmax(dim=1)
-    values = outputs.gather(1, columns[:, None]).flatten().float()
-    return columns, values, outputs.isfinite().all(dim=1)
+def argmax_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Result of `Backend.argmax` for logits [m, out] float32."""
+    columns = logits.argmax(dim=1)
+    values = logits.gather(1, columns[:, None]).flatten()
+    return columns, values, logits.isfinite().all(dim=1)
 
 
 def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | PackedGroups:
@@ -376,6 +396,13 @@ def _dense_product(x: Tensor, matrix: Tensor) -> Tensor:
         rows = slice(start, start + ROWS)
         torch.mm(x[rows], matrix.t(), out=out[rows])
     return out[:num_tokens]
+
+
+def _wide_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [n, in] float32 times a matrix of any dtype: [n, out] float32; few outputs are widened at a time."""
+    starts = range(0, len(matrix), WIDENED_OUTPUTS)
+    pieces = (matrix[start : start + WIDENED_OUTPUTS].float() for start in starts)
+    return torch.cat([_dense_product(x, piece) for piece in pieces], dim=1)
 
 
 def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows: Tensor) -> _Pass:

@@ -52,7 +52,7 @@ def num_rows(weight: Tensor | Int8Weight | PackedGroups) -> int:
     return len(weight.values if isinstance(weight, Int8Weight) else weight)
 
 
-def weight_rows(ids: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
+def embedding_rows(ids: Tensor, weight: Int8Weight | PackedGroups) -> Tensor:
     """Rows of the weight, one for each of `ids` [n]: [n, in] float32."""
     if isinstance(weight, PackedGroups):
         return dequantize(weight.rows(ids))

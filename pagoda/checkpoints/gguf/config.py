@@ -17,7 +17,7 @@ from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, Weight
 from pagoda.errors import ConfigError
 
 DTYPE = "bfloat16"
-"""Of activations, unless the operator says otherwise: a GGUF file does not say what its model was trained in."""
+"""Type of activations unless the operator says otherwise: a GGUF file does not name the type of training."""
 
 
 DENSE = ("F32", "F16", "BF16")
@@ -42,7 +42,7 @@ _HELD_AS = {
     "Q3_K": _grouped(8, offsets=False),
     "Q6_K": _grouped(8, offsets=False),
 }
-"""What the types of quantized matrices become in memory; the others become the dtype of activations."""
+"""Formats in memory of quantized matrices, by type; other types become the dtype of activations."""
 
 EMBEDDING, HEAD = f"{GGUF_NAMES.embedding}.weight", f"{GGUF_NAMES.head}.weight"
 FREQUENCY_FACTORS = "rope_freqs.weight"
@@ -117,7 +117,7 @@ def _frequency_factors(file: GgufFile, count: int) -> FrequencyFactors:
 
 @dataclass(frozen=True)
 class GgufQuantization:
-    """How the matrices of a file will lie in memory."""
+    """Formats of the matrices of a file in memory."""
 
     file: GgufFile
 
@@ -163,7 +163,7 @@ def checked_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTen
 
 
 def config_values(file: GgufFile) -> dict[str, object]:
-    """What the model's config.json would say.
+    """Returns the values of an equivalent config.json.
 
     Raises:
         ConfigError: a key is missing or wrong, or the model is not one that Pagoda runs.

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: metadata, and which tensor lies where. The tensors' bytes are not touched.
+"""Reader of GGUF files: metadata and places of tensors. The bytes of tensors are not read.
 
 The format is ggml's (docs/gguf.md in its repository): a header of keys with typed values, a table of tensors, and
 aligned data. Nothing in a file is believed: a number is checked against what the file can hold before it is used.
@@ -27,7 +27,7 @@ Value = Scalar | Sequence["Value"]
 T = TypeVar("T", bool, int, float, str)
 
 _MAX_HEADER_BYTES = 2**27
-"""Behind this nothing is read as metadata; the largest vocabularies take a tenth of it."""
+"""Largest header that is read; the largest vocabularies take a tenth of it."""
 _MAX_NESTING = 4
 _MAX_DIMENSIONS = 4
 _MAX_PARTS = 999
@@ -54,7 +54,7 @@ _SMALLEST = {_STRING: 8, _ARRAY: 12} | {kind: form.size for kind, form in _SCALA
 
 @dataclass(frozen=True)
 class BlockType:
-    """How a row of a tensor is stored: in blocks of so many weights, each of so many bytes."""
+    """Storage of a row of a tensor: blocks of so many weights, each of so many bytes."""
 
     name: str
     weights: int
@@ -102,15 +102,15 @@ _UNREAD_TYPES = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies, and how."""
+    """Place and type of a tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """As in torch: the last dimension is the one whose elements are neighbours."""
+    """Shape as in torch: elements of the last dimension are neighbours."""
     type: BlockType
     path: Path
     start: int
-    """Of its bytes in the file."""
+    """Offset of the first byte in the file."""
     num_bytes: int
 
 
@@ -125,11 +125,11 @@ class Metadata:
         return key in self._values
 
     def items(self) -> Iterator[tuple[str, Value]]:
-        """In the order of the keys."""
+        """Yields keys and values in the order of the keys."""
         return iter(sorted(self._values.items()))
 
     def is_zero(self, key: str) -> bool:
-        """Whether a key is absent or 0."""
+        """Returns True if a key is absent or 0."""
         return self._values.get(key, 0) == 0
 
     def refuse(self, key: str, rule: str) -> NoReturn:
@@ -222,7 +222,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a GGUF file, by its first bytes, or at least calls itself one."""
+    """Returns True if the first bytes are those of a GGUF file, or the file's name says so."""
     if path.suffix == SUFFIX:
         return not path.is_dir()
     try:
@@ -233,7 +233,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """What a file's model is called: the file's name without its end and the number of the part."""
+    """Returns the name of a file's model: the file's name without its end and the number of the part."""
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem if path.suffix == SUFFIX else path.name)
 
 
@@ -295,7 +295,7 @@ class _Reader:
         self._end = min(len(data), _MAX_HEADER_BYTES)
         self._at = 0
         self._place = "its header"
-        """What is being read, for errors."""
+        """Name of the part that is being read, for errors."""
 
     def file(self) -> GgufFile:
         self._check_version()
@@ -444,7 +444,7 @@ class _Reader:
                 )
 
     def _check_room(self, count: int, size: int) -> None:
-        """Before anything is made of `count` values that take at least `size` bytes each."""
+        """Raises ConfigError unless the file has room for `count` values of at least `size` bytes each."""
         if count * size > self._end - self._at:
             self._refuse_end()
 

@@ -75,7 +75,7 @@ def offline(
     parallel.check_prompts_at_once(num_prompts)
     files = executor.resolve(engine, model, parallel)
     config = executor.engine_config(engine, files.model, parallel)
-    with LLM.from_config(files, config, policy=parallel.data_parallel_policy) as llm:
+    with LLM(configuration=(files, config, parallel.data_parallel_policy)) as llm:
         lengths = RandomLengths(input_len=input_len, output_len=output_len, prefix_len=prefix_len)
         prompts = random_prompts(num_prompts, lengths, engine.seed or 0)
         sampling = SamplingParams(max_tokens=output_len, ignore_eos=True, seed=engine.seed or 0)

@@ -1,7 +1,7 @@
-// The three ways in which attention multiplies, on words of 32 bits; see Math in kernels.h.
+// The three ways in which attention multiplies, on lanes of 32 bits; see Math in kernels.h.
 //
-// A way says how cells of the cache become words, how words are multiplied and summed up, and how scores become
-// weights. A cell holds the elements of one word as the cache stores them.
+// A way says how cells of the cache become lanes, how lanes are multiplied and summed up, and how scores become
+// weights. A cell holds the elements of one lane as the cache stores them.
 #pragma once
 
 #include "products.h"
@@ -20,8 +20,8 @@ struct i16_pair {
     int16_t first, second;
 };
 
-template <class Word>
-PAGODA_INLINE int32_t bits_of(const Word* x) {
+template <class Lane>
+PAGODA_INLINE int32_t bits_of(const Lane* x) {
     int32_t bits;
     std::memcpy(&bits, x, sizeof(bits));
     return bits;
@@ -33,26 +33,26 @@ constexpr float kLargestWeight = 32767;
 constexpr float kLargestQuery = 16383;
 
 struct F32Math {
-    using Word = float;
+    using Lane = float;
     using Sum = vec;
     static constexpr int pair = 1;
 
-    static Word word(float x) { return x; }
-    static Word word(bf16 x) { return as_float(x); }
-    static Word word(f16 x) { return as_float(x); }
+    static Lane lane(float x) { return x; }
+    static Lane lane(bf16 x) { return as_float(x); }
+    static Lane lane(f16 x) { return as_float(x); }
     template <class Cell>
     PAGODA_INLINE static vec columns(const Cell* p) {
         return load(p);
     }
     PAGODA_INLINE static Sum nothing() { return zero(); }
-    PAGODA_INLINE static Sum add_product(Sum sum, vec columns, const Word* x) {
+    PAGODA_INLINE static Sum add_product(Sum sum, vec columns, const Lane* x) {
         return fma(broadcast(*x), columns, sum);
     }
     PAGODA_INLINE static vec to_float(Sum sum) { return sum; }
     PAGODA_INLINE static vec weighted(Sum sum, float) { return sum; }
 
-    // Turns scores into weights, as words; returns their sum in parts.
-    PAGODA_INLINE static vec soften(float* scores, vec base, const float*, float*) {
+    // Turns scores into weights, as lanes; returns their sum in parts.
+    PAGODA_INLINE static vec softmax_tile(float* scores, vec base, const float*, float*) {
         vec sums = zero();
         for (int j = 0; j < kKeyTile; j += kWidth) {
             const vec weights = exp2(sub(load(scores + j), base));
@@ -66,22 +66,22 @@ struct F32Math {
 #ifdef __AVX512BF16__
 
 struct Bf16Math {
-    using Word = bf16_pair;
+    using Lane = bf16_pair;
     using Sum = vec;
     static constexpr int pair = 2;
 
-    static Word word(bf16_pair x) { return x; }
-    static Word word(bf16 first, bf16 second) { return {first, second}; }
+    static Lane lane(bf16_pair x) { return x; }
+    static Lane lane(bf16 first, bf16 second) { return {first, second}; }
     PAGODA_INLINE static __m512bh columns(const bf16_pair* p) { return (__m512bh)_mm512_loadu_si512(p); }
     PAGODA_INLINE static Sum nothing() { return zero(); }
-    PAGODA_INLINE static Sum add_product(Sum sum, __m512bh columns, const Word* x) {
+    PAGODA_INLINE static Sum add_product(Sum sum, __m512bh columns, const Lane* x) {
         return _mm512_dpbf16_ps(sum, columns, (__m512bh)_mm512_set1_epi32(bits_of(x)));
     }
     PAGODA_INLINE static vec to_float(Sum sum) { return sum; }
     PAGODA_INLINE static vec weighted(Sum sum, float) { return sum; }
 
     // The sum is of the rounded weights, so that they add up to 1.
-    PAGODA_INLINE static vec soften(float* scores, vec base, const float*, float*) {
+    PAGODA_INLINE static vec softmax_tile(float* scores, vec base, const float*, float*) {
         const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
         vec sums = zero();
         for (int j = 0; j < kKeyTile; j += 2 * kWidth) {
@@ -100,10 +100,10 @@ struct Bf16Math {
 #ifdef __AVX512F__
 using ivec = __m512i;
 PAGODA_INLINE ivec no_ints() { return _mm512_setzero_si512(); }
-PAGODA_INLINE ivec load_words(const i8_pair* p) {
+PAGODA_INLINE ivec load_lanes(const i8_pair* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-PAGODA_INLINE ivec load_words(const i16_pair* p) { return _mm512_loadu_si512(p); }
+PAGODA_INLINE ivec load_lanes(const i16_pair* p) { return _mm512_loadu_si512(p); }
 PAGODA_INLINE ivec add_pairs(ivec sum, ivec columns, const i16_pair* x) {
 #ifdef __AVX512VNNI__
     // GCC 12 copies sums from register to register, and to memory, with the intrinsic: half as fast.
@@ -120,10 +120,10 @@ PAGODA_INLINE void store_rounded(int16_t* p, vec x) {
 #else
 using ivec = __m256i;
 PAGODA_INLINE ivec no_ints() { return _mm256_setzero_si256(); }
-PAGODA_INLINE ivec load_words(const i8_pair* p) {
+PAGODA_INLINE ivec load_lanes(const i8_pair* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-PAGODA_INLINE ivec load_words(const i16_pair* p) {
+PAGODA_INLINE ivec load_lanes(const i16_pair* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 PAGODA_INLINE ivec add_pairs(ivec sum, ivec columns, const i16_pair* x) {
@@ -138,25 +138,25 @@ PAGODA_INLINE void store_rounded(int16_t* p, vec x) {
 #endif
 
 struct I16Math {
-    using Word = i16_pair;
+    using Lane = i16_pair;
     using Sum = ivec;
     static constexpr int pair = 2;
 
-    static Word word(i8_pair x) { return {x.first, x.second}; }
-    static Word word(int8_t first, int8_t second) { return {first, second}; }
+    static Lane lane(i8_pair x) { return {x.first, x.second}; }
+    static Lane lane(int8_t first, int8_t second) { return {first, second}; }
     template <class Cell>
     PAGODA_INLINE static ivec columns(const Cell* p) {
-        return load_words(p);
+        return load_lanes(p);
     }
     PAGODA_INLINE static Sum nothing() { return no_ints(); }
-    PAGODA_INLINE static Sum add_product(Sum sum, ivec columns, const Word* x) {
+    PAGODA_INLINE static Sum add_product(Sum sum, ivec columns, const Lane* x) {
         return add_pairs(sum, columns, x);
     }
     PAGODA_INLINE static vec to_float(Sum sum) { return as_floats(sum); }
     PAGODA_INLINE static vec weighted(Sum sum, float scale) { return mul(as_floats(sum), broadcast(scale)); }
 
     // Weights take in the scales of the values; those of a tile are whole shares of the largest, `scale` apart.
-    PAGODA_INLINE static vec soften(float* scores, vec base, const float* value_scales, float* scale) {
+    PAGODA_INLINE static vec softmax_tile(float* scores, vec base, const float* value_scales, float* scale) {
         vec sums = zero(), largest = zero();
         for (int j = 0; j < kKeyTile; j += kWidth) {
             const vec weights = exp2(sub(load(scores + j), base));

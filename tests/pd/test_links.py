@@ -13,7 +13,7 @@ from pagoda.errors import ConfigError
 from pagoda.ipc.curve import encrypt_client, encrypt_server, keys_of, start_authenticator
 from pagoda.messages.transfers import KVPeer
 from pagoda.messages.worker_config import CurveKeys, Role
-from pagoda.pd.links import SocketLinks
+from pagoda.pd.links import PeerLost, SocketLinks
 from pagoda.pd.messages import (
     DecodeMessage,
     KVBlocks,
@@ -23,7 +23,6 @@ from pagoda.pd.messages import (
     KVWelcome,
     PrefillMessage,
 )
-from pagoda.pd.peers import PeerLost
 
 KEYS = keys_of(b"a secret of all hosts")
 OTHER_KEYS = keys_of(b"another secret, of others")

@@ -1,0 +1,151 @@
+"""The parts of an engine that exist once its first worker is ready, and how they are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagoda.engine.config import EngineConfig
+from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.prefix_cache_updates import CacheReporter
+from pagoda.engine.scheduler import Scheduler
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_pool import BlockPool
+from pagoda.kv.events import KVEventRecorder
+from pagoda.kv.manager import KVManager
+from pagoda.kv.tiered_connector import TieredKVConnector
+from pagoda.kv.transfers import TransferLedger
+from pagoda.messages.worker import WorkerReady
+from pagoda.pd.connector import RemoteKV
+from pagoda.pd.exporter import KVExporter
+from pagoda.pd.leases import LeaseBook
+from pagoda.pd.links import HandoffLinks
+from pagoda.pd.transfer_tokens import TransferTokens
+
+TiersBuilder = Callable[..., TieredKVConnector | None]
+"""`build_tiers`, or the one of a test."""
+
+
+class Timed(Protocol):
+    """A part that has something to do at an instant."""
+
+    def next_event_at(self) -> float | None:
+        """The instant in seconds on the engine's clock; None for never."""
+        ...
+
+
+class Connected(Protocol):
+    """A part with file descriptors or sockets of its own."""
+
+    def pollables(self) -> list[object]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    worker: WorkerReady
+    """The first one; its successors have the same KV cache."""
+    scheduler: Scheduler
+    cache_reporter: CacheReporter
+    kv_events: KVEventRecorder | None
+    """None if no events are published."""
+    tiers: TieredKVConnector | None
+    """None if KV is on the device alone."""
+    exporter: KVExporter | None
+    """None if no KV is held for other engines."""
+    remote: RemoteKV | None
+    """None if no KV is fetched from other engines."""
+
+    @property
+    def timed(self) -> Sequence[Timed]:
+        parts = (self.cache_reporter, self.tiers, self.exporter, self.remote)
+        return [part for part in parts if part is not None]
+
+    @property
+    def connected(self) -> Sequence[Connected]:
+        return [part for part in (self.exporter, self.tiers) if part is not None]
+
+
+def build_parts(
+    config: EngineConfig,
+    worker: WorkerReady,
+    clock: Clock,
+    links: HandoffLinks | None,
+    build_tiers: TiersBuilder,
+) -> EngineParts:
+    kv_events = None
+    if config.kv_events is not None:
+        has_disk = config.kv_tiers is not None and config.kv_tiers.disk_path is not None
+        kv_events = KVEventRecorder(worker.block_size, has_disk=has_disk)
+    kv = KVManager(
+        worker.num_blocks,
+        worker.block_size,
+        prefix_caching=config.enable_prefix_caching,
+        events=kv_events,
+    )
+    remotes: list[RemoteKV] = []
+
+    def open_remote(ledger: TransferLedger) -> RemoteKV:
+        remotes.append(_build_remote(config, links, clock, ledger))
+        return remotes[0]
+
+    tiers, fetches_kv = None, links is not None and links.peers is not None
+    if config.kv_tiers is not None or fetches_kv:
+        tiers = build_tiers(
+            config.kv_tiers,
+            worker,
+            kv.pool,
+            clock,
+            kv_events,
+            open_remote if fetches_kv else None,
+            fail_on_load_failure=config.fail_on_load_failure,
+        )
+    exporter = _build_exporter(config, links, clock, kv.pool)
+    limits = SchedulerLimits.within(
+        worker.capabilities,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=worker.max_model_len,
+        num_stages=config.worker.parallel.pipeline_parallel_size,
+    )
+    near_pools = [] if tiers is None else tiers.near_pools
+    return EngineParts(
+        worker=worker,
+        scheduler=Scheduler(limits, kv, clock, tiers, exporter),
+        cache_reporter=CacheReporter([kv.pool, *near_pools], clock),
+        kv_events=kv_events,
+        tiers=tiers,
+        exporter=exporter,
+        remote=remotes[0] if remotes else None,
+    )
+
+
+def _build_remote(
+    config: EngineConfig, links: HandoffLinks | None, clock: Clock, ledger: TransferLedger
+) -> RemoteKV:
+    handoff = config.handoff
+    if links is None or links.peers is None or handoff is None:
+        raise RuntimeError("This engine has no way to others.")
+    return RemoteKV(
+        links.peers,
+        ledger,
+        clock,
+        tokens=TransferTokens(handoff.keys),
+        engine_id=links.engine_id,
+        also_holds=handoff.role.holds_kv,
+        fails=config.fail_on_load_failure,
+    )
+
+
+def _build_exporter(
+    config: EngineConfig, links: HandoffLinks | None, clock: Clock, pool: BlockPool
+) -> KVExporter | None:
+    handoff = config.handoff
+    if links is None or links.listener is None or handoff is None:
+        return None
+    leases = LeaseBook(pool, clock, handoff.lease_s)
+    tp_size = config.worker.parallel.tensor_parallel_size
+    tokens = TransferTokens(handoff.keys)
+    return KVExporter(links.listener, leases, tokens, links.engine_id, handoff.lease_s, tp_size)
