@@ -1,4 +1,4 @@
-"""How an engine reaches the workers that compute its steps."""
+"""Executors: the interface between an engine and the workers that compute its steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Executor(Protocol):
     """
 
     max_in_flight: int
-    """How many plans may be under way."""
+    """Number of plans that may be in flight."""
 
     def start(self, num_blocks: int | None = None) -> None:
         """Begins to start the workers; a `WorkerReady` or `WorkerLost` event follows.
@@ -68,7 +68,7 @@ class Executor(Protocol):
         ...
 
     def poll(self) -> list[ExecutorEvent]:
-        """What has happened since the last call. Never waits."""
+        """Returns the events since the last call. Never waits."""
         ...
 
     def pollables(self) -> list[object]:
@@ -80,7 +80,7 @@ class Executor(Protocol):
         ...
 
     def next_event_at(self) -> float | None:
-        """When to call `poll` even if nothing became readable, on the engine's clock; None for never."""
+        """Time on the engine's clock at which to call `poll` even if nothing became readable; None: never."""
         ...
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Executor(Protocol):
 
 
 def max_in_flight(num_stages: int) -> int:
-    """How many plans keep workers busy: one at each stage, and one in front of the first, planned meanwhile.
+    """Number of plans that keep workers busy: one at each stage, and one that waits for the first stage.
 
     Of decoding requests there is at most one step at each stage, since each waits for its sample; the one more is
     then a prompt's, whose chunks follow each other without waiting.

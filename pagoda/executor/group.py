@@ -45,9 +45,9 @@ _log = logging.getLogger(__name__)
 _Decode = Callable[[bytes], WorkerMessage | TransferMessage]
 
 _PATIENCE_S = 30.0
-"""How long workers may take to say hello before the log says who has not."""
+"""Seconds after which the log names workers that have not said hello."""
 _HANG_UP_S = 1.0
-"""How long a worker may be without a connection before it counts as lost."""
+"""Seconds without a connection after which a worker counts as lost."""
 
 
 class GroupExecutor:
@@ -91,7 +91,7 @@ class GroupExecutor:
         self._num_starts = 0
         self._group: _Group | None = None
         self._news: list[ExecutorEvent] = []
-        """What `poll` has to tell besides what workers say."""
+        """Events for `poll` that do not come from workers."""
         self.max_in_flight = max_in_flight(config.parallel.pipeline_parallel_size)
 
     def start(self, num_blocks: int | None = None) -> None:
@@ -156,7 +156,7 @@ class GroupExecutor:
             group.await_trace_end()
 
     def _tell_of_trace(self) -> None:
-        """Workers that start listen only when they are ready."""
+        """Sends the trace order to workers that are ready; starting workers do not listen."""
         group, session = self._group, self._config.trace
         if group is None or not group.is_ready:
             return
@@ -282,7 +282,7 @@ class _Group:
         self.socket.setsockopt(zmq.LINGER, 0)
         # A worker that connects anew after its network was gone takes the place of its old connection.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # What cannot be sent is known, instead of lost in silence.
+        # A message that cannot be sent raises an error instead of being lost in silence.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             start_authenticator(self._context, keys)
@@ -298,29 +298,29 @@ class _Group:
         self._hellos: dict[int, WorkerHello] = {}
         self._readies: dict[int, WorkerReady] = {}
         self._links: dict[int, TransferLink] = {}
-        """All three by rank in the replica."""
+        """Hellos, readies and links are keyed by rank in the replica."""
         self.ask_at: float | None = None
-        """When to look who has not said hello."""
+        """Time at which the log names workers that have not said hello."""
         self.start_deadline: float | None = None
-        """When the workers, which start, have been silent for too long; None once they are ready."""
+        """Time until which a starting worker must have sent a message; None once all are ready."""
         self.unreachable: WorkerLost | None = None
         """A worker without a connection, which has missed a message."""
         self.give_up_at = 0.0
-        """When it counts as lost: by then it is known how its process ended, if it did."""
+        """Time at which the unreachable worker counts as lost: by then the end of its process is known."""
         self.num_in_flight = 0
         self.deadline: float | None = None
-        """When the step that is being executed has taken too long; None when there is none."""
+        """Time until which the step in flight must have ended; None without a step."""
         self.trace = configs[0].trace
-        """What the workers have been told to trace."""
+        """Trace session that the workers know of."""
         self._trace_ends_of: set[int] = set()
-        """Ranks whose fragments are to be closed."""
+        """Ranks that have not closed their fragments yet."""
         self._trace_problems: list[str] = []
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
 
     @property
     def is_ready(self) -> bool:
-        """Whether all ranks are, apart from their connections for transfers."""
+        """True if all ranks are ready, apart from their connections for transfers."""
         return len(self._readies) == len(self._configs)
 
     @property
@@ -332,7 +332,7 @@ class _Group:
         self._send(self._configs[rank], self._identities[rank], payload, now)
 
     def pids(self) -> dict[str, int]:
-        """Of the workers on this host, by role."""
+        """Process ids of the workers on this host, by role."""
         pids = self.workers.pids
         return {
             config.place.role: pids[name]
@@ -361,10 +361,10 @@ class _Group:
                 self.give_up_at = now + _HANG_UP_S
 
     def receive(self) -> list[tuple[int, WorkerMessage | TransferMessage]]:
-        """What has come, with the rank that said it.
+        """Returns the messages that have arrived, each with the rank of its sender.
 
         Raises:
-            msgspec.ValidationError: it came on a connection that is not for such messages.
+            msgspec.ValidationError: a message came on a connection that is not for such messages.
         """
         messages: list[tuple[int, WorkerMessage | TransferMessage]] = []
         with contextlib.suppress(zmq.Again):
@@ -375,7 +375,7 @@ class _Group:
         return messages
 
     def greet(self, rank: int, hello: WorkerHello, now: float) -> None:
-        """Once all have said hello, tells them of each other."""
+        """Notes the hello of one rank; the last hello makes all ranks known to each other."""
         self._hellos[rank] = hello
         if len(self._hellos) < len(self._configs):
             return
@@ -387,7 +387,7 @@ class _Group:
     def take_ready(
         self, rank: int, message: WorkerReady | TransferLink
     ) -> WorkerReady | WorkerLost | None:
-        """What is to be said of all workers, once the last of them is ready and all that connect twice have."""
+        """Returns one event for all workers, once the last rank is ready and all transfer links are there."""
         match message:
             case WorkerReady():
                 self._readies[rank] = message
@@ -418,7 +418,7 @@ class _Group:
         self._trace_problems = []
 
     def take_trace_end(self, rank: int, message: TraceStopped) -> list[TraceStopped]:
-        """What is to be said of all workers, once the last of them that was asked has stopped."""
+        """Returns one event for all workers, once the last rank that was asked has stopped."""
         if rank not in self._trace_ends_of:
             return []
         self._trace_ends_of.discard(rank)
@@ -488,7 +488,7 @@ def _link_identity(rank: int) -> bytes:
 
 
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
-    """By identity, whose connection it is and how to read what comes on it."""
+    """Rank and decoder of each connection, by identity."""
     decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
     return {identity: (rank, decode) for rank, identity in enumerate(identities)}
 

@@ -1,4 +1,4 @@
-"""KV transfers under way on all ranks of a replica, each of which copies its part and says when it has ended."""
+"""KV transfers in flight on all ranks of a replica. Each rank copies its part and reports its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagoda.pd.transport.base import longest_transfer_s
 
 
 class GroupTransfers:
-    """The ranks' ends of a transfer, put together: it has ended when it has on every rank.
+    """Joins the ends of a transfer on all ranks: a transfer has ended when it has ended on every rank.
 
     Ends of a transfer that is not under way, and further ends from the same rank, change nothing.
     """
@@ -20,20 +20,20 @@ class GroupTransfers:
         self._timeout_s = timeout_s
         self._block_bytes = 0
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
-        """By id and generation."""
+        """Transfers in flight, by id and generation."""
         self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
 
     def learn(self, ranks: Sequence[KVRank]) -> None:
-        """What the KV of these workers is, if they have a part in handoff."""
+        """Learns the size of a block from the ranks' KV, if they take part in handoff."""
         sizes = (sum(p.num_heads * p.head_bytes for p in rank.parts) for rank in ranks)
         self._block_bytes = max(sizes, default=0)
 
     @property
     def deadline(self) -> float | None:
-        """When a rank has ended nothing for too long, though there is something to do; None if there is not.
+        """Time until which a rank with open transfers must have ended one; None without open transfers.
 
-        A disk that is slow but moves is none that hangs, however many transfers wait for it. Another engine that
-        does not answer is none either: the worker itself gives up, so it has that much longer.
+        A slow disk that makes progress does not hang, however many transfers wait for it. Transfers from another
+        engine have longer: the worker itself gives up on an engine that does not answer.
         """
         patience_s = dict.fromkeys(_Kind, self._timeout_s)
         limits_s = (entry.limit_s for entry in self._under_way.values())
@@ -56,7 +56,7 @@ class GroupTransfers:
                 work.num_open += 1
 
     def end(self, rank: int, end: TransferEnd, now: float) -> TransferEnd | None:
-        """Takes what one rank says; what is to be said of all, once the last of them has ended."""
+        """Notes the end on one rank; returns the joined end once the transfer has ended on all ranks."""
         key = (end.transfer_id, end.generation)
         entry = self._under_way.get(key)
         if entry is None or rank in entry.ends:
@@ -72,7 +72,7 @@ class GroupTransfers:
 
 
 class _Kind(enum.Enum):
-    """What a transfer depends on besides this host's memory: one of them may hang while the others move."""
+    """Resource that a transfer depends on; one resource may hang while the others make progress."""
 
     MEMORY = enum.auto()
     DISK = enum.auto()
@@ -90,24 +90,24 @@ class _UnderWay:
     def __init__(self, transfer: Transfer, block_bytes: int) -> None:
         self.kind = _kind(transfer)
         self.limit_s = 0.0
-        """How long a worker itself may wait for others before it ends the transfer."""
+        """Seconds that a worker itself may wait for another engine before it ends the transfer."""
         if isinstance(transfer.source, RemoteBlocks):
             self.limit_s = longest_transfer_s(len(transfer.source.block_ids) * block_bytes)
         self.ends: dict[int, TransferEnd] = {}
-        """By rank."""
+        """Ends by rank."""
 
 
 class _Work:
-    """What one rank has to do of one kind."""
+    """Open transfers of one kind on one rank."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self.moved_at = 0.0
-        """When the last of it ended, or the first of it began."""
+        """Time at which the last transfer ended, or the first one began."""
 
 
 def _join(ends: Sequence[TransferEnd]) -> TransferEnd:
-    """The end of one transfer from those of all ranks."""
+    """Joins the ends on all ranks into one."""
     failures = [end for end in ends if end.failed]
     if not failures:
         return ends[0]

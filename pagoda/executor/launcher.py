@@ -1,4 +1,4 @@
-"""How the worker processes of one replica are started, wherever they run."""
+"""Launchers start the worker processes of one replica, wherever they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WorkerSet(Protocol):
     """The workers of one start, until they are closed."""
 
     def pollables(self) -> list[object]:
-        """What becomes readable when a worker has ended (as `zmq.Poller` takes it)."""
+        """Sockets or files that become readable when a worker has ended (as `zmq.Poller` takes them)."""
         ...
 
     @property
@@ -23,15 +23,15 @@ class WorkerSet(Protocol):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of those on this host, by `worker_name`."""
+        """Process ids of the workers on this host, by `worker_name`."""
         ...
 
     def lost(self) -> WorkerLost | None:
-        """How the first worker that ended did, or why they cannot be started; None while all live."""
+        """Returns how the first worker ended, or why workers cannot be started; None while all live."""
         ...
 
     def close(self) -> None:
-        """Ends all of them, and waits until they have ended. May be called twice."""
+        """Ends all workers and waits until they have ended. May be called twice."""
         ...
 
 
@@ -46,7 +46,7 @@ class Launcher(Protocol):
 
 
 def worker_name(config: WorkerConfig) -> str:
-    """Such as `the worker`, or `worker pp1 tp0` where it is one of several."""
+    """Name of a worker in messages: `the worker`, or `worker pp1 tp0` for one of several."""
     if config.parallel.replica_size == 1:
         return "the worker"
     return f"worker pp{config.place.pp} tp{config.place.tp}"

@@ -1,4 +1,4 @@
-"""How the ranks of a server are laid over the hosts of a cluster, counted in cores."""
+"""Placement of a server's ranks on the hosts of a cluster, counted in cores."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pagoda.parallel.config import ParallelConfig
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """What one replica asks of the cluster: bundles of cores, each on one host, all or none."""
+    """Bundles of cores that one replica needs, each on one host, all or none."""
 
     threads: int
-    """Of each rank, and as many cores."""
+    """Threads, and cores, of each rank."""
     ranks_per_bundle: int
     num_bundles: int
 
@@ -55,7 +55,7 @@ def _largest_share(cores_of_hosts: Sequence[int], num_ranks: int) -> int:
 
 
 def _room(cores_of_hosts: Sequence[int], cores: int) -> int:
-    """How many bundles of so many cores fit."""
+    """Number of bundles of `cores` cores that fit on the hosts."""
     return sum(host // cores for host in cores_of_hosts)
 
 

@@ -38,7 +38,7 @@ from pagoda.version import __version__
 RAY_ADDRESS_ENV = "RAY_ADDRESS"
 _CONNECT_TIMEOUT_S = 5
 _PATIENCE_S = 5
-"""How long to wait for room in the cluster before the log says so."""
+"""Seconds without room in the cluster after which the log says so."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RayLauncher:
         """
         _connect(address or os.environ.get(RAY_ADDRESS_ENV) or "auto")
         self.node_address = _nodes()[ray.get_runtime_context().get_node_id()].address
-        """Of this host, as the other nodes reach it."""
+        """Address at which other nodes reach this host."""
         cores = [node.cores for node in _nodes().values() if node.cores]
         self._placement = plan_placement(cores, parallel, threads)
         self._last: RayWorkers | None = None
@@ -95,14 +95,14 @@ class RayWorkers:
 
     @property
     def pids(self) -> dict[str, int]:
-        """They may be anywhere."""
+        """Empty: the workers may be on any node."""
         return {}
 
     def lost(self) -> WorkerLost | None:
         return self._lost
 
     def close(self) -> None:
-        """Has all actors killed, without waiting: a node that is gone would not answer. The next set waits."""
+        """Kills all actors without waiting, since a node that is gone would not answer. The next set waits."""
         with self._lock:
             if self._is_closed:
                 return
@@ -140,7 +140,7 @@ class RayWorkers:
                     remove_placement_group(group)
 
     def _await_room(self, group: PlacementGroup) -> bool:
-        """Whether the group was placed; False when it is no longer wanted."""
+        """Returns True once the group is placed, False when it is no longer wanted."""
         waited_s = 0
         while not self._is_closed:
             if group.wait(timeout_seconds=1):
@@ -220,13 +220,13 @@ class RayWorkers:
 
 class _Node(msgspec.Struct, frozen=True):
     address: str
-    """At which the other nodes reach it."""
+    """Address at which other nodes reach the node."""
     cores: int
-    """That it has for work, taken or free."""
+    """Cores of the node for work, taken or free."""
 
 
 def _nodes() -> dict[str, _Node]:
-    """Those that are alive, by id."""
+    """Nodes that are alive, by id."""
     return {
         node["NodeID"]: _Node(node["NodeManagerAddress"], int(node["Resources"].get("CPU", 0)))
         for node in ray.nodes()

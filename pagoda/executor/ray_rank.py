@@ -17,7 +17,7 @@ from pagoda.version import __version__
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launcher must know of the node that an actor came to."""
+    """Facts about the node that an actor was placed on."""
 
     node_id: str
     memory_bytes: int

@@ -57,7 +57,7 @@ def sim_token(seed: int, position: int, previous_token_id: int, vocab_size: int)
 
 
 class TransferFate(NamedTuple):
-    """What happens to a transfer besides what the cost model says."""
+    """Faults of one transfer, beyond the cost model."""
 
     delay_s: float = 0.0
     failed: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class SimExecutor:
         disk: dict[bytes, Cells] | None = None,
         neighbours: SimNeighbours | None = None,
     ) -> None:
-        """With `check_kv`, broken block tables are found; `disk` holds objects that are there already.
+        """`check_kv` finds broken block tables; `disk` holds objects that are there already.
 
         `neighbours` are where KV of other engines is copied from; None copies nothing.
         """
@@ -124,7 +124,7 @@ class SimExecutor:
         self._executed_step = -1
         """The last step that this worker has executed."""
         self._busy_until = [0.0] * num_stages
-        """By stage."""
+        """Time until which each stage is busy."""
         self._disk = {} if disk is None else disk
         self._neighbours = neighbours
         self._name = b""
@@ -203,7 +203,7 @@ class SimExecutor:
         self._foresee(self._clock.now(), TraceStopped())
 
     def _executed_at(self, step: int) -> float:
-        """When the worker will have executed all steps up to this one.
+        """Time at which the worker will have executed all steps up to `step`.
 
         Raises:
             ValueError: it was not given a step so high.
@@ -445,7 +445,7 @@ def _contents(place: TransferPlace) -> Sequence[int | bytes]:
 
 
 def _places(place: TransferPlace) -> list[tuple[str, int]]:
-    """What is overwritten in place. Objects on disk are not: a new one replaces the old one at once."""
+    """Cells that are overwritten in place. Objects on disk are not: a new object replaces the old one at once."""
     match place:
         case DeviceBlocks():
             return [("device", block_id) for block_id in place.block_ids]
@@ -467,7 +467,7 @@ class _Slot:
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prompt_tokens = start.num_prompt_tokens
         self.num_told_tokens = len(start.token_ids)
-        """What the stages know that do not sample."""
+        """Tokens that the stages know which do not sample."""
         self._eos_token_ids = {*start.eos_token_ids, *start.sampling.stop_token_ids}
 
     def tell(self, token_id: int) -> None:

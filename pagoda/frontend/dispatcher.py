@@ -28,17 +28,16 @@ from pagoda.errors import (
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
-from pagoda.frontend.load_tracker import LoadTracker
-from pagoda.frontend.outliers import Ejection, OutlierDetector, Waiting
+from pagoda.frontend.outliers import OutlierDetector
+from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
-from pagoda.frontend.prefix_index import short_keys
 from pagoda.frontend.quarantine import Quarantine
+from pagoda.frontend.replica_judge import ReplicaJudge
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.totals import counters_of, sum_of_loads
 from pagoda.frontend.tracked_request import RequestState, TrackedRequest
 from pagoda.ipc.clock import Clock, LoopClock
-from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import (
     EngineReady,
     FinishReason,
@@ -88,18 +87,19 @@ class Dispatcher:
         self._tracer = tracer or Tracer("frontend")
         self._clock = clock or LoopClock()
         self._offload = offload
-        self._no_replica_timeout_s = no_replica_timeout_s
-        self._load_tracker = LoadTracker()
         self._cache = CacheUnion()
-        self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
-        self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock, self._wake)
+        outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
+        self.slots = ReplicaSet(policy, self._cache, outliers, self._clock)
         """The replicas and what is known about them."""
+        self._placer = Placer(
+            self.slots, self._clock, no_replica_timeout_s, lambda: self._uses_prefixes
+        )
+        self.slots.on_room = self._placer.wake
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
-        self.quarantine = Quarantine()
-        self._waiting: dict[TrackedRequest, None] = {}
-        """Requests that wait for a replica, longest first."""
-        self._judging: asyncio.TimerHandle | None = None
+        self._judge = ReplicaJudge(
+            self.slots, outliers, lambda: bool(self.requests), self._move_requests_of
+        )
         self.is_subscribed = False
         """True while replicas tell what they have cached."""
         self._tasks: set[asyncio.Task[object]] = set()
@@ -139,8 +139,17 @@ class Dispatcher:
 
     @property
     def is_judging(self) -> bool:
-        """True while replicas are judged: as long as there are requests."""
-        return self._judging is not None
+        """True while replicas are compared: as long as there are requests."""
+        return self._judge.is_running
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """The request that is tried because it may have killed engines, and those that wait for their trial."""
+        return self._placer.quarantine
+
+    def judge(self) -> None:
+        """Compares all replicas once, as it is done every second."""
+        self._judge.judge()
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
@@ -169,7 +178,7 @@ class Dispatcher:
         try:
             start.result()
         except (ConfigError, EngineDeadError) as error:
-            raise type(error)(f"{self._prefix(slot)}{error}") from error
+            raise type(error)(f"{self.slots.prefix(slot)}{error}") from error
 
     def add(self, replica: Replica) -> None:
         """Takes in a replica that has started. Whoever adds it watches whether it fails, and removes it then."""
@@ -230,7 +239,7 @@ class Dispatcher:
             slot.num_losses += 1
             slot.crash_suspects = slot.may_have_computed()
         if was_ready and not is_ready and not is_end:
-            self._log_ejection(self._outliers.on_loss(slot.health))
+            self._judge.on_loss(slot)
         if is_ready and not was_ready:
             slot.health.heard_at = self._clock.now()  # it could not get on before
         if not is_ready:
@@ -274,11 +283,11 @@ class Dispatcher:
         failure = await slot.replica.wait_failed()
         self._num_failed += 1
         if self._num_failed >= len(self.slots):
-            self._fail(EngineDeadError(f"{self._prefix(slot)}{failure}"))
+            self._fail(EngineDeadError(f"{self.slots.prefix(slot)}{failure}"))
         else:
             _log.error(
                 "%s%s; %d of %d replicas go on",
-                self._prefix(slot),
+                self.slots.prefix(slot),
                 str(failure).removesuffix("."),
                 len(self.slots) - self._num_failed,
                 len(self.slots),
@@ -291,17 +300,10 @@ class Dispatcher:
 
     def _fail(self, error: EngineDeadError) -> None:
         if self._failure is None:
-            self._failure = error
+            self._failure = self._placer.failure = error
             self._failed.set()
             for tracked in self.requests.values():
                 tracked.wake()
-
-    def _prefix(self, slot: ReplicaSlot) -> str:
-        if slot.replica.name:
-            return f"host {slot.name}: "
-        if len(self.slots) == 1:
-            return ""
-        return f"replica {slot.name}: "
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)
@@ -338,7 +340,7 @@ class Dispatcher:
         """Counts that the request's replica does not do in time what takes no time."""
         tracked = self.requests.get(request_id)
         if tracked is not None and tracked.slot is not None:
-            self._log_ejection(self._outliers.on_failure(tracked.slot.health))
+            self._judge.on_failure(tracked.slot)
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
@@ -399,7 +401,7 @@ class Dispatcher:
             if any(health.ready for health in answers):
                 return Health(True)
             both = zip(slots, answers, strict=True)
-            reasons += [f"{self._prefix(slot)}{health.reason}" for slot, health in both]
+            reasons += [f"{self.slots.prefix(slot)}{health.reason}" for slot, health in both]
         return Health(False, "; ".join(reasons) or "there is no replica")
 
     async def drain(self, timeout_s: float) -> None:
@@ -412,9 +414,7 @@ class Dispatcher:
             await self.abort(request_id)
 
     async def close(self) -> None:
-        if self._judging is not None:
-            self._judging.cancel()
-            self._judging = None
+        self._judge.stop()
         await cancel_all(list(self._tasks))
         self._fail(EngineDeadError("The engine was closed."))
         ends = await asyncio.gather(
@@ -429,7 +429,8 @@ class Dispatcher:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         tracked = self._accept(request)
         try:
-            while (slot := await self._place(tracked)) is not None:
+            while (slot := await self._placer.place(tracked)) is not None:
+                self._judge.start()
                 try:
                     async with self._stream(tracked, slot) as stream:
                         tracked.waits_since = self._clock.now()
@@ -451,13 +452,13 @@ class Dispatcher:
                 except OverloadedError as error:
                     tracked.refusals[slot.number] = error.retry_after_s
                 finally:
-                    self._leave(tracked)
+                    self._placer.leave(tracked)
             yield tracked.final_chunk()
         finally:
-            self.quarantine.clear(tracked)
+            self._placer.quarantine.clear(tracked)
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
-                self._load_tracker.observe_length(len(tracked.token_ids))
+                self._placer.load_tracker.observe_length(len(tracked.token_ids))
             del self.requests[tracked.request_id]
             if not self.requests:
                 self._idle.set()
@@ -483,102 +484,6 @@ class Dispatcher:
         tracked = self.requests[request.request_id] = TrackedRequest(request, self._clock)
         self._idle.clear()
         return tracked
-
-    async def _place(self, tracked: TrackedRequest) -> ReplicaSlot | None:
-        """Enters the request at a replica, waiting until one takes requests; None if its end is known already.
-
-        Raises:
-            OverloadedError: all replicas are full, or none has taken requests for too long.
-            EngineDeadError: all replicas are given up.
-        """
-        waits_until = math.inf
-        while not tracked.is_over:
-            if self._failure is not None:
-                raise self._failure
-            if tracked.is_suspect:
-                is_admitted = await self.quarantine.enter(tracked)
-                if not is_admitted or tracked.is_over:
-                    continue
-            chosen = self.slots.choose(tracked, self._keys_of(tracked))
-            if chosen is not None:
-                return self._enter(tracked, *chosen)
-            now = self._clock.now()
-            if self.slots.num_takers:
-                waits_until = math.inf
-                retry_after_s = min(tracked.refusals.values())
-                if not (tracked.has_waited or tracked.returns):
-                    raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
-                # An engine took it before, or none ran; now replicas held too many back for those that do.
-                await self._wait(tracked, retry_after_s)
-            else:
-                tracked.has_waited = True
-                waits_until = min(waits_until, now + self._no_replica_timeout_s)
-                if now >= waits_until or not await self._wait(tracked, waits_until - now):
-                    self._refuse_waiting(tracked)
-            tracked.refusals.clear()
-        return None
-
-    def _refuse_waiting(self, tracked: TrackedRequest) -> None:
-        """Ends a request for which no replica has come; with an error chunk where an answer has begun."""
-        problem = f"No replica has taken requests for {self._no_replica_timeout_s:g} s."
-        if not tracked.token_ids:
-            raise OverloadedError(problem, retry_after_s=max(1, round(self._no_replica_timeout_s)))
-        tracked.problem = problem
-
-    async def _wait(self, tracked: TrackedRequest, timeout_s: float) -> bool:
-        """Returns when something may be different for a request without a replica; False after `timeout_s`."""
-        self._waiting[tracked] = None
-        try:
-            return await tracked.wait(None if timeout_s == math.inf else timeout_s)
-        finally:
-            self._waiting.pop(tracked, None)
-
-    def _wake(self, num_requests: int) -> None:
-        """Lets requests that wait for a replica look again, as many as may find one."""
-        for tracked in list(islice(self._waiting, num_requests)):
-            del self._waiting[tracked]
-            tracked.wake()
-
-    def _enter(
-        self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
-    ) -> ReplicaSlot:
-        keys = tracked.sent_keys = self._keys_of(tracked)
-        tracked.sent_number = slot.prefixes.add(keys)
-        tracked.num_cached_tokens_here = (
-            slot.prefixes.num_told(keys) * self.limits.block_size if keys else 0
-        )
-        tracked.slot = slot
-        tracked.state = RequestState.QUEUED
-        tracked.queue.enter()
-        tracked.num_tokens_here = 0
-        tracked.fetches_kv = tracked.request.kv_source is not None
-        tracked.sent_after_ns = slot.latest_ns
-        tracked.work = self._load_tracker.open(
-            slot.work,
-            num_tokens=tracked.num_tokens,
-            num_cached_tokens=num_cached_tokens,
-            max_output_tokens=tracked.num_tokens_left,
-        )
-        slot.requests[tracked] = None
-        slot.num_streams += bool(tracked.token_ids)
-        if self._judging is None and len(self.slots) > 1:
-            self._judge_later()
-        return slot
-
-    def _keys_of(self, tracked: TrackedRequest) -> list[int]:
-        if not self._uses_prefixes:
-            return []
-        if tracked.keys is None:
-            request = tracked.request
-            tracked.keys = short_keys(
-                prefix_keys(
-                    request.prompt_token_ids,
-                    self.limits.block_size,
-                    request.cache_salt,
-                    MAX_PREFIX_BLOCKS,
-                )
-            )
-        return tracked.keys
 
     @contextlib.asynccontextmanager
     async def _stream(
@@ -621,7 +526,7 @@ class Dispatcher:
             if tracked.crash_count:
                 # It got on: whatever killed engines before, this request did not.
                 tracked.crash_count = 0
-                self.quarantine.clear(tracked)
+                self._placer.quarantine.clear(tracked)
         elif chunk.num_computed_tokens is not None:
             num_computed = work.prompt_progress(chunk.num_computed_tokens)
         if chunk.received_ns != slot.latest_ns:
@@ -637,27 +542,8 @@ class Dispatcher:
             elif chunk.num_cached_tokens != tracked.num_cached_tokens:
                 chunk = msgspec.structs.replace(chunk, num_cached_tokens=tracked.num_cached_tokens)
             if chunk.finish_reason is not None:
-                self._leave(tracked)
+                self._placer.leave(tracked)
         return chunk
-
-    def _leave(self, tracked: TrackedRequest) -> None:
-        """Takes the request off its replica. May be called twice."""
-        slot, work = tracked.slot, tracked.work
-        if slot is None or work is None:
-            return
-        if tracked.sent_keys:
-            slot.prefixes.end(tracked.sent_number, tracked.sent_keys)
-        slot.health.end(tracked.request_id)
-        del slot.requests[tracked]
-        slot.num_streams -= bool(tracked.token_ids)
-        slot.crash_suspects.discard(tracked)
-        slot.left.set()
-        work.close()
-        tracked.slot = tracked.work = tracked.waits_since = None
-        if tracked.state is not RequestState.ABORTED:
-            tracked.state = RequestState.WAITING
-        tracked.queue.leave()
-        self.quarantine.clear(tracked)
 
     # ---- requests move
 
@@ -674,12 +560,12 @@ class Dispatcher:
         self._tracer.instant("request moved", {"request": tracked.request_id})
         _log.info(
             "%slost it; it goes on with the %d tokens that it has",
-            self._prefix(slot),
+            self.slots.prefix(slot),
             len(tracked.token_ids),
             extra={"request_id": tracked.request_id},
         )
 
-    def _move_requests_of(self, slot: ReplicaSlot, *, lost_worker: bool) -> None:
+    def _move_requests_of(self, slot: ReplicaSlot, *, lost_worker: bool = False) -> None:
         """Moves requests of a replica that computes nothing, or will do so without their KV, to others that have
         their tokens sooner. Requests that may have killed its worker count a crash."""
         suspects = slot.may_have_computed() if lost_worker else ()
@@ -689,38 +575,6 @@ class Dispatcher:
                 tracked.state = RequestState.MOVING
                 tracked.crash_count += tracked in suspects
                 self._spawn(slot.replica.abort(tracked.request_id))
-
-    # ---- replicas are judged
-
-    def _judge_later(self) -> None:
-        self._judging = asyncio.get_running_loop().call_later(_JUDGE_INTERVAL_S, self._judge)
-
-    def _judge(self) -> None:
-        """Compares replicas, for as long as there are requests."""
-        self._judging = None
-        if not self.requests:
-            return
-        self._judge_later()
-        verdicts = self._outliers.check(self._waiting_at)
-        for ejection in verdicts.ejected:
-            self._log_ejection(ejection)
-        for number in verdicts.stuck:
-            self._move_requests_of(self.slots.by_number(number), lost_worker=False)
-
-    def _waiting_at(self, number: int) -> Waiting | None:
-        return self.slots.by_number(number).waiting()
-
-    def _log_ejection(self, ejection: Ejection | None) -> None:
-        if ejection is None:
-            return
-        slot = self.slots.by_number(ejection.replica)
-        self.slots.refit(slot)
-        _log.warning(
-            "%sgets no new requests for %g s: %s",
-            self._prefix(slot),
-            ejection.duration_s,
-            ejection.reason,
-        )
 
 
 class _MovedError(Exception):

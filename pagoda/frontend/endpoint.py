@@ -1,4 +1,4 @@
-"""The one protocol that every storey speaks: an engine, a host, a pod and a fleet are all `Endpoint`s."""
+"""The protocol between the layers: an engine, a host and a dispatcher are all `Endpoint`s."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from pagoda.messages.load import LoadReport
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Whether an endpoint can make progress, judged by what it does, not by a flag."""
+    """Readiness of an endpoint, judged by the progress that it makes."""
 
     ready: bool
     reason: str = ""
-    """Why it is not ready, as one clause: `the worker is restarting`."""
+    """Reason why the endpoint is not ready, as one clause: `the worker is restarting`."""
 
 
 class ReplicaState(enum.StrEnum):
-    """Whether a replica takes requests."""
+    """Stages in the life of a replica; it takes requests in READY and DEGRADED."""
 
     STARTING = "starting"
-    """There is no engine yet, or none any more and another is on its way. `generate` raises EngineLostError."""
+    """There is no engine yet, or the next one is on its way. `generate` raises EngineLostError."""
     READY = "ready"
     DEGRADED = "degraded"
-    """The engine takes requests, and they wait until its worker is replaced. Its KV cache is lost."""
+    """The engine takes requests, which wait until its worker is replaced. The KV cache is lost."""
     FAILED = "failed"
-    """Given up, or closed."""
+    """The replica was given up or closed."""
 
 
 CacheListener = Callable[[PrefixCacheUpdate], None]
@@ -46,12 +46,12 @@ Unsubscribe = Callable[[], None]
 
 
 class Endpoint(Protocol):
-    """Something that turns a request into tokens."""
+    """A component that turns requests into tokens."""
 
     @property
     def limits(self) -> EngineReady:
-        """What requests are checked against at the door. Known once the endpoint has started; others when what is
-        behind it has changed."""
+        """Limits that requests are checked against on arrival. Known once the endpoint has started; they change
+        with the replicas behind the endpoint."""
         ...
 
     @property
@@ -65,8 +65,8 @@ class Endpoint(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """The tokens of `request` as they come; the last chunk has a finish reason.
 
-        Between them there are chunks that are news of the prompt (`TokenChunk.is_news`), which are for whoever
-        places requests and not for clients.
+        Chunks without tokens (`TokenChunk.is_news`) report the progress of the prompt to the dispatcher; clients
+        do not get them.
 
         Closing the iterator early (`aclose`, cancellation) aborts the request. Failures of this request alone
         come as a chunk with `FinishReason.ERROR`.
@@ -80,7 +80,7 @@ class Endpoint(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is; its iterator ends with `FinishReason.ABORT`. Unknown ids are ignored."""
+        """Ends a request; its iterator ends with `FinishReason.ABORT`. Unknown ids are ignored."""
         ...
 
     async def load(self) -> LoadReport: ...
@@ -98,7 +98,7 @@ class Endpoint(Protocol):
         ...
 
     async def health(self) -> Health:
-        """Asks what is behind this endpoint; answers within two seconds."""
+        """Asks the engine or the replicas; returns within about two seconds."""
         ...
 
     async def drain(self, timeout_s: float) -> None:
@@ -118,18 +118,18 @@ class Replica(Endpoint, Protocol):
 
     @property
     def name(self) -> str:
-        """What an operator knows it by, the same in all routers; empty if that is its number."""
+        """Name for operators, the same in all routers; empty: the dispatcher numbers the replica."""
         ...
 
     async def start(self) -> None:
-        """Returns when it is ready for the first time; what cannot start leaves nothing behind.
+        """Returns when the replica is ready for the first time; a failed start leaves nothing behind.
 
         Raises:
-            ConfigError: it says why it cannot start.
-            EngineDeadError: it cannot start for a reason that is not the user's to mend.
+            ConfigError: the replica cannot start, for a reason that the user can mend.
+            EngineDeadError: the replica cannot start for another reason.
         """
         ...
 
     async def wait_failed(self) -> EngineDeadError:
-        """Returns when it is given up (or closed), with the reason."""
+        """Returns the reason once the replica is given up or closed."""
         ...

@@ -123,7 +123,7 @@ class EngineClient:
         return self._engine.child.pid if self._engine else None
 
     async def start(self) -> None:
-        """As `Replica.start`."""
+        """See `Replica.start`."""
         self._supervisor = asyncio.create_task(self._supervise())
         try:
             await self.connection.wait_open()
@@ -132,7 +132,7 @@ class EngineClient:
             raise
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Endpoint.drain`; also waits until other hosts have read the KV that this engine holds for them."""
+        """See `Endpoint.drain`; also waits until other hosts have read the KV that this engine holds for them."""
         end = asyncio.get_running_loop().time() + timeout_s
         await self.connection.drain(timeout_s)
         with contextlib.suppress(TimeoutError, EngineDeadError, EngineLostError):
@@ -141,7 +141,7 @@ class EngineClient:
                     await asyncio.sleep(_LEASES_POLL_S)
 
     async def close(self) -> None:
-        """As `Endpoint.close`. When cancelled, kills the engine instead of waiting for it."""
+        """See `Endpoint.close`. When cancelled, kills the engine instead of waiting for it."""
         try:
             if self._supervisor is not None:
                 await cancel_all([self._supervisor])
@@ -275,7 +275,7 @@ class EngineClient:
                     self._tracer.span("chunks", began, {"chunks": len(message.chunks)})
 
     def _on_failed(self, engine: _Engine, failure: EngineFailed) -> None:
-        """Before the first engine was ready its reason ends everything; later, it counts as one more death."""
+        """The reason of a first engine that never was ready ends everything; later, it is one more death."""
         if self.connection.has_started:
             engine.end(f"gave up ({failure.error.removesuffix('.')})")
             return
@@ -312,7 +312,7 @@ class _Engine:
         """
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        """How the engine ended, as a clause: `was killed by SIGKILL`."""
+        """End of the engine as a clause: `was killed by SIGKILL`."""
         self._num_messages = 0
         self._on_message = on_message
         self._watched = False

@@ -135,7 +135,7 @@ class EngineConnection:
         return len(self._cache_listeners) + len(self._step_listeners)
 
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
-        """As `Endpoint.watch`."""
+        """See `Endpoint.watch`."""
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
@@ -154,12 +154,12 @@ class EngineConnection:
         self._check_alive()
 
     async def wait_failed(self) -> EngineDeadError:
-        """As `Replica.wait_failed`."""
+        """See `Replica.wait_failed`."""
         await self._failed.wait()
         return EngineDeadError(str(self._failure))
 
     async def health(self) -> Health:
-        """As `Endpoint.health`."""
+        """See `Endpoint.health`."""
         if self._failure is not None:
             return Health(False, str(self._failure).removesuffix("."))
         if self._draining:
@@ -201,14 +201,14 @@ class EngineConnection:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """As `Endpoint.abort`."""
+        """See `Endpoint.abort`."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._abandon(request_id)
             stream.push(TokenChunk(request_id, [], FinishReason.ABORT))
 
     async def load(self) -> LoadReport:
-        """As `Endpoint.load`.
+        """See `Endpoint.load`.
 
         Raises:
             EngineLostError, EngineDeadError: there is no peer, or it has ended before it answered.
@@ -228,13 +228,13 @@ class EngineConnection:
             self._queries.pop(query, None)
 
     def subscribe_cache(self, listener: CacheListener) -> Unsubscribe:
-        """As `Endpoint.subscribe_cache`. Listeners that are subscribed already get everything anew as well."""
+        """See `Endpoint.subscribe_cache`. Listeners that are subscribed already get everything anew as well."""
         self._cache_listeners.append(listener)
         self._tell(SubscribeCache())
         return partial(self._cache_listeners.remove, listener)
 
     def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
-        """As `Endpoint.subscribe_steps`."""
+        """See `Endpoint.subscribe_steps`."""
         self._step_listeners.append(listener)
         self._tell(SubscribeSteps())
 
@@ -246,7 +246,7 @@ class EngineConnection:
         return end
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Endpoint.drain`."""
+        """See `Endpoint.drain`."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

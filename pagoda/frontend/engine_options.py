@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from pagoda.checkpoints.resolve import ModelFiles, resolve_model
 from pagoda.checkpoints.topology import check_topology
+from pagoda.devices import BackendName, check_devices, device_number
 from pagoda.engine.config import (
     EngineConfig,
     HandoffConfig,
@@ -47,7 +48,7 @@ T = TypeVar("T", "EngineOptions", "ExecutorOptions", "ParallelOptions")
 @Parameter(name="*", group=Group("Engine", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded and scheduled."""
+    """Options that say how a model is loaded and scheduled."""
 
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads safetensors or a GGUF file; dummy makes random weights in the shape of a preset (qwen3-0.6b)."""
@@ -59,7 +60,7 @@ class EngineOptions:
     """Inputs that share a scale in int4, 32 by default; more take less memory and are less exact."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     """Number format of the KV cache; auto takes that of activations, int8 has a scale per token and head."""
-    backend: Literal["auto", "cpu", "reference"] = "auto"
+    backend: BackendName = "auto"
     """cpu has native kernels, reference is plain PyTorch; auto takes cpu where it is available."""
     max_model_len: Count | None = None
     """The longest sequence, prompt and answer together; by default what the model can do."""
@@ -95,7 +96,7 @@ class EngineOptions:
     kv_disk_min_touches: Count = 2
     """A KV block is written to disk once this many requests have passed through it."""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
-    """What becomes of a request whose KV blocks cannot be loaded: they are computed again, or it fails."""
+    """recompute computes KV blocks that cannot be loaded; fail ends their request with an error."""
     threads: Count | None = None
     """CPU threads of the worker; by default the cores that this process may use."""
     pin_threads: bool = False
@@ -220,13 +221,13 @@ class EngineOptions:
 @Parameter(name="*", group=Group("Parallelism", sort_key=15))
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How many devices the model is spread over."""
+    """Options that spread a model over devices."""
 
     data_parallel_size: Annotated[Count, Parameter(name=["--data-parallel-size", "--dp"])] = 1
     """Replicas of the model, each with an engine and a KV cache of its own; requests are shared out."""
     data_parallel_policy: PolicyName = DEFAULT_POLICY
-    """Which replica takes a request: that with the soonest first token, cached prompts considered; that with the
-    fewest tokens to compute; the better of two at random; the session's own; each in turn."""
+    """Policy that chooses a replica for each request: the soonest first token, with cached prompts considered; the
+    fewest tokens to compute; the better of two at random; the replica of the session; each in turn."""
     tensor_parallel_size: Annotated[Count, Parameter(name=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer of a replica."""
     pipeline_parallel_size: Annotated[
@@ -234,7 +235,7 @@ class ParallelOptions:
     ] = 1
     """Stages of a replica, each with some of its layers."""
     devices: Annotated[str | tuple[str, ...] | None, Parameter(metavar="LIST", negative=())] = None
-    """Such as cpu:0,cpu:1, which are equal parts of the cores; by default the first that are needed."""
+    """Devices of the ranks, such as cpu:0,cpu:1, which are equal parts of the cores; by default the first ones."""
     enable_expert_parallel: bool = False
     """Share out the experts of a mixture-of-experts model whole, instead of a part of each, among tensor ranks."""
 
@@ -252,15 +253,11 @@ class ParallelOptions:
             devices=tuple(given.split(",")) if isinstance(given, str) else given,
             expert_parallel=options.enable_expert_parallel,
         )
-        for device in config.devices:
-            if not device.startswith("cpu:"):
-                raise ConfigError(
-                    f"--devices names {device}, but no backend computes there; name cpu devices."
-                )
+        check_devices(config.devices)
         return config
 
     def check_prompts_at_once(self, count: int) -> None:
-        """For commands that know how many prompts they will have under way, before anything starts.
+        """Refuses replicas that would have nothing to do, before anything starts.
 
         Raises:
             ConfigError: there is one prompt for several replicas.
@@ -273,7 +270,7 @@ class ParallelOptions:
 
 
 SYNTHETIC_MODEL = "synthetic"
-"""What the simulated executor serves when no name is given."""
+"""Model name of the simulated executor when none is given."""
 
 _DEFAULT_ENGINE = EngineOptions()
 _DEFAULT_PARALLEL = ParallelOptions()
@@ -300,13 +297,13 @@ _UNUSED_BY_SIM = (
 _PARALLEL_UNUSED_BY_SIM = ("tensor_parallel_size", "devices")
 _UNUSED_BY_RAY = ("pin_threads",)
 _PARALLEL_UNUSED_BY_RAY = ("devices",)
-"""Which cores a rank gets is for Ray to say, and it counts them only."""
+"""Ray chooses the cores of a rank, and counts them only."""
 
 
 @Parameter(name="*", group=Group("Executor", sort_key=20))
 @dataclass(frozen=True, kw_only=True)
 class ExecutorOptions:
-    """What computes the steps: worker processes, or a cost model that makes up tokens."""
+    """Options of the executor: worker processes, or a cost model that makes up tokens."""
 
     executor: Literal["local", "ray", "sim"] = "local"
     """local runs the model in worker processes on this host, ray on the nodes of a Ray cluster; sim makes up
@@ -432,7 +429,7 @@ def _shared_host(worker: WorkerConfig, parallel: ParallelConfig) -> WorkerConfig
     cores = len(os.sched_getaffinity(0))
     count = num_cpu_devices(cores, parallel.num_ranks, worker.num_threads)
     for device in parallel.devices:
-        if int(device.removeprefix("cpu:")) >= count:
+        if device_number(device) >= count:
             known = "cpu:0" if count == 1 else f"cpu:0 to cpu:{count - 1}"
             raise ConfigError(
                 f"--devices names {device}, but the {cores} cores of this host are {known} with "

@@ -1,4 +1,4 @@
-"""What stands behind one API, and how it starts and ends: engines of this host, or hosts behind a router."""
+"""Fleets: the engines of this host, or the hosts of a router, behind one dispatcher."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class Fleet(Protocol):
-    """A dispatcher and whoever brings its replicas."""
+    """A dispatcher, and the engines or hosts that are its replicas."""
 
     @property
     def dispatcher(self) -> Dispatcher: ...
 
     @property
     def registry(self) -> Registry | None:
-        """Of the hosts of a router that has started."""
+        """Registry of a router's hosts, once the router has started; None for engines."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Fleet(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Others send nothing new from now on; what runs goes on."""
+        """Tells routers to send nothing new; running requests continue."""
         ...
 
     async def close(self) -> None: ...
@@ -81,7 +81,7 @@ class Fleet(Protocol):
 
 
 class EngineFleet:
-    """As many engine processes as the configuration has replicas."""
+    """Engine processes of this host, one for each replica of the configuration."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class EngineFleet:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """How routers find a host, and what they find."""
+    """Settings with which a host serves routers."""
 
     register: Register
     keys: CurveKeys
@@ -136,7 +136,7 @@ class JoinConfig:
     model: str
     model_digest: str
     tracker: RequestTracker = field(default_factory=RequestTracker)
-    """Is told of each answer to a router."""
+    """Records each answer to a router."""
 
 
 class JoinedFleet:
@@ -219,7 +219,7 @@ class JoinedFleet:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a router finds hosts, and which it takes."""
+    """Settings with which a router finds and accepts hosts."""
 
     discover: Discover
     keys: CurveKeys
@@ -229,7 +229,7 @@ class RouterConfig:
     remote_prefill_min_tokens: int = DEFAULT_MIN_TOKENS
     """Prompts of which as many tokens are not cached are computed by prefill hosts, where there are any."""
     no_replica_timeout_s: float = DEFAULT_NO_REPLICA_TIMEOUT_S
-    """How long a request waits while no host takes requests."""
+    """Seconds that a request waits while no host takes requests."""
 
 
 class RoutedFleet:
@@ -279,7 +279,7 @@ class RoutedFleet:
         self._context.term()
 
     def start_trace(self, order: StartTrace) -> None:
-        """Its hosts are told at the hosts."""
+        """Does nothing: each host starts its own traces."""
 
     async def stop_trace(self) -> list[str]:
         return []
@@ -289,7 +289,7 @@ class RoutedFleet:
 
 
 def new_id() -> str:
-    """For a host or a router, at its start."""
+    """Returns a new id for a host or router."""
     return secrets.token_hex(8)
 
 

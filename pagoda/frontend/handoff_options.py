@@ -18,7 +18,7 @@ from pagoda.pd.transport.choose import TRANSPORTS
 
 
 class Handoff(NamedTuple):
-    """Its two parts."""
+    """Settings of prefill/decode handoff, for the engine and for its workers."""
 
     engine: HandoffConfig
     workers: KVHandoffConfig
@@ -27,7 +27,7 @@ class Handoff(NamedTuple):
 @Parameter(name="*", group=Group("Prefill and decode apart", sort_key=27))
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions:
-    """Which part of a request this host computes, and how KV goes to the host that computes the rest."""
+    """Options of prefill/decode handoff: the part that this host computes, and the way of KV between hosts."""
 
     role: Literal["none", "prefill", "decode", "both"] = "none"
     """prefill computes prompts and holds their KV for others; decode fetches it and generates; both does
@@ -35,11 +35,11 @@ class HandoffOptions:
     kv_transports: Annotated[str, Parameter(metavar="LIST")] = "shm,tcp"
     """Ways that KV may take between hosts, the best first: shm (within one machine), tcp, nixl, mooncake."""
     kv_lease: Annotated[float, Parameter(validator=Number(gte=1, lte=3600))] = 30.0
-    """Seconds for which KV is held when nobody says that it is still wanted."""
+    """Seconds for which KV is held for a host that does not renew its request."""
     kv_port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 0
-    """Where other hosts ask for KV, and one port more for each further replica; 0 takes free ones."""
+    """Port at which other hosts ask for KV, and the next ones for further replicas; 0 takes free ports."""
     kv_encrypt: bool = False
-    """Encrypt KV between hosts; who asks for it must know the cluster's secret in any case."""
+    """Encrypt KV between hosts; hosts that ask for KV must know the cluster's secret in any case."""
 
     def config(
         self, *, cluster_key_file: Path | None, advertise: str, num_replicas: int

@@ -1,4 +1,4 @@
-"""Whether KV blocks can be kept in a directory that the user names, said before anything starts."""
+"""Checks of the directory for KV blocks, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts a router has: those that a discovery names, as long as they are alive and want to be."""
+"""Registry of a router's hosts: hosts that a discovery names, as long as they are alive and do not leave."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostReport:
-    """A host as its router sees it."""
+    """State of one host, for operators."""
 
     id: str
-    """Empty as long as only its address is known."""
+    """Empty while only the address is known."""
     address: str
     state: str
     """`connecting`, `refused`, `leaving` (it gets nothing new), or the `ReplicaState` of one that is used."""
     reason: str = ""
-    """Why it is not used."""
+    """Reason why the host is not used."""
     role: Role = Role.NONE
     since: float | None = None
-    """Unix time; since when it is used."""
+    """Unix time from which on the host is used."""
     num_requests: int = 0
-    """Of this router."""
+    """Requests of this router that the host has."""
     load: LoadReport | None = None
-    """None while it does not answer."""
+    """None if the host does not answer."""
 
 
 class _Entry:
-    """A host that is named, or was and has not finished."""
+    """A host that is named, or that was named and has not finished."""
 
     def __init__(self, record: HostRecord) -> None:
         self.record = record
         self.unnamed = asyncio.Event()
-        """Whether it is not named any more."""
+        """Set while no discovery names the host."""
         self.host: HostClient | None = None
-        """While it is used."""
+        """Connection to the host; None unless the host is used."""
         self.since: float | None = None
         self.problem = ""
         self.changed = asyncio.Event()
-        """Set when it may be different whether it is to be used."""
+        """Set when something has changed that decides if the host is used."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -156,7 +156,7 @@ class Registry:
     # ---- hosts come and go
 
     def add(self, host: HostRecord) -> None:
-        """As `HostListener.add`."""
+        """See `HostListener.add`."""
         if self._is_closed:
             return
         entry = self._entries.get(host)
@@ -168,7 +168,7 @@ class Registry:
             entry.changed.set()
 
     def remove(self, host: HostRecord) -> None:
-        """As `HostListener.remove`."""
+        """See `HostListener.remove`."""
         entry = self._entries.get(host)
         if entry is not None:
             entry.unnamed.set()
@@ -252,7 +252,7 @@ class Registry:
                 )
 
     async def _use(self, entry: _Entry, host: HostClient) -> None:
-        """Until it has finished and is to get nothing more, or is lost.
+        """Uses the host until it is lost, or has finished and gets nothing more.
 
         Raises:
             ConfigError: it has got hosts with which it cannot be used.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from pagoda.frontend.load_tracker import LeastLoaded
 from pagoda.frontend.replica_slot import Fitness, ReplicaSlot
@@ -12,8 +13,11 @@ from pagoda.messages.worker_config import Role
 
 _GOLDEN_RATIO = 0.6180339887498949
 """Golden-ratio conjugate: i · c mod 1 is a low-discrepancy sequence."""
-_RING_BITS = 64
+_HASH_BYTES = 8
+_MASK = 2 ** (8 * _HASH_BYTES) - 1
 _NUM_PROBES = 21
+_STEP = 0x9E3779B97F4A7C15
+"""Multiplier that spreads the steps between probes over 64 bits."""
 
 
 def low_discrepancy(number: int) -> float:
@@ -55,42 +59,44 @@ class HashRing:
     """
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, ReplicaSlot]] = []
+        self._points: list[int] = []
+        """Sorted hashes of names."""
+        self._slots: list[ReplicaSlot] = []
+        """The replicas of these points."""
 
     def add(self, slot: ReplicaSlot) -> None:
-        insort(self._points, (stable_hash(slot.name), slot), key=_point)
+        point = stable_hash(slot.name)
+        position = bisect_left(self._points, point)
+        self._points.insert(position, point)
+        self._slots.insert(position, slot)
 
     def remove(self, slot: ReplicaSlot) -> None:
-        position = bisect_left(self._points, stable_hash(slot.name), key=_point)
-        while self._points[position][1] is not slot:
+        position = bisect_left(self._points, stable_hash(slot.name))
+        while self._slots[position] is not slot:
             position += 1
-        del self._points[position]
+        del self._points[position], self._slots[position]
 
     def nearest(self, session: str, excluded: Container[int]) -> tuple[int, ReplicaSlot] | None:
         """The replica closest behind one of the session's probes, with the distance; None if all are excluded."""
-        points, digest = self._points, stable_hash(session)
+        points, slots, probe = self._points, self._slots, stable_hash(session)
         best: tuple[int, ReplicaSlot] | None = None
-        step = (digest >> 20 | 1) * 0x9E3779B97F4A7C15
-        for probe in range(_NUM_PROBES):
-            at = (digest + probe * step) % 2**_RING_BITS
-            position = bisect_left(points, at, key=_point)
+        step = (probe >> 20 | 1) * _STEP
+        for _ in range(_NUM_PROBES):
+            probe = (probe + step) & _MASK
+            position = bisect_left(points, probe)
             for offset in range(len(points)):
-                point, slot = points[(position + offset) % len(points)]
-                if slot.number not in excluded:
-                    distance = (point - at) % 2**_RING_BITS
+                index = (position + offset) % len(points)
+                if slots[index].number not in excluded:
+                    distance = (points[index] - probe) & _MASK
                     if best is None or distance < best[0]:
-                        best = distance, slot
+                        best = distance, slots[index]
                     break
         return best
 
 
-def _point(entry: tuple[int, ReplicaSlot]) -> int:
-    return entry[0]
-
-
 def stable_hash(text: str) -> int:
     """64 bits that are the same in every process."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_RING_BITS // 8)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES)
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -172,7 +178,7 @@ class Shortlist:
         """The replica of a session."""
         homes = [pool.ring.nearest(session, self._refused) for pool in self._pools]
         found = [home for home in homes if home is not None]
-        return [min(found, key=_point)[1]] if found else []
+        return [min(found, key=itemgetter(0))[1]] if found else []
 
     def with_prefix(self) -> list[ReplicaSlot]:
         """Replicas believed to have the longest prefixes of the request."""

@@ -41,15 +41,13 @@ class ReplicaSet:
         cache: CacheUnion,
         outliers: OutlierDetector,
         clock: Clock,
-        on_room: Callable[[int], None],
     ) -> None:
-        """`on_room` is called when a replica takes requests that did not before, with how many of those that wait
-        may find room there."""
         self.policy = policy
         self._cache = cache
         self._outliers = outliers
         self._clock = clock
-        self._on_room = on_room
+        self.on_room: Callable[[int], None] = lambda _: None
+        """Called when a replica takes requests that did not before, with how many requests may find room there."""
         self._slots: dict[int, ReplicaSlot] = {}
         self._by_replica: dict[Replica, ReplicaSlot] = {}
         self._names: set[str] = set()
@@ -83,6 +81,12 @@ class ReplicaSet:
 
     def by_number(self, number: int) -> ReplicaSlot:
         return self._slots[number]
+
+    def prefix(self, slot: ReplicaSlot) -> str:
+        """The replica's name as the beginning of a sentence; empty if there is only one replica without a name."""
+        if slot.replica.name:
+            return f"host {slot.name}: "
+        return "" if len(self._slots) == 1 else f"replica {slot.name}: "
 
     def new_slot(self, replica: Replica) -> ReplicaSlot:
         """A slot for a replica that may not have started yet."""
@@ -211,7 +215,7 @@ class ReplicaSet:
             self._list(slot, Fitness.FIT)
         if slot.fitness is not None and slot.limits is not None and not was_taker:
             room = slot.limits.max_num_seqs + slot.limits.max_num_waiting
-            self._on_room(room if had_takers else sys.maxsize)
+            self.on_room(room if had_takers else sys.maxsize)
 
     def _list(self, slot: ReplicaSlot, fitness: Fitness | None) -> None:
         if slot.fitness is fitness:

@@ -1,4 +1,4 @@
-"""Whether a server traces: the one place that starts and stops all of its processes."""
+"""Control of tracing: starts and stops traces in all processes of a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 T = TypeVar("T")
 
 _PREPARE_S = 10.0
-"""How long a disk may take before a trace begins."""
+"""Seconds that a disk may take before a trace begins."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class TraceStateError(PagodaError):
 
 
 class EndedTrace(msgspec.Struct, frozen=True):
-    """What was traced, and why some of it is missing: sentences."""
+    """A trace that has ended, and sentences that say what is missing in it."""
 
     session: TraceSession
     problems: list[str]
@@ -58,14 +58,14 @@ class TraceControl:
         self._order: StartTrace | None = None
         self._rows: list[AnswerRows] = []
         self._waiting: asyncio.Task[None] | None = None
-        """For when tracing ends without being told to."""
+        """Waits for the end of a trace that ends by itself."""
         self._ending: asyncio.Task[EndedTrace] | None = None
         self._ended: EndedTrace | None = None
         """The last trace, if nobody was told of its end."""
 
     @property
     def session(self) -> TraceSession | None:
-        """What is being traced; None while tracing is off."""
+        """Session of the running trace; None while tracing is off."""
         return None if self._order is None else self._order.session
 
     def join(self, fleet: Fleet) -> None:
@@ -77,7 +77,7 @@ class TraceControl:
     async def start(
         self, level: TraceLevel, *, num_steps: int | None = None, seconds: float | None = None
     ) -> TraceSession:
-        """Until `stop`, or until each engine has done `num_steps`, or for so many `seconds`.
+        """Traces until `stop`, until each engine has done `num_steps`, or for `seconds`.
 
         Raises:
             TraceStateError: tracing is on.
@@ -163,8 +163,8 @@ class TraceControl:
 
 
 async def _beside(work: Callable[[], T]) -> T:
-    """In a thread of its own; unlike that of `asyncio.to_thread` it does not keep the process from ending when its
-    disk never answers."""
+    """Runs `work` in a daemon thread of its own. Unlike `asyncio.to_thread`, that lets the process end when a disk
+    never answers."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

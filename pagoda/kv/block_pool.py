@@ -40,7 +40,7 @@ class Block:
 
 
 class BlockPool:
-    """Hands out blocks, counts references and remembers cached blocks by key."""
+    """Allocates blocks, counts references and finds cached blocks by key."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class BlockPool:
         events: KVEventRecorder | None = None,
         medium: Medium = Medium.DEVICE,
     ) -> None:
-        """`events` is told which blocks of `medium` are removed; whoever publishes them knows their tokens."""
+        """`events` records which blocks of `medium` are removed; the caller of `publish` records those that are
+        stored."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}.")
         self.num_blocks = num_blocks
@@ -57,12 +58,11 @@ class BlockPool:
         self.num_removed = 0
         """Blocks that can be found no longer; `num_cached` is the difference."""
         self.changed: dict[bytes, None] | None = None
-        """Keys that may be found now and could not, or the other way round, since somebody put an empty one here;
-        None while nobody wants to know."""
+        """Keys stored or removed since a subscriber put an empty dict here; None without one."""
         self._events = events
         self._medium = medium
         self._ends = Block(-1)
-        """Closes the list into a ring: its `next` is the head, its `previous` the tail."""
+        """Sentinel of the ring of available blocks: its `next` is the head, its `previous` the tail."""
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._by_key: dict[bytes, Block] = {}
         self._num_available = 0
@@ -77,7 +77,7 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        """Of these, cached ones."""
+        """Available blocks that are cached."""
         return self._num_evictable
 
     @property
@@ -103,7 +103,7 @@ class BlockPool:
         return taken
 
     def keys(self) -> Collection[bytes]:
-        """Of all blocks that can be found."""
+        """Keys of all blocks that can be found."""
         return self._by_key.keys()
 
     def find(self, key: bytes) -> Block | None:
@@ -152,13 +152,13 @@ class BlockPool:
         return True
 
     def discard(self, key: bytes) -> None:
-        """Makes a block findable no longer: what it holds is not what it should be."""
+        """Makes a block unfindable: its content is wrong."""
         block = self._by_key.get(key)
         if block is not None:
             self._forget(block)
 
     def clear_cache(self) -> None:
-        """Forgets all keys: the device's memory has been lost. References stay."""
+        """Forgets all keys, since the memory has been lost. References stay."""
         for block in self._blocks:
             block.used_by = -1
         for block in self._by_key.values():

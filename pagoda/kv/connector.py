@@ -1,4 +1,4 @@
-"""Where KV can come from and go to besides the device: one interface, in two halves.
+"""Connectors: one interface, in two halves, to places that keep KV besides the device.
 
 The engine's half (`KVConnector`) decides: it knows keys, blocks and transfers, but no bytes and no torch. The
 worker's half (`TransferWorker`) copies: it knows bytes and places, but no requests. The engine asks a worker for

@@ -1,11 +1,11 @@
-"""Which blocks are on disk, and which of them was used longest ago.
+"""Index of the blocks on disk, in the order of their last use.
 
-Millions of entries must be small. One is a number, a slot: of its key in a list, and of its neighbours, time and
-directory in arrays. Its key leads to it through one of 256 dictionaries for each directory, as objects lie in as
-many fan-out directories; so none of them is ever large enough for its growth to be felt.
+There may be millions of entries, so each is small: a slot number, which indexes a list of keys and arrays of
+neighbours, times and directories. One of 256 dicts per directory maps a key to its slot, one for each fan-out
+directory, so no dict is large enough for its growth to be felt.
 
-All entries are in one ring, in the order of their last use. What is used goes to its end. What is found on disk,
-in the order of directories, goes behind the other entries of its minute: the last of each is known.
+All entries are in one ring, least recently used first. A used entry moves to the end. Entries found on disk come
+in the order of directories, and each goes behind the last entry of its period of about a minute.
 """
 
 from __future__ import annotations
@@ -42,21 +42,26 @@ class DiskIndex:
         self._next = array("I", [_ENDS])
         self._previous = array("I", [_ENDS])
         self._free = _ENDS
-        """The first slot without an entry; `_next` leads to the others."""
+        """First slot without an entry; `_next` links the others."""
         self._periods: list[int] = []
-        """Those in which entries were last used, in their order."""
+        """Periods in which entries were last used, oldest first."""
         self._last: dict[int, int] = {}
-        """Period to the newest of its entries."""
+        """Newest entry by period."""
         self._num_bytes = 0
 
     def add_directory(self, directory: int, object_bytes: int) -> None:
-        """Gives a directory a number; each of its objects takes `object_bytes`."""
+        """Adds a directory by its number; each of its objects takes `object_bytes`."""
         self._directories[directory] = _Directory(object_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """What all objects take."""
+        """Bytes of all objects."""
         return self._num_bytes
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that were ever used at a time."""
+        return len(self._keys) - 1
 
     def count(self, directory: int) -> int:
         return self._directories[directory].count
@@ -65,21 +70,23 @@ class DiskIndex:
         return self._directories[directory].object_bytes
 
     def find(self, directory: int, key: bytes) -> bool:
-        """Whether there is an object of `key`."""
+        """Returns True if there is an object of `key`."""
         return key in self._directories[directory].slots[key[0]]
 
     def unknown(self, directory: int, fan_out: int, keys: Set[bytes]) -> Set[bytes]:
-        """Those of `keys`, which begin with the byte `fan_out`, that are none of the objects."""
+        """Returns those of `keys`, which begin with the byte `fan_out`, that are not in the index."""
         return keys - self._directories[directory].slots[fan_out].keys()
 
     def missing(self, directory: int, fan_out: int, keys: Set[bytes], since: int) -> list[bytes]:
-        """Objects whose keys begin with the byte `fan_out`, but are not among `keys`; used before `since`."""
+        """Returns indexed keys that begin with the byte `fan_out`, are not in `keys` and were last used before
+        `since`."""
         slots = self._directories[directory].slots[fan_out]
         others = slots.keys() - keys
         return [key for key in others if self._used_at[slots[key]] < since]
 
     def add(self, directory: int, key: bytes, used_at: int) -> bool:
-        """Takes in an object that was last used then; False if it is known, unless as used longer ago."""
+        """Adds an object that was last used at `used_at`, or moves a known one forward; returns True if it is
+        new."""
         home = self._directories[directory]
         slots = home.slots[key[0]]
         slot = slots.get(key)
@@ -98,7 +105,7 @@ class DiskIndex:
         return True
 
     def touch(self, directory: int, key: bytes, now: int) -> None:
-        """An object is used now: no other was used later. One that is not known stays so."""
+        """Makes a known object the most recently used one."""
         slot = self._directories[directory].slots[key[0]].get(key)
         if slot is None:
             return
@@ -136,7 +143,7 @@ class DiskIndex:
         return len(self._keys) - 1
 
     def _link(self, slot: int, used_at: int) -> None:
-        """Puts an entry behind the last of its period, or of those before it."""
+        """Links an entry behind the last of its period, or of the periods before."""
         period = used_at >> _PERIOD_BITS
         before = self._last.get(period)
         if before is None:

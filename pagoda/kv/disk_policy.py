@@ -1,5 +1,4 @@
-"""What may lie on disk: which blocks are worth a place, how much there may be, what goes first, when writing
-pauses."""
+"""Policies of the disk tier: admission, pauses of writing, eviction, and the quota."""
 
 from __future__ import annotations
 
@@ -42,6 +41,10 @@ class AdmissionFilter:
         self._generation = generation
         self._younger: dict[int, int] = {}
         self._older: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Keys that are remembered, those of both generations."""
+        return len(self._younger) + len(self._older)
 
     def touch(self, key: bytes, parent: bytes | None = None, *, is_kept: bool = False) -> bool:
         """Counts one touch; returns whether the block is worth a place.

@@ -1,8 +1,8 @@
-"""The thread that looks into directories of objects: scans, probes, removes, tidies up after killed writers.
+"""A thread that lists directories of objects, probes, removes objects, and tidies up after killed writers.
 
-It works in small pieces, so that a probe, for which a request waits, never waits for a scan. It sleeps while there
-is nothing to do: it scans at the start, and again only when something was written since, not too often, and then
-only fan-out directories that have changed.
+The thread works in small pieces, so that a probe, for which a request waits, never waits for a scan. After the
+first scan it scans again only when something was written, not too often, and only fan-out directories that have
+changed.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ logger = logging.getLogger(__name__)
 
 _MIN_SCAN_INTERVAL_S = 10.0
 _SCAN_SHARE = 20
-"""Scans take at most this part of the time."""
+"""Scans take at most 1 / this of the time."""
 _PIECE = 256
-"""Files that are looked at, or removed, before other jobs have their turn."""
+"""Files that are listed or removed before other jobs have their turn."""
 _POLL_OBJECTS = 2048
 """Objects in the news of one `poll`."""
 _MAX_BACKLOG = 2**16
-"""Objects in news that nobody has taken yet, about; a scan waits when there are more."""
+"""Approximate objects in news that were not polled yet; a scan waits when there are more."""
 _SAME_TICK_S = 2
-"""How coarse the times of a file system may be, and how much clocks may differ."""
+"""Seconds by which times of a file system may be coarse, and clocks may differ."""
 _CLOSE_TIMEOUT_S = 5.0
 _UNSURE = -1
-"""In place of a fan-out directory's time of change: it must be listed again."""
+"""Stands for a fan-out directory's time of change if it must be listed again."""
 
 OWN = 0
-"""The number of the directory from which blocks can be loaded; the others under its root have higher ones."""
+"""Number of the directory from which blocks can be loaded; others under the same root have higher numbers."""
 
 
 class DirectoryFound(NamedTuple):
-    """There is a directory of another model's objects."""
+    """A directory of another model's objects exists."""
 
     directory: int
     object_bytes: int
-    """What each of them takes."""
+    """Bytes of each object."""
 
 
 class ObjectsFound(NamedTuple):
@@ -74,13 +74,13 @@ class FanOutListed(NamedTuple):
     fan_out: int
     """The first byte of its keys."""
     used_at: Mapping[bytes, int]
-    """As in `ObjectsFound`, of all that are there."""
+    """Last uses, as in `ObjectsFound`, of all objects that are there."""
     listed_at: int
     """Seconds since 1970; what was written later may not be in `used_at`."""
 
 
 class ScanEnded(NamedTuple):
-    """All that was there when the scan began has been found."""
+    """The scan has found everything that was there when it began."""
 
     seconds: float
 
@@ -92,7 +92,7 @@ class ProbeAnswer(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The objects are gone, or cannot be removed. What is found from now on is there."""
+    """The objects are gone, or cannot be removed: objects found from now on are there."""
 
     directory: int
     keys: Sequence[bytes]
@@ -102,14 +102,19 @@ News = DirectoryFound | ObjectsFound | FanOutListed | ScanEnded | ProbeAnswer | 
 
 
 class DiskScanner(Protocol):
-    """Begins to scan as soon as it is made. No method waits for the disk, and none raises for what is on it."""
+    """Scans directories of objects for the engine, which never waits for a disk itself.
+
+    Rank 0's directory stands for all ranks: an object that another rank lacks fails to load, and is removed
+    then. Directories of other models under the same root are scanned too, since all share one quota. The first
+    scan begins at once. No method waits for the disk, or raises for what is on it.
+    """
 
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
         """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         ...
 
     def cancel_probe(self, probe_id: int) -> None:
-        """Nobody waits for the answer any more: none is needed, though one may come."""
+        """No request waits for the answer any more; it may still come."""
         ...
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
@@ -117,18 +122,16 @@ class DiskScanner(Protocol):
         ...
 
     def rescan(self) -> None:
-        """Something was written, or no scan has ended yet. Looks for what is there if none is at it.
-
-        Not soon after the last scan.
-        """
+        """Starts a scan after something was written, unless one is running or has just ended."""
         ...
 
     def poll(self) -> list[News]:
-        """News, in their order except that a `ProbeAnswer` may come early; a moment's reading at most."""
+        """Returns news in order, except that a `ProbeAnswer` may come early; only as many as can be read
+        quickly."""
         ...
 
     def fileno(self) -> int:
-        """Readable while there are news."""
+        """File descriptor that is readable while there are news."""
         ...
 
     def close(self) -> None:
@@ -147,23 +150,23 @@ class _Probe(NamedTuple):
 
 
 class _Directory:
-    """What the thread remembers of a directory between scans."""
+    """State of a directory between scans."""
 
     def __init__(self, number: int, paths: Sequence[str], object_bytes: int) -> None:
         self.number = number
         self.path = paths[0]
         self.counterparts = paths[1:]
-        """Those of the other ranks."""
+        """Directories of the other ranks."""
         self.object_bytes = object_bytes
-        """Of each file in `path`."""
+        """Bytes of each object in `path`."""
         self.changed_at: dict[int, int] = {}
-        """Of fan-out directories that have been listed."""
+        """Times of change, in ns, of fan-out directories that have been listed."""
         self.listed_at: dict[int, int] = {}
-        """When that was, in seconds since 1970."""
+        """Times at which they were listed, in seconds since 1970."""
 
 
 class DiskScannerThread:
-    """A `DiskScanner`. The thread ends with the process, if not before."""
+    """A `DiskScanner` with a thread, which ends with the process if not before."""
 
     def __init__(self, directories: Sequence[KVDirectory], clock: Clock) -> None:
         self._clock = clock
@@ -171,7 +174,7 @@ class DiskScannerThread:
         self._own = _Directory(OWN, paths, directories[0].object_bytes)
         self._root = os.path.dirname(paths[0])
         self._others: dict[str, _Directory] = {}
-        """By path."""
+        """Directories of other models, by path."""
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
         self._misfits: list[FoundFile] = []
@@ -187,8 +190,8 @@ class DiskScannerThread:
         self._next_scan_at = 0.0
         self._is_closing = False
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kv-disk-scanner", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="kv-disk-scanner", daemon=True)
+        self.thread.start()
 
     # ---- the engine's side
 
@@ -234,8 +237,8 @@ class DiskScannerThread:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
+        self.thread.join(_CLOSE_TIMEOUT_S)
+        if not self.thread.is_alive():
             os.close(self._readable)
 
     # ---- the thread's side
@@ -298,7 +301,7 @@ class DiskScannerThread:
         return ProbeAnswer(probe.probe_id, found)
 
     def _remove(self, removal: _Removal) -> None:
-        """One piece of it; the rest has its turn after whatever is more urgent."""
+        """Removes one piece; the rest has its turn after more urgent work."""
         piece, rest = removal.keys[:_PIECE], removal.keys[_PIECE:]
         if removal.directory == OWN:
             paths = [self._own.path, *self._own.counterparts]
@@ -338,7 +341,7 @@ class DiskScannerThread:
             self._next_scan_at = self._clock.now() + interval
 
     def _find_others(self) -> list[_Directory]:
-        """Directories of other objects, those that are gone too: what was found there is not any more."""
+        """Returns other models' directories, including those that are gone: their objects must be forgotten."""
         own = {self._own.path, *self._own.counterparts}
         try:
             paths = [path for path in object_directories(self._root) if path not in own]
@@ -413,7 +416,7 @@ class DiskScannerThread:
     def _collect_objects(
         self, directory: _Directory, files: Sequence[FoundFile], now: int
     ) -> dict[bytes, int]:
-        """The objects among `files`, and when they were last used; what is surely worthless is removed."""
+        """Returns the last uses of the objects among `files`, and removes worthless files."""
         used_at: dict[bytes, int] = {}
         for found in files:
             if found.key is None:
@@ -433,7 +436,7 @@ class DiskScannerThread:
                 self._unlink(found.path, os.path.dirname(found.path))
 
     def _remove_orphans(self, path: str, keys: Collection[bytes]) -> None:
-        """Removes what another rank has and rank 0 has not, since nobody ever asks for it."""
+        """Removes objects that another rank has and rank 0 lacks: they are never loaded."""
         now = time.time()
         with contextlib.suppress(FileNotFoundError):
             for found in list_files(path):
@@ -460,7 +463,7 @@ class DiskScannerThread:
         self._complain_of(path, error.strerror or str(error))
 
     def _complain_of(self, path: str, problem: str) -> None:
-        """Once, while it lasts."""
+        """Logs a problem once while it lasts."""
         if (path, problem) not in self._complaints:
             self._complaints.add((path, problem))
             logger.warning("KV blocks in %s: %s.", path, problem)
@@ -470,7 +473,7 @@ class DiskScannerThread:
 
 
 def _weight(news: News) -> int:
-    """About how long it takes to read, in objects."""
+    """Approximate time to apply the news, in objects."""
     match news:
         case ObjectsFound():
             return len(news.used_at) + 1

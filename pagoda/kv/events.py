@@ -1,8 +1,8 @@
-"""What happens to cached blocks, for those who route requests to them from outside.
+"""Events of cached blocks, for routers outside of this server.
 
-The structs are the wire format too: maps whose `type` is the name of the struct, with the fields that vLLM's
-subscribers read (`docs/kv-events.md` says what is the same and what differs). Nothing here knows how they are
-sent.
+The structs are the wire format, too: maps whose `type` is the name of the struct, with the fields that vLLM's
+subscribers read (`docs/kv-events.md` says what is the same and what differs). `pagoda.engine.kv_events`
+sends them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Medium(enum.StrEnum):
     """Tiers, by the names that vLLM's subscribers know."""
 
     DEVICE = "GPU"
-    """What the worker computes from, whatever the device is."""
+    """The memory that the worker computes from, whatever the device is."""
     HOST = "CPU"
     """The arena in host memory."""
     DISK = "DISK"
@@ -27,11 +27,11 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Blocks that follow each other in one prefix can be found from now on."""
 
     block_hashes: list[bytes]
-    """Their keys (`pagoda.kv.block_keys`), 32 bytes each, in the order of their tokens."""
+    """Keys (`pagoda.kv.block_keys`) of 32 bytes each, in the order of their tokens."""
     parent_block_hash: bytes | None
     """The key of the block in front of the first; None where the prefix begins. It may be gone already."""
     token_ids: list[int]
-    """Of all these blocks, `block_size` for each."""
+    """Tokens of all these blocks, `block_size` for each."""
     block_size: int
     lora_id: None = None
     """Subscribers want this field and `lora_name`; adapters would be part of the key."""
@@ -63,7 +63,7 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVEventRecorder:
-    """Collects events until somebody takes them.
+    """Collects events until they are drained.
 
     The lists of a tier's last event grow until then: blocks that follow each other, or that are evicted together,
     are one event. So the events of one tier are in their order; which of two tiers changed first is not told.
@@ -112,7 +112,7 @@ class KVEventRecorder:
             self._last.clear()
 
     def drain(self) -> list[KVEvent]:
-        """What has happened since the last call, in order."""
+        """Returns the events since the last call, in order."""
         events, self._events = self._events, []
         self._last.clear()
         return events

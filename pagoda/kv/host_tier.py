@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pagoda.kv.tiers import TierContext
 
 _PREFETCH_SHARE = 4
-"""At most 1 / this of the slots are reserved for slower tiers."""
+"""Slower tiers reserve at most 1 / this of the slots."""
 _PREFETCH_BYTES = 2**30
-"""At most these bytes of one rank are reserved, about a second of reading: a request for which there is room
-meanwhile waits until the last of its blocks is here."""
+"""Limit of the reserved bytes of one rank, about a second of reading: a request for which there is room meanwhile
+waits until the last of its blocks is here."""
 
 
 class _Copy(NamedTuple):

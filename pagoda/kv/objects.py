@@ -37,9 +37,9 @@ from pagoda.errors import ConfigError
 
 FORMAT_VERSION = 1
 KEY_VERSION = "pagoda-kv-1"
-"""How keys are made (`pagoda.kv.block_keys`)."""
+"""Version of the keys (`pagoda.kv.block_keys`)."""
 ALIGNMENT = 4096
-"""Of the length of an object, and of buffers: what direct I/O asks for."""
+"""Alignment of object lengths and buffers, in bytes, as direct I/O requires."""
 HEADER_BYTES = 64
 KEY_BYTES = 32
 MANIFEST_NAME = "manifest.json"
@@ -47,7 +47,7 @@ TEMPORARY_PREFIX = ".tmp-"
 """Files that are being written, or that a killed writer left."""
 
 _MAX_PAYLOAD_BYTES = 2**40
-"""Beyond this a manifest is no manifest: lengths of others' objects are counted with."""
+"""Limit of a valid manifest: the quota counts with the lengths of other models' objects."""
 _MAX_MANIFEST_BYTES = 2**16
 _MAGIC = b"PAGODAKV"
 _HEADER = struct.Struct("<8sIQ32s8x")
@@ -68,21 +68,21 @@ class ObjectUnreadableError(ObjectError):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All that two objects under one key must agree on to be the same bytes."""
+    """Everything on which two objects of one key must agree to be the same bytes."""
 
     format_version: int = FORMAT_VERSION
     key_version: str = KEY_VERSION
     model: str
-    """For people; two names of one model share a directory."""
+    """Name for people; two names of one model share a directory."""
     model_digest: str
-    """Of the configuration and the weights, in hex."""
+    """Digest of the configuration and the weights, in hex."""
     dtype: str
     kv_dtype: str
     quantization: str
     arithmetic: str
-    """As in `WorkerReady.arithmetic`."""
+    """Same as `WorkerReady.arithmetic`."""
     layout: str
-    """How the payload lies: its dimensions, in order."""
+    """Dimensions of the payload, in order."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PAYLOAD_BYTES)]
     tensor_parallel_size: int = 1
@@ -110,7 +110,7 @@ def object_bytes(payload_bytes: int) -> int:
 
 
 def object_name(key: bytes) -> str:
-    """Where the object of `key` lies, relative to its directory."""
+    """Path of the object of `key`, relative to its directory."""
     digits = key.hex()
     return f"{digits[:_FAN_OUT_DIGITS]}/{digits[_FAN_OUT_DIGITS:]}"
 
@@ -128,7 +128,7 @@ def parse_name(fan_out: str, name: str) -> bytes | None:
 
 
 def is_digest(name: str) -> bool:
-    """Whether a directory of this name may be that of a manifest."""
+    """True if a directory of this name may hold objects."""
     return len(name) == _DIGEST_DIGITS and _HEX_DIGITS.issuperset(name)
 
 
@@ -164,7 +164,7 @@ def check(buffer: memoryview, key: bytes, payload_bytes: int) -> None:
 
 
 def _checksum(buffer: memoryview, payload_bytes: int) -> int:
-    """Of header and payload. Other threads run meanwhile: a payload may be megabytes."""
+    """CRC-32C of header and payload. Releases the GIL, since a payload may be megabytes."""
     head = crc32c(buffer[: _HEADER.size])
     return crc32c(payload(buffer, payload_bytes), head, gil_release_mode=_RELEASE_THE_GIL)
 
@@ -224,7 +224,7 @@ def make_directory(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """What `directory` says its objects are; None if that cannot be understood.
+    """Returns the manifest in `directory`; None if it cannot be understood.
 
     Raises:
         OSError: it cannot be read.
@@ -298,7 +298,7 @@ class FoundFile(NamedTuple):
         return self.key is None and os.path.basename(self.path).startswith(TEMPORARY_PREFIX)
 
     def is_stale(self, now: float) -> bool:
-        """Whether nobody can still be writing it."""
+        """True if the file is so old that no process can still be writing it."""
         return now - self.used_at > _STALE_AFTER_S
 
 

@@ -26,7 +26,7 @@ from pagoda.messages.worker import WorkerReady
 
 @dataclass(frozen=True)
 class TierContext:
-    """What a tier is built from: the engine's configuration, its workers, and the tiers nearer to the device."""
+    """The engine's configuration, its workers and the nearer tiers, from which a tier is built."""
 
     config: KVTiersConfig | None
     ready: WorkerReady

@@ -1,8 +1,8 @@
 """Transfers under way, and the device blocks that they hold.
 
 A block under transfer is referenced like any other: it returns to the pool when its last reader and writer have
-ended, whatever happened to the request meanwhile. So an end is taken once; a second one, one that was never begun,
-and one of workers that are gone change nothing.
+ended, whatever happened to the request meanwhile. An end counts once: repeated ends, ends of unknown transfers and
+ends of lost workers change nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransferLedger:
 
     @property
     def store_room(self) -> int:
-        """How many more device blocks may be sources of transfers."""
+        """Number of further device blocks that may be sources of transfers."""
         return max(1, self._pool.num_blocks // _STORE_SHARE) - self._num_stored
 
     def open(
@@ -89,24 +89,24 @@ class TransferLedger:
         return held_id
 
     def settle(self, held_id: int, failed: list[int], error: str = "") -> None:
-        """What was held has ended, and is told like a transfer's end; a second time changes nothing."""
+        """Ends a hold, which is reported like the end of a transfer; repeating it changes nothing."""
         blocks = self._held.pop(held_id, None)
         if blocks is not None:
             self._pool.release(blocks)
             self._settled.append(TransferEnd(held_id, self._generation, failed, error))
 
     def drain_settled(self) -> list[TransferEnd]:
-        """What was settled since the last call."""
+        """Returns ends of holds since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
     def drain(self) -> list[Transfer]:
-        """What was begun since the last call."""
+        """Returns transfers begun since the last call."""
         begun, self._outbox = self._outbox, []
         return begun
 
     def close(self, end: TransferEnd) -> bool:
-        """Takes an end; False if it does not count."""
+        """Ends a transfer; returns False if the end does not count."""
         if end.generation != self._generation:
             return False
         entry = self._open.pop(end.transfer_id, None)
@@ -119,7 +119,7 @@ class TransferLedger:
         return True
 
     def drop_all(self) -> None:
-        """The workers are gone: nothing of what they were doing goes on."""
+        """Drops all transfers and holds, since the workers are gone."""
         entries, self._open = list(self._open.values()), {}
         held, self._held = list(self._held.values()), {}
         self._outbox.clear()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pagoda.devices import default_device
 from pagoda.errors import ConfigError
 
 MAX_RANKS = 4096
@@ -168,4 +169,4 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def device_of(self, place: RankPlace) -> str:
         """Name of the rank's device, such as `cpu:3`."""
         rank = place.dp * self.replica_size + self.rank_in_replica(place)
-        return self.devices[rank] if self.devices else f"cpu:{rank}"
+        return self.devices[rank] if self.devices else default_device(rank)

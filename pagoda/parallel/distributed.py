@@ -1,7 +1,6 @@
-"""Collectives over the library that the devices' maker provides, through `torch.distributed`.
+"""Collectives of CPU ranks that cannot share memory: gloo, through `torch.distributed`.
 
-NCCL on CUDA, HCCL on Ascend NPUs, gloo for CPU ranks that cannot share memory. No process-wide group is made, so a
-process can be in several.
+No process-wide group is made, so a process can be in several.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-
-from pagoda.errors import ConfigError
 
 _dist: Any = torch.distributed
 """Type checkers know too little of it."""
@@ -51,21 +48,16 @@ class GroupStore:
 
 
 class DistributedCollectives:
-    """One rank.
+    """One rank. Sums are added up in order of rank, in float32, as in shared memory."""
 
-    Sums of CPU ranks are added up in order of rank, in float32, as in shared memory.
-    """
-
-    def __init__(self, address: str, rank: int, size: int, device: torch.device, host: str) -> None:
+    def __init__(self, address: str, rank: int, size: int, host: str) -> None:
         """Waits for all ranks. `address` is that of the store; `host` is an address of this rank's host.
 
         Raises:
-            ConfigError: this installation of torch has no collectives for the device.
             ConnectionError: the store does not answer, or the ranks do not find each other, for a minute.
         """
         self.rank = rank
         self.size = size
-        self._device = device
         store_host, _, port = address.rpartition(":")
         try:
             store = _dist.TCPStore(
@@ -75,7 +67,7 @@ class DistributedCollectives:
                 timeout=_CONNECT_TIMEOUT,
                 wait_for_workers=False,
             )
-            self._group = _process_group(store, rank, size, device, host)
+            self._group = _process_group(store, rank, size, host)
         except RuntimeError as error:
             raise ConnectionError(
                 f"Rank {rank}, at {host}, does not reach the tensor-parallel ranks that meet at {address}; "
@@ -84,9 +76,6 @@ class DistributedCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if self._device.type != "cpu":
-            self._group.allreduce([x]).wait()
-            return x
         if x.nbytes <= _AT_ONCE_BYTES:
             return _sum(self.all_gather(x))
         # Each rank adds up one part of all, and sends it to all.
@@ -113,10 +102,8 @@ class DistributedCollectives:
     def _broadcast(self, payload: bytes) -> bytes:
         """Broadcasts a payload of one length on all ranks."""
         buffer = bytearray(payload)
-        here = torch.frombuffer(buffer, dtype=torch.uint8)
-        there = here.to(self._device)
-        self._group.broadcast([there], _dist.BroadcastOptions()).wait()
-        here.copy_(there)
+        elements = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._group.broadcast([elements], _dist.BroadcastOptions()).wait()
         return bytes(buffer)
 
 
@@ -133,22 +120,10 @@ def _sum(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _process_group(store: Any, rank: int, size: int, device: torch.device, host: str) -> Any:
-    if device.type == "cpu":
-        options = _dist.ProcessGroupGloo._Options()
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = _CONNECT_TIMEOUT
-        group = _dist.ProcessGroupGloo(store, rank, size, options)
-        group.set_timeout(_WAIT_TIMEOUT)
-        return group
-    if device.type == "cuda":
-        if not _dist.is_nccl_available():
-            raise ConfigError(f"--devices names {device}, but this torch was built without NCCL.")
-        torch.cuda.set_device(device)
-        return _dist.ProcessGroupNCCL(store, rank, size, _WAIT_TIMEOUT)
-    try:
-        import torch_npu
-    except ImportError:
-        raise ConfigError(f"--devices names {device}, but torch_npu is not installed.") from None
-    torch_npu.npu.set_device(device)
-    return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, _WAIT_TIMEOUT)
+def _process_group(store: Any, rank: int, size: int, host: str) -> Any:
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = _CONNECT_TIMEOUT
+    group = _dist.ProcessGroupGloo(store, rank, size, options)
+    group.set_timeout(_WAIT_TIMEOUT)
+    return group

@@ -1,8 +1,8 @@
-"""KV that an engine holds for others, and until when.
+"""Leases of KV that an engine holds for other engines.
 
-A lease takes one reference to each of its blocks, like a request or a transfer, and gives all of them back when it
-ends: once, however it ends and however often it is told to. It runs out `lease_s` after the prompt was computed or
-somebody last said that he wants it, and never before the prompt is computed: then its blocks are still to come.
+A lease takes one reference to each of its blocks, like a request or a transfer, and releases all of them once,
+however often it is ended. It runs out `lease_s` after the prompt was computed or the lease was last renewed, and
+never before the prompt is computed, while blocks are still to come.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagoda.kv.block_pool import Block, BlockPool
 
 
 class LeaseBook:
-    """The leases of one engine, by transfer id. What is not in it has ended, or never was."""
+    """The leases of one engine, by transfer id. Ended leases are not in it."""
 
     def __init__(self, pool: BlockPool, clock: Clock, lease_s: float) -> None:
         self.num_expired = 0
@@ -24,7 +24,7 @@ class LeaseBook:
         self._lease_s = lease_s
         self._blocks: dict[str, list[Block]] = {}
         self._ends: dict[str, float] = {}
-        """When a lease whose prompt is computed runs out, the earliest first: all are as long."""
+        """Times at which leases of computed prompts run out, earliest first: all leases have one length."""
         self._num_blocks = 0
 
     @property
@@ -33,19 +33,19 @@ class LeaseBook:
 
     @property
     def num_blocks(self) -> int:
-        """Held by all of them; one of two leases counts twice."""
+        """References of all leases; a block of two leases counts twice."""
         return self._num_blocks
 
     @property
     def next_end(self) -> float | None:
-        """When the next one runs out; None if none will."""
+        """Time at which the next lease runs out; None if none will."""
         return next(iter(self._ends.values()), None)
 
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._blocks
 
     def blocks(self, transfer_id: str) -> Sequence[Block]:
-        """Those that it holds, from the beginning of the prompt on; empty for what has ended."""
+        """Blocks of a lease, from the beginning of the prompt on; none if the lease has ended."""
         return self._blocks.get(transfer_id, ())
 
     def held_blocks(self) -> Iterator[Block]:
@@ -56,7 +56,7 @@ class LeaseBook:
         self._blocks[transfer_id] = []
 
     def hold(self, transfer_id: str, blocks: Sequence[Block]) -> bool:
-        """Takes further blocks, which are full and computed; False if the lease has ended."""
+        """Adds further full, computed blocks to a lease; returns False if it has ended."""
         held = self._blocks.get(transfer_id)
         if held is None:
             return False
@@ -66,20 +66,20 @@ class LeaseBook:
         return True
 
     def finish(self, transfer_id: str) -> bool:
-        """The prompt is computed: from now on the lease runs out. False if it has ended."""
+        """Starts the time of a lease whose prompt is computed; returns False if the lease has ended."""
         if transfer_id not in self._blocks:
             return False
         self._ends.setdefault(transfer_id, self._clock.now() + self._lease_s)
         return True
 
     def renew(self, transfer_id: str) -> bool:
-        """Somebody wants it; False if it has ended."""
+        """Renews a lease; returns False if it has ended."""
         if self._ends.pop(transfer_id, None) is not None:
             self._ends[transfer_id] = self._clock.now() + self._lease_s
         return transfer_id in self._blocks
 
     def end(self, transfer_id: str) -> bool:
-        """Gives its blocks back; False if that was done before, or there never was such a lease."""
+        """Ends a lease and releases its blocks; returns False if there is no such lease."""
         blocks = self._blocks.pop(transfer_id, None)
         if blocks is None:
             return False
@@ -89,7 +89,7 @@ class LeaseBook:
         return True
 
     def expire(self) -> list[str]:
-        """Ends those that have run out; returns which."""
+        """Ends leases that have run out; returns their transfers."""
         now = self._clock.now()
         expired = []
         while self._ends:

@@ -1,4 +1,4 @@
-"""What an engine that fetches KV (decode) and one that holds it (prefill) say to each other.
+"""Messages between an engine that fetches KV (decode) and one that exports it (prefill).
 
     decode  ── KVHello ──> prefill      once per connection
             <─ KVWelcome / KVRefused ─
@@ -34,7 +34,7 @@ class KVHello(msgspec.Struct, frozen=True, kw_only=True, tag="kv_hello"):
 
 
 class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_subscribe"):
-    """Tell me of this transfer's blocks from index `start` on, up to `end`. Renews the lease."""
+    """Asks for news of a transfer's blocks from index `start` up to `end`. Renews the lease."""
 
     transfer_id: str
     start: int
@@ -42,25 +42,25 @@ class KVSubscribe(msgspec.Struct, frozen=True, tag="kv_subscribe"):
 
 
 class KVRenew(msgspec.Struct, frozen=True, tag="kv_renew"):
-    """These are still wanted: hold them for one more lease."""
+    """Renews the leases of these transfers."""
 
     transfer_ids: list[str]
 
 
 class KVCheck(msgspec.Struct, frozen=True, tag="kv_check"):
-    """Was this held without a break until now?"""
+    """Asks if the transfer has been held without a break. Renews the lease."""
 
     transfer_id: str
 
 
 class KVRelease(msgspec.Struct, frozen=True, tag="kv_release"):
-    """These need not be held any more. Unknown ones, and those that were done before, change nothing."""
+    """Ends leases. Unknown and ended ones change nothing."""
 
     transfer_ids: list[str]
 
 
 class KVWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="kv_welcome"):
-    """Comes again, with another peer, when the workers were started again."""
+    """Answers `KVHello`. Another peer id means that the workers were started again."""
 
     engine_id: str
     peer: KVPeer
@@ -68,7 +68,7 @@ class KVWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="kv_welcome"):
 
 
 class KVRefused(msgspec.Struct, frozen=True, tag="kv_refused"):
-    """Nothing can be fetched here; a sentence says why."""
+    """Refuses all fetches; `reason` is a sentence."""
 
     reason: str
 
@@ -81,23 +81,24 @@ class KVBlocks(msgspec.Struct, frozen=True, tag="kv_blocks"):
     first: int
     block_ids: list[int]
     key: bytes
-    """Of the last of them (`pagoda.kv.block_keys`), so that nobody reads KV of other tokens than he believes."""
+    """Key of the last of these blocks (`pagoda.kv.block_keys`): the receiver checks that the tokens are the
+    same."""
     num_blocks: int
-    """How many there will be of the whole prompt, from its beginning."""
+    """Number of blocks of the whole prompt."""
 
 
 class KVPrefilled(msgspec.Struct, frozen=True, tag="kv_prefilled"):
-    """No block follows, and this is the token behind the prompt."""
+    """The prompt is computed: no block follows, and `token_id` is the token behind the prompt."""
 
     transfer_id: str
     key: bytes
-    """Of all tokens before it (`KVManager.sequence_key`)."""
+    """Key of all tokens before the first token (`KVManager.sequence_key`)."""
     num_blocks: int
-    """As in `KVBlocks`."""
+    """Same as in `KVBlocks`."""
     token_id: TokenId
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
-    """As in `TokenChunk`: fetched KV is none that did not have to be computed."""
+    """Same as in `TokenChunk`: fetched blocks do not count as cached."""
 
 
 class KVCheckResult(msgspec.Struct, frozen=True, tag="kv_check_result"):
@@ -106,18 +107,18 @@ class KVCheckResult(msgspec.Struct, frozen=True, tag="kv_check_result"):
 
 
 class KVDropped(msgspec.Struct, frozen=True, tag="kv_dropped"):
-    """The transfer is unknown, has expired, or its request failed or was aborted; a clause says which."""
+    """Nothing (more) can be fetched of a transfer; `reason` is a clause."""
 
     transfer_id: str
     reason: str
 
 
 class KVRenewed(msgspec.Struct, frozen=True, tag="kv_renewed"):
-    """The engine is there; what it does not hold any more was or is told by `KVDropped`."""
+    """Answers `KVRenew`. Transfers that are no longer held are named by `KVDropped`."""
 
 
 def digest_of(ready: WorkerReady) -> str:
-    """The same where KV is the same bytes: what is fetched is found, and kept on disk, like what is computed."""
+    """Returns a digest that is equal where KV has the same bytes: fetched blocks are cached like computed ones."""
     return f"{ready.kv_digest} {ready.arithmetic}"
 
 

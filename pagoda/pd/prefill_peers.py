@@ -99,7 +99,7 @@ class Fetch:
 
     @property
     def is_owed(self) -> bool:
-        """It is the other engine's turn. The duration of reads is limited by the workers."""
+        """True if it is the other engine's turn. Workers limit the duration of reads."""
         return self.is_incomplete and (self.load is None or self.load.num_open == 0)
 
     def subscription(self) -> KVSubscribe:
@@ -144,7 +144,7 @@ class PrefillPeer:
         return max(1, _PIECE_BYTES // block_bytes) if block_bytes else _PIECE_BLOCKS
 
     def staleness(self, source: KVSource) -> str | None:
-        """Why nothing can be fetched from a source, as a clause, if another engine is at its address now."""
+        """Returns a clause that says why if nothing can be fetched from a source any more; else None."""
         if self.welcome is None or self.welcome.engine_id == source.engine_id:
             return None
         return "another engine is there now"

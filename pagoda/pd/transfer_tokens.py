@@ -1,8 +1,8 @@
-"""Which `KVSource` an engine of this cluster has made.
+"""Transfer ids that authenticate a `KVSource`.
 
-A source goes through the hands of clients and proxies. One that they made up would have an engine connect to
-whatever address they name, or end the lease of somebody else: so the id in it is a seal that only holders of the
-cluster's secret can make, over all that is believed.
+A source passes through clients and proxies. A forged one could make an engine connect to any address, or end the
+lease of another request. So the transfer id contains a MAC over address, engine and token, which only engines
+with the cluster's secret can make.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKEN_CHARS = 32
 
 
 class TransferTokens:
-    """Makes transfer ids, and knows its own and those of others with the same secret."""
+    """Makes transfer ids, and verifies those made with the same secret."""
 
     def __init__(self, keys: CurveKeys) -> None:
         self._key = hashlib.blake2b(
@@ -26,14 +26,14 @@ class TransferTokens:
         ).digest()
 
     def new_id(self, address: str, engine_id: str) -> str:
-        """Never given twice, and not to be guessed."""
+        """Returns a new transfer id, which cannot be guessed."""
         return self.id_of(address, engine_id, secrets.token_hex(_TOKEN_CHARS // 2))
 
     def id_of(self, address: str, engine_id: str, token: str) -> str:
-        """The transfer id of the engine `engine_id` at `address`, with the token as its first part."""
-        sealed = "\n".join((address, engine_id, token)).encode()
-        seal = hmac.digest(self._key, sealed, "sha256").hex()[:_TOKEN_CHARS]
-        return f"{token}-{seal}"
+        """Returns the transfer id of `token` at the engine `engine_id` at `address`."""
+        signed = "\n".join((address, engine_id, token)).encode()
+        mac = hmac.digest(self._key, signed, "sha256").hex()[:_TOKEN_CHARS]
+        return f"{token}-{mac}"
 
     def has_made(self, source: KVSource) -> bool:
         token = source.transfer_id.rpartition("-")[0]

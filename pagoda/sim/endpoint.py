@@ -33,7 +33,7 @@ from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
 _FRONTEND = b"frontend"
-"""It has one."""
+"""Identity of the engine's only frontend."""
 
 
 class SimEndpoint:
@@ -50,7 +50,7 @@ class SimEndpoint:
         network: SimNetwork | None = None,
         address: str = "",
     ) -> None:
-        """With `check_kv` the simulated worker refuses to read KV that is not the sequence's own.
+        """`check_kv` makes the simulated worker refuse to read KV that is not the sequence's own.
 
         An engine with a role in prefill/decode handoff reaches others over `network`, whose clock is that of the
         event loop, and where it has `address`, `tcp://HOST:PORT`.
@@ -101,7 +101,7 @@ class SimEndpoint:
             self._restart = asyncio.get_running_loop().call_later(restart_s, self._begin)
 
     def hang(self, for_s: float) -> None:
-        """The engine computes nothing for so long; it still takes requests."""
+        """Lets the engine compute nothing for `for_s` seconds; it still takes requests."""
         self._hangs_until = asyncio.get_running_loop().time() + for_s
 
     def set_worker_ready(self, is_ready: bool) -> None:
@@ -162,7 +162,7 @@ class SimEndpoint:
         return set() if scheduler is None else set(short_keys(scheduler.kv.pool.keys()))
 
     def next_wakeup(self) -> float | None:
-        """When the engine has something to do; None if it has not."""
+        """Time at which the engine has something to do; None if there is nothing."""
         return None if self._core is None else self._core.next_wakeup()
 
     # ---- the engine
@@ -223,7 +223,7 @@ class SimEndpoint:
         self._core = self._running = self._restart = self._executor = self._links = None
 
     def _send(self, message: FrontendMessage) -> None:
-        """What an engine process would read from its socket; an engine that is gone needs to know nothing."""
+        """Handles a message as an engine process would; drops messages to an engine that is gone."""
         if self._core is None:
             return
         match message:

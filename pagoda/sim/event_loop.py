@@ -38,7 +38,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 class _TimeSelector:
-    """What the event loop waits with: the clock moves instead."""
+    """Selector of the event loop: moves the clock instead of waiting."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class _TimeSelector:
             RuntimeError: every task waits for another, and no timer will wake any of them.
         """
         if timeout is None:
-            raise RuntimeError("Nothing will ever happen any more, and the program has not ended.")
+            raise RuntimeError("Deadlock: no ready task and no timer.")
         self._clock.advance_to(self._clock.now() + timeout)
         return []
 

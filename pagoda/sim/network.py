@@ -18,11 +18,11 @@ T = TypeVar("T")
 Wake = Callable[[float], None]
 """Tells an engine's loop when something will be there for it."""
 Fate = Callable[[DecodeMessage | PrefillMessage], Sequence[float]]
-"""After how many seconds a message comes; each time that it does."""
+"""Delays in seconds of the copies of one message; empty: the message is lost."""
 
 
 class _Inbox(Generic[T]):
-    """What is on its way to one engine."""
+    """Messages on their way to one engine."""
 
     def __init__(self, clock: Clock, wake: Wake) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class _Inbox(Generic[T]):
 
 
 class SimNetwork:
-    """Where simulated engines find each other. What is sent comes as `fate` says; by default at once."""
+    """Network of simulated engines. Messages arrive as `fate` says; by default at once."""
 
     def __init__(self, clock: Clock, fate: Fate = lambda _: (0.0,)) -> None:
         self.neighbours = SimNeighbours()
@@ -56,7 +56,7 @@ class SimNetwork:
         self._numbers = count(1)
         self._listeners: dict[str, SimListener] = {}
         self._connections: dict[bytes, SimPeers] = {}
-        """By whom the listener calls the asker."""
+        """Peers by the identity that the listener knows them by."""
 
     def listener(self, address: str, wake: Wake = lambda _: None) -> SimListener:
         listener = self._listeners[address] = SimListener(address, self, self._clock, wake)
@@ -68,7 +68,7 @@ class SimNetwork:
     def links(
         self, engine_id: str, role: Role, address: str, wake: Wake = lambda _: None
     ) -> HandoffLinks:
-        """What an engine of this role has; its listener, if it has one, is at `address`."""
+        """Links of an engine of this role; its listener, if it has one, is at `address`."""
         listener = self.listener(address, wake) if role.holds_kv else None
         peers = self.peers(wake) if role.fetches_kv else None
         return HandoffLinks(engine_id, listener, peers)
@@ -141,7 +141,7 @@ class SimPeers:
         self.inbox: _Inbox[tuple[bytes, PrefillMessage | PeerLost]] = _Inbox(clock, wake)
         self._network = network
         self._askers: dict[str, bytes] = {}
-        """By address, what the listener there calls this engine."""
+        """Identity of this engine at each listener, by the address of the listener."""
         self._addresses: dict[bytes, str] = {}
 
     def send(self, address: str, message: DecodeMessage) -> None:
@@ -155,7 +155,7 @@ class SimPeers:
         self._network.ask(address, asker, message)
 
     def lose(self, asker: bytes, address: str, loss: PeerLost) -> bool:
-        """Whether there was such a connection."""
+        """Returns True if there was such a connection."""
         if self._addresses.get(asker) != address:
             return False
         self.inbox.put((asker, loss), 0.0)

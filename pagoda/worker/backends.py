@@ -1,47 +1,45 @@
-"""Which backend a worker computes with.
+"""Choice of the backend that a worker computes with.
 
 `python -m pagoda.worker.backends` says it in one line: `pagoda doctor`, which never loads torch, asks that way.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 
 from pagoda.backend.base import Backend
-from pagoda.backend.cpu.backend import CpuBackend
-from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
-from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.devices import BACKENDS, BackendUnavailableError
 from pagoda.errors import ConfigError
 from pagoda.ipc.machine import available_cores
 from pagoda.parallel.collectives import Collectives
 
-BACKENDS = ("auto", "cpu", "reference")
-
 
 def choose_backend(wanted: str, group: Collectives | None = None) -> tuple[Backend[Any, Any], str]:
-    """The backend of a rank of the group, alone without one, and one line for the operator about it.
+    """The backend of a rank of the group, alone without one, and one line about it for the operator.
+
+    `auto` takes the first backend of the registry that this machine has.
 
     Raises:
         ConfigError: there is no such backend here.
     """
-    if wanted not in BACKENDS:
-        raise ConfigError(f"--backend must be one of {', '.join(BACKENDS)}, got {wanted!r}.")
-    if wanted == "reference":
-        return _reference("", group)
-    try:
-        backend = CpuBackend(choose_instruction_set(), group)
-    except BackendUnavailableError as error:
-        if wanted == "cpu":
-            raise ConfigError(f"--backend cpu is not available: {error}.") from None
-        return _reference(f" (not the cpu backend: {error})", group)
-    return backend, backend.summary
-
-
-def _reference(reason: str, group: Collectives | None) -> tuple[Backend[Any, Any], str]:
-    backend = ReferenceBackend(group)
-    return backend, f"{backend.summary}{reason}"
+    if wanted not in ("auto", *BACKENDS):
+        known = ", ".join(("auto", *BACKENDS))
+        raise ConfigError(f"--backend must be one of {known}, got {wanted!r}.")
+    missing: list[str] = []
+    for name in BACKENDS if wanted == "auto" else (wanted,):
+        try:
+            backend: Backend[Any, Any] = importlib.import_module(
+                BACKENDS[name].module
+            ).open_backend(group)
+        except BackendUnavailableError as error:
+            missing.append(f"not the {name} backend: {error}")
+            reason = str(error)
+        else:
+            return backend, " ".join((backend.summary, *(f"({why})" for why in missing)))
+    raise ConfigError(f"--backend {wanted} is not available: {reason}.")
 
 
 def main() -> None:

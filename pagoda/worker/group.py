@@ -1,14 +1,13 @@
-"""How the tensor-parallel ranks of a stage reach each other: through memory on one host, else over the network."""
+"""Groups of tensor-parallel ranks: over shared memory on one host, else over the network."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 from pagoda.messages.worker import WorkerHello
 from pagoda.parallel.collectives import Collectives
@@ -19,8 +18,8 @@ LOOPBACK = "127.0.0.1"
 _log = logging.getLogger(__name__)
 
 
-class GroupOffer:
-    """What rank 0 of a stage holds ready for the others, before it knows where they are.
+class GroupEndpoint:
+    """Shared memory and store that rank 0 of a stage offers to the others, before it knows where they are.
 
     Must live as long as they may still be joining.
     """
@@ -34,7 +33,7 @@ class GroupOffer:
 
     @property
     def shared_memory(self) -> str:
-        """Its path; empty where there is none."""
+        """Path of the shared memory; empty where there is none."""
         return self._memory.path if self._memory is not None else ""
 
     @property
@@ -43,7 +42,7 @@ class GroupOffer:
         return self._store.address if self._store is not None else ""
 
     def close(self) -> None:
-        """Once all share the memory: nobody else can open it then, or needs the store."""
+        """Closes shared memory and store, once all ranks have opened the memory."""
         if self._memory is not None:
             self._memory.close()
         self._store = None
@@ -65,9 +64,8 @@ def _shared_memory(size: int) -> SharedMemory | None:
 def form_group(
     rank: int,
     members: Sequence[WorkerHello],
-    device: torch.device,
     bind_host: str,
-    offer: GroupOffer | None,
+    offer: GroupEndpoint | None,
 ) -> Collectives:
     """Joins the group of a stage whose ranks said `members`, of which this is number `rank`.
 
@@ -80,9 +78,7 @@ def form_group(
     """
     first, size = members[0], len(members)
     if not first.shared_memory or len({member.host for member in members}) > 1:
-        return DistributedCollectives(
-            first.group_address, rank, size, device, bind_host or LOOPBACK
-        )
+        return DistributedCollectives(first.group_address, rank, size, bind_host or LOOPBACK)
     try:
         group = SharedMemoryCollectives(first.shared_memory, rank, size)
     except (BackendUnavailableError, OSError) as error:

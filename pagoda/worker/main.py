@@ -6,6 +6,7 @@ Plans wait in the socket, so the next one is there when a step ends. Nothing her
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.trace_ending import EXIT_S, TraceEnding
 from pagoda.telemetry.tracer import Tracer, TraceSession
 from pagoda.worker.engine_link import EngineLink
-from pagoda.worker.pinning import free_threads, settle
+from pagoda.worker.pinning import bind, free_threads
 from pagoda.worker.threads import set_thread_waiting
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ class _Worker:
     runner: Runner | StageRunner
     ready: WorkerReady
     description: ModelDescription
-    meeting: Rendezvous | None = None
+    rendezvous: Rendezvous | None = None
     source: StageInput | None = None
     target: StageOutput | None = None
     answers: bool = True
-    """Whether this is the rank whose results go to the engine."""
+    """True on the rank whose results go to the engine."""
     transfers: TransferThread | None = None
     """None where KV stays on the device."""
 
@@ -72,6 +73,7 @@ def main() -> NoReturn:
         engine.send(worker)
     else:
         worker.description.tell(tracer)
+        freeze_objects()
         engine.send(worker.ready)
         try:
             _run(worker, engine, tracer)
@@ -83,6 +85,12 @@ def main() -> NoReturn:
     context.destroy()  # waits until the engine has fetched the last message
     # Without taking libraries down: their threads may still be at work on connections to ranks that are gone.
     os._exit(1)
+
+
+def freeze_objects() -> None:
+    """Exempts all that is loaded from garbage collection: a full pass would take longer than many steps."""
+    gc.collect()
+    gc.freeze()
 
 
 def _run(worker: _Worker, engine: EngineLink, tracer: Tracer) -> NoReturn:
@@ -143,7 +151,7 @@ def _start(
     try:
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        config, cores = settle(config)
+        config, cores = bind(config)
         if config.parallel.replica_size == 1:
             worker, plan, loaded = _start_alone(config, engine, tracer)
         else:
@@ -187,12 +195,12 @@ def _start_with_peers(
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
     )
     began = tracer.e2e()
-    peers = engine.meet_peers(meeting.hello(plan.num_blocks))
-    group = meeting.form_group(peers)
+    peers = engine.meet_peers(rendezvous.hello(plan.num_blocks))
+    group = rendezvous.form_group(peers)
     tracer.span("meet peers", began)
     loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
     parallel, place = config.parallel, config.place
@@ -200,9 +208,9 @@ def _start_with_peers(
         loaded.runner,
         loaded.ready,
         loaded.description,
-        meeting,
-        source=meeting.source,
-        target=meeting.target(peers),
+        rendezvous,
+        source=rendezvous.source,
+        target=rendezvous.target(peers),
         answers=place == parallel.sampling_place(place.dp),
     )
     return worker, plan, loaded

@@ -1,4 +1,4 @@
-"""Which cores a worker's threads may use: a part of the host's, and each OpenMP thread a core of its own.
+"""Cores of a worker's threads: a part of the host's, and each OpenMP thread on a core of its own.
 
 The OpenMP library reads where its threads belong when it is loaded, and puts each there when it starts it; so this
 comes before torch, which brings the library along.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.devices import device_number
 from pagoda.ipc.machine import available_cores
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import num_cpu_devices
@@ -20,7 +21,7 @@ from pagoda.parallel.config import num_cpu_devices
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def settle(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
+def bind(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
     """Binds this process, and its threads with `pin_threads`, to its cores.
 
     Returns the configuration with the number of threads, and the cores.
@@ -32,7 +33,7 @@ def settle(config: WorkerConfig) -> tuple[WorkerConfig, set[int]]:
     cores = os.sched_getaffinity(0)
     if config.parallel.devices or (config.pin_threads and config.workers_on_host > 1):
         count = num_cpu_devices(len(cores), config.workers_on_host, config.num_threads)
-        cores = part_of_cores(cores, _device_number(config), count)
+        cores = part_of_cores(cores, device_number(config.parallel.device_of(config.place)), count)
         os.sched_setaffinity(0, cores)
     if config.pin_threads:
         _pin_threads(places(cores))
@@ -49,11 +50,6 @@ def free_threads(cores: set[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, bound)
-
-
-def _device_number(config: WorkerConfig) -> int:
-    _, _, number = config.parallel.device_of(config.place).partition(":")
-    return int(number)
 
 
 def part_of_cores(

@@ -1,4 +1,4 @@
-"""How the ranks of one replica find each other: what each says of itself, and what it makes of what they say."""
+"""Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.parallel.config import RankPlace
 from pagoda.worker.stages import StageInput, StageOutput
 
 if TYPE_CHECKING:
-    from pagoda.worker.group import GroupOffer
+    from pagoda.worker.group import GroupEndpoint
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -42,7 +42,7 @@ class Rendezvous:
         if config.curve is not None:
             start_authenticator(context, config.curve)
         self.source: StageInput | None = None
-        """Where this rank takes what the stage before it computed; None on the first stage."""
+        """Input from the stage before; None on the first stage."""
         if place.pp > 0:
             own = f"{address}-{parallel.rank_in_replica(place)}"
             if config.curve is not None:
@@ -50,19 +50,19 @@ class Rendezvous:
             self.source = StageInput(
                 context, own, config.curve, hidden_size=hidden_size, dtype=dtype
             )
-        self._offer: GroupOffer | None = None
+        self._endpoint: GroupEndpoint | None = None
         if parallel.tensor_parallel_size > 1 and place.tp == 0:
-            from pagoda.worker.group import GroupOffer
+            from pagoda.worker.group import GroupEndpoint
 
-            self._offer = GroupOffer(config.bind_host, parallel.tensor_parallel_size)
+            self._endpoint = GroupEndpoint(config.bind_host, parallel.tensor_parallel_size)
 
     def hello(self, num_blocks: int) -> WorkerHello:
-        offer = self._offer
+        endpoint = self._endpoint
         return WorkerHello(
             host=host_identity(self._config.bind_host),
             stage_address=self.source.address if self.source is not None else "",
-            group_address=offer.address if offer is not None else "",
-            shared_memory=offer.shared_memory if offer is not None else "",
+            group_address=endpoint.address if endpoint is not None else "",
+            shared_memory=endpoint.shared_memory if endpoint is not None else "",
             num_blocks=num_blocks,
         )
 
@@ -74,9 +74,7 @@ class Rendezvous:
         from pagoda.worker.group import form_group
 
         members = [self._hello_of(peers, RankPlace(place.dp, place.pp, tp)) for tp in range(size)]
-        name = self._config.parallel.device_of(place)
-        device = torch.device("cpu" if name.startswith("cpu") else name)
-        return form_group(place.tp, members, device, self._config.bind_host, self._offer)
+        return form_group(place.tp, members, self._config.bind_host, self._endpoint)
 
     def target(self, peers: WorkerPeers) -> StageOutput | None:
         """The rank of the same number one stage on; None on the last stage."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pagoda.backend.base import TokenBatch
 from pagoda.backend.cpu import native
-from pagoda.backend.cpu.native import BackendUnavailableError
 from pagoda.backend.reference.backend import ReferenceBackend
+from pagoda.devices import BackendUnavailableError
 
 
 def _sets() -> list[str]:

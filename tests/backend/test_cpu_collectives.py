@@ -243,8 +243,7 @@ def test_operations_one_by_one_over_gloo_give_the_bits_of_programs(dtype: torch.
     store = GroupStore("127.0.0.1")
 
     def over_gloo(rank: int) -> list[Tensor]:
-        device = torch.device("cpu")
-        group = DistributedCollectives(store.address, rank, size, device, "127.0.0.1")
+        group = DistributedCollectives(store.address, rank, size, "127.0.0.1")
         return _outputs(group, SETS[-1], dtype, nums, 1)
 
     recorded = _in_group(size, lambda group: _outputs(group, SETS[-1], dtype, nums, 1))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
-from pagoda.backend.cpu.native import BackendUnavailableError
 from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
     DenseWeight,
@@ -24,6 +23,7 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
+from pagoda.devices import BackendUnavailableError
 
 
 def _sets() -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq.asyncio
-from linked_hosts import KEYS, Host, ScriptedHost, joined, routed, until, until_refused
+from linked_hosts import KEYS, Host, Router, ScriptedHost, joined, routed, until, until_refused
+from operations import assert_linear
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.errors import ConfigError, OverloadedError
@@ -375,6 +376,26 @@ async def test_joins_do_not_heap_up_while_the_router_is_away(
             num_more += 1
         assert num_more <= 1
         await member.close()
+
+
+async def test_joins_cost_the_same_however_many_hosts_there_are() -> None:
+    """Counts what a join message and the registry cost until connecting begins."""
+    routers: list[Router] = []
+
+    def make(num_hosts: int) -> Callable[[], object]:
+        router = Router()
+        routers.append(router)
+        discovery = router.discovery
+        assert isinstance(discovery, JoinDiscovery)
+        discovery.listen(router.registry)
+        hosts = [HostRecord(host_id=f"{i}", address=f"tcp://h:{i}") for i in range(num_hosts)]
+        return lambda: [discovery.answer(host) for host in hosts]
+
+    try:
+        assert_linear(make, [250, 500, 1000])
+    finally:
+        for router in routers:
+            await router.close()
 
 
 async def test_a_host_with_other_blocks_than_the_others_is_refused(

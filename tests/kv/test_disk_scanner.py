@@ -267,7 +267,7 @@ def test_work_that_breaks_is_answered_and_other_work_goes_on(
         patch.setattr(disk_scanner, "list_files", broken)
         keeper.clock.advance_to(11)
         keeper.thread.rescan()
-        while caplog.text.count("nobody foresaw this") < 3:
+        while caplog.text.count("ValueError: nobody foresaw this") < 3:
             keeper.thread.probe(2, [])
             keeper.until(ProbeAnswer)
     keeper.thread.probe(3, KEYS)
@@ -525,4 +525,4 @@ def test_closing_ends_the_thread_in_the_middle_of_a_scan(
     keeper = Keeper(own)
     assert keeper.poller.poll(30_000)
     keeper.thread.close()
-    assert not keeper.thread._thread.is_alive()
+    assert not keeper.thread.thread.is_alive()

@@ -26,7 +26,7 @@ REPETITIONS = {"shared": 300, "gloo": 20}
 def join(kind: str, rank: int, size: int, address: str) -> Collectives:
     if kind == "shared":
         return SharedMemoryCollectives(address, rank, size)
-    return DistributedCollectives(address, rank, size, torch.device("cpu"), "127.0.0.1")
+    return DistributedCollectives(address, rank, size, "127.0.0.1")
 
 
 def input_of(rank: int, count: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pagoda.backend.cpu.collectives import SharedMemory
-from pagoda.backend.cpu.native import BackendUnavailableError
+from pagoda.devices import BackendUnavailableError
 from pagoda.parallel.collectives import Alone
 from pagoda.parallel.distributed import GroupStore
 

@@ -21,7 +21,7 @@ def _connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _join(address: str, rank: int) -> DistributedCollectives:
-    return DistributedCollectives(address, rank, 2, torch.device("cpu"), HOST)
+    return DistributedCollectives(address, rank, 2, HOST)
 
 
 def test_a_rank_that_nobody_joins_says_where_it_waited() -> None:

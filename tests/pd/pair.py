@@ -8,9 +8,10 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from harness import Harness, check_books
+from harness import Harness, check_books, in_state
 
 from pagoda.engine.config import HandoffConfig
+from pagoda.engine.request import RequestState
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, KVSource, RequestRefused, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -215,3 +216,28 @@ def assert_consistent(remote: RemoteKV) -> None:
     for fetch in of_peers:
         assert remote.fetches[fetch.prefix.request_id] is fetch
         assert len(fetch.block_ids) <= len(fetch.prefix.keys)
+
+
+# ---- a prompt, and where requests stand
+
+PROMPT = [token % 50 for token in range(3, 45)]
+CHUNKS = {"max_num_batched_tokens": 12}
+"""The prompt is computed in four steps."""
+
+
+def documents(count: int) -> list[list[int]]:
+    return [
+        [(token * (number + 2) + number) % 50 for token in range(40)] for number in range(count)
+    ]
+
+
+def is_loading(pair: Pair) -> bool:
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.LOADING))
+
+
+def is_awaiting(pair: Pair) -> bool:
+    return bool(in_state(pair.decode.harness.scheduler, RequestState.AWAITING_KV))
+
+
+def has_leases(pair: Pair) -> bool:
+    return pair.prefill.exporter.leases.num_leases > 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, make_request
-from pair import Pair
+from pair import Engine, Pair
 
 from pagoda.engine.config import KVTiersConfig
 from pagoda.executor.base import WorkerLost
 from pagoda.executor.sim import TransferFate
 from pagoda.messages.frontend import FinishReason, TokenChunk
+from pagoda.messages.transfers import HostSlots, Transfer
 from pagoda.messages.worker_config import Role
 from pagoda.pd.messages import KVBlocks, KVPrefilled, KVRelease
 from pagoda.pd.prefill_peers import STALL_S
@@ -218,4 +221,67 @@ def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
     pair.run()
     assert source.transfer_id not in pair.prefill.exporter.leases
     assert_complete(pair.decode.harness, [blocker, request])
+    pair.check_nothing_left()
+
+
+# ---- a load that ends in the same turn as its request, with a host tier on that side
+
+
+def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]:
+    """A pair of which one engine loads the beginning of request `r` from its host tier, which takes a second."""
+
+    def fate(transfer: Transfer) -> TransferFate:
+        return TransferFate(delay_s=1.0 if isinstance(transfer.source, HostSlots) else 0.0)
+
+    tiers = {
+        "kv_host_slots": 64,
+        "kv_tiers": KVTiersConfig(host_bytes=1),
+        "transfer_fate": fate,
+    }
+    pair = Pair(**{role.value: tiers})
+    engine = pair.prefill if role is Role.PREFILL else pair.decode
+    if role is Role.PREFILL:
+        pair.hold(make_request("before", PROMPT[:22]))
+    else:
+        engine.add(make_request("before", PROMPT[:22]))
+    pair.run()
+    pool = engine.harness.scheduler.kv.pool
+    for key in list(pool.keys()):
+        pool.discard(key)
+    pair.submit(make_request("r", PROMPT, **request_options))
+    pair.run_until(lambda: "r" in engine.harness.tiers.loading)
+    return pair, engine
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_abort_meets_the_end_of_a_load(role: Role) -> None:
+    pair, engine = loading_from_host(role)
+    pair.clock.advance_to(pair.clock.now() + 2.0)
+    engine.harness.core.abort("r")
+    pair.run()
+    pair.check_nothing_left()
+
+
+def test_a_release_meets_the_end_of_a_load() -> None:
+    pair, _ = loading_from_host(Role.PREFILL)
+    pair.decode.harness.core.abort("r")
+    pair.decode.harness.step()
+    pair.clock.advance_to(pair.clock.now() + 2.0)
+    pair.prefill.harness.step()
+    assert not pair.prefill.harness.scheduler.has_requests()
+    pair.run()
+    pair.check_nothing_left()
+
+
+def test_a_first_token_that_is_the_last_meets_the_end_of_a_load() -> None:
+    pair, engine = loading_from_host(Role.DECODE, max_tokens=1)
+    while pair.prefill.harness.scheduler.has_requests():
+        at = pair.prefill.next_event_at()
+        assert at is not None
+        pair.clock.advance_to(at)
+        pair.prefill.harness.step()
+    pair.clock.advance_to(pair.clock.now() + 2.0)
+    engine.harness.step()
+    assert engine.harness.finished["r"].finish_reason is FinishReason.LENGTH
+    pair.run()
     pair.check_nothing_left()

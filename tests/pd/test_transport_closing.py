@@ -16,7 +16,7 @@ from pagoda.pd.transport import mooncake, nixl
 from pagoda.pd.transport.base import Region, Span, TransportError
 from pagoda.pd.transport.mooncake import MooncakeDescriptor, MooncakeLink
 from pagoda.pd.transport.nixl import NixlDescriptor, NixlLink
-from pagoda.pd.transport.readers import Readers
+from pagoda.pd.transport.remote_memory import Readers
 
 REGION = Region(4096, 4096)
 FAR = 1000.0
@@ -59,11 +59,11 @@ def test_who_closes_what_nobody_reads_lets_go() -> None:
 
 def test_closing_shortens_patience_and_never_lengthens_it() -> None:
     readers = Readers(lambda: None)
-    assert readers.patience(FAR, 3) == FAR
+    assert readers.deadline(FAR, 3) == FAR
     readers.close()
     now = time.monotonic()
-    assert now - 1 < readers.patience(now + FAR, 3) <= now + 3
-    assert readers.patience(now - FAR, 3) == now - FAR
+    assert now - 1 < readers.deadline(now + FAR, 3) <= now + 3
+    assert readers.deadline(now - FAR, 3) == now - FAR
 
 
 class Agent:
@@ -155,7 +155,7 @@ class Engine:
 @pytest.mark.parametrize("status", [0, -1])
 def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
     engine = Engine(status)
-    abandoned = mooncake._Abandoned()
+    abandoned = mooncake.AbandonedStaging()
     descriptor = msgspec.msgpack.encode(MooncakeDescriptor("host:1", [REGION]))
     link = MooncakeLink(engine, descriptor, abandoned)
     target = ctypes.create_string_buffer(8)
@@ -169,9 +169,9 @@ def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
         engine.is_over.set()
         with pytest.raises(TransportError):
             reading.result(20)
-    late = time.monotonic() + mooncake._LATE_WRITES_S
+    late = time.monotonic() + mooncake.LATE_WRITES_S
     assert len(engine.registered) == (1 if status else 0), "a read that failed may write later"
-    abandoned.close_old(late - mooncake._LATE_WRITES_S)
+    abandoned.close_old(late - mooncake.LATE_WRITES_S)
     assert len(engine.registered) == (1 if status else 0)
     abandoned.close_old(late)
     assert not engine.registered

@@ -147,7 +147,7 @@ def test_who_is_slow_is_sent_away(house: House, monkeypatch: pytest.MonkeyPatch)
     house.check()
 
 
-def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
+def test_a_crowd_does_not_keep_readers_out(house: House) -> None:
     crowd = [house.knock() for _ in range(5 * stream_server.MAX_STRANGERS)]
     house.check()
     threads = [thread for thread in threading.enumerate() if f"kv-{house.name}" in thread.name]
@@ -156,7 +156,7 @@ def test_a_crowd_does_not_keep_guests_out(house: House) -> None:
         stream.close()
 
 
-def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
+def test_a_crowd_from_elsewhere_sends_no_reader_away(tcp_house: House) -> None:
     """One that is slow with its proof keeps its place."""
     remote = msgspec.msgpack.decode(tcp_house.exported.descriptor, type=TcpDescriptor)
     reader = tcp_house.knock()
@@ -170,7 +170,7 @@ def test_a_crowd_from_elsewhere_sends_no_guest_away(tcp_house: House) -> None:
         stream.close()
 
 
-def test_a_guest_that_was_sent_away_comes_again(
+def test_a_reader_that_was_sent_away_comes_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prover = house.exported.prover  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ def test_the_door_closes_with_a_crowd_before_it(house: House) -> None:
     assert not [t for t in threading.enumerate() if f"kv-{house.name}" in t.name]
 
 
-# ---- guests that misbehave
+# ---- readers that misbehave
 
 
 def enter(house: House, stream: socket.socket | None = None) -> socket.socket:
@@ -239,7 +239,7 @@ def test_requests_that_make_no_sense_end_the_stream(tcp_house: House, request_by
     tcp_house.check()
 
 
-def test_a_guest_that_stops_in_the_middle_is_sent_away(
+def test_a_reader_that_stops_in_the_middle_is_sent_away(
     tcp_house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
@@ -249,7 +249,7 @@ def test_a_guest_that_stops_in_the_middle_is_sent_away(
     tcp_house.check()
 
 
-def test_a_guest_that_does_not_take_what_it_asked_for_is_sent_away(
+def test_a_reader_that_does_not_take_what_it_asked_for_is_sent_away(
     tcp_house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_SILENCE_S", 0.2)
@@ -295,7 +295,7 @@ def test_memory_that_was_handed_over_cannot_be_written_to_or_cut() -> None:
     house.close()
 
 
-def test_a_host_that_encrypts_takes_no_guest_that_does_not(tcp_house: House) -> None:
+def test_a_host_that_encrypts_takes_no_reader_that_does_not(tcp_house: House) -> None:
     tcp_house.exported.close()
     tcp_house.exported = make("tcp", tcp_house.theirs, encrypts=True).export()
     stream = tcp_house.knock()

@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 import pytest
 from virtual_fleet import (
-    POISON,
     VOCAB_SIZE,
     Answer,
     ask,
@@ -25,7 +24,6 @@ from virtual_fleet import (
     expected,
     request,
     start,
-    worker_breaking,
 )
 
 from pagoda.engine.load_reports import REPORT_INTERVAL_S
@@ -265,81 +263,6 @@ def test_what_the_only_replica_ends_unasked_waits() -> None:
     run(main())
 
 
-def test_a_request_that_is_moved_often_kills_no_engines() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        for endpoint in endpoints:
-            endpoint.hang(10)
-        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
-        for _ in range(5):
-            await asyncio.sleep(1.1)
-            [busy] = [slot.replica for slot in dispatcher.slots if slot.requests]
-            await busy.abort("r")
-        assert (await asking).complete
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_a_request_that_kills_engines_fails_alone() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(3)
-        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
-        bad = request("bad", [POISON])
-        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
-        assert all(answer.complete for answer in answers)
-        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
-        assert failed.error == "3 engines in a row died while this request was running."
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_a_request_that_kills_workers_fails_alone() -> None:
-    async def main() -> None:
-        endpoints = [worker_breaking(SimEndpoint(engine())) for _ in range(3)]
-        dispatcher = Dispatcher(endpoints, POLICIES["round-robin"])
-        await dispatcher.start()
-        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
-        bad = request("bad", [POISON])
-        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
-        assert all(answer.complete for answer in answers)
-        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_two_that_kill_the_only_engine_fail_and_the_others_complete() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(1)
-        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(5)]
-        bad = [request("bad1", [POISON]), request("bad2", [POISON])]
-        answers = await asyncio.gather(*(ask(dispatcher, r) for r in [*bad, *good]))
-        assert [answer.finish for answer in answers[:2]] == [FinishReason.ERROR] * 2
-        assert all(answer.complete for answer in answers[2:])
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_many_deaths_far_apart_do_not_fail_a_request() -> None:
-    async def main() -> None:
-        dispatcher, [only] = await start(1)
-        asking = asyncio.create_task(ask(dispatcher, request("long", max_tokens=100)))
-        for _ in range(6):
-            await asyncio.sleep(0.15)
-            only.kill(restart_s=0.01)
-        assert (await asking).complete
-        await dispatcher.close()
-
-    run(main())
-
-
 def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
     async def main() -> None:
         dispatcher, endpoints = await start(2, "round-robin")
@@ -547,6 +470,37 @@ def test_many_replicas_share_the_work(count: int) -> None:
         for endpoint in endpoints[::3]:
             endpoint.kill(restart_s=1)
         assert all(answer.complete for answer in await asking_all)
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main())
+
+
+# ---- no replica comes
+
+
+def test_a_request_is_refused_when_no_replica_comes_in_time() -> None:
+    async def main() -> None:
+        endpoint = SimEndpoint(engine())
+        await endpoint.start()
+        dispatcher = Dispatcher([], POLICIES["round-robin"], no_replica_timeout_s=30)
+        dispatcher.add(endpoint)
+        begun = asyncio.create_task(ask(dispatcher, request("begun", max_tokens=100)))
+        await asyncio.sleep(0.5)
+        endpoint.kill(restart_s=20)
+        early = asyncio.create_task(ask(dispatcher, request("early", max_tokens=100)))
+        await asyncio.sleep(20.5)
+        dispatcher.remove(endpoint)
+        await endpoint.close()
+        late = asyncio.create_task(ask(dispatcher, request("late")))
+        loop = asyncio.get_running_loop()
+        for answer in (await begun, await early):
+            assert answer.finish is FinishReason.ERROR
+            assert answer.error == "No replica has taken requests for 30 s."
+        refusal = (await late).refusal
+        assert isinstance(refusal, OverloadedError)
+        assert refusal.retry_after_s == 30
+        assert loop.time() == pytest.approx(51, abs=0.1)
         assert_nothing_left(dispatcher)
         await dispatcher.close()
 

@@ -41,5 +41,5 @@ def test_waiting_for_nothing_is_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(RuntimeError, match="Nothing will ever happen"):
+    with pytest.raises(RuntimeError, match="no ready task and no timer"):
         run(main())

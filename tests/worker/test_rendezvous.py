@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu.native import BackendUnavailableError
+from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 from pagoda.ipc.curve import new_keys
 from pagoda.messages.worker import StepPlan, WorkerHello, WorkerPeers
@@ -120,7 +120,7 @@ def test_ranks_that_cannot_share_memory_meet_over_the_network(
 def test_memory_that_cannot_be_opened_is_one_sentence() -> None:
     hello = WorkerHello(host="h", shared_memory="/nowhere", num_blocks=5)
     with pytest.raises(ConfigError, match="cannot open the memory that another one"):
-        group.form_group(1, [hello, hello], torch.device("cpu"), "", None)
+        group.form_group(1, [hello, hello], "", None)
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -26,10 +27,12 @@ from pagoda.messages.worker import (
     StepResult,
     WorkerFailed,
     WorkerMessage,
+    WorkerProgress,
     WorkerReady,
 )
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
+from pagoda.worker.main import freeze_objects
 from pagoda.worker.pinning import part_of_cores
 
 EMBEDDED = Path(pagoda.__file__).parent / "checkpoints" / "pagoda_tiny"
@@ -49,11 +52,13 @@ class _Worker:
         self.child = ChildProcess("pagoda.worker.main", [address], config=encoded)
 
     def receive(self) -> WorkerMessage:
-        """The next message that is not about transfers."""
+        """Returns the next message that is neither about transfers nor a sign of progress."""
         while True:
             identity, payload = self._socket.recv_multipart()
             if identity == b"0":
-                return self._codec.decode(payload)
+                message = self._codec.decode(payload)
+                if not isinstance(message, WorkerProgress):
+                    return message
 
     def send(self, plan: StepPlan) -> None:
         self._socket.send_multipart([b"0", msgspec.msgpack.encode(plan)])
@@ -61,6 +66,14 @@ class _Worker:
     def close(self) -> None:
         self.child.close()
         self._context.destroy()
+
+
+def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
+    freeze_objects()
+    try:
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
 
 
 @pytest.fixture

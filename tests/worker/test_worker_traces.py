@@ -13,7 +13,8 @@ from driver import Driver
 from replica import Replica, new_executor, next_event
 from tiny_models import save_model
 
-from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.devices import BackendUnavailableError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.worker import StepPlan, WorkerReady

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pagoda.backend.cpu.collectives import SharedMemory, SharedMemoryCollectives
-from pagoda.backend.cpu.native import BackendUnavailableError, choose_instruction_set
+from pagoda.backend.cpu.native import choose_instruction_set
+from pagoda.devices import BackendUnavailableError
 from pagoda.parallel.collectives import Alone, Collectives
 
 

@@ -6,18 +6,15 @@ import importlib
 import os
 from types import ModuleType
 
+from pagoda.devices import BackendUnavailableError
 from pagoda.errors import ConfigError
 
 INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
 """Environment variable that forces a lower instruction set: `avx2`, `avx512`, `avx512_vnni` or `avx512_bf16`."""
 
 
-class BackendUnavailableError(Exception):
-    """This machine or installation has no such backend; the message says why."""
-
-
 def available_instruction_sets() -> list[str]:
-    """Those that kernels exist for on this CPU, from the lowest to the highest.
+    """Instruction sets that kernels exist for on this CPU, from the lowest to the highest.
 
     Raises:
         BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
@@ -48,7 +45,7 @@ def choose_instruction_set() -> str:
 
 
 def load_native() -> ModuleType:
-    """Of a process that has loaded torch first, which brings the OpenMP library along, so that there is one.
+    """Loads the kernels in a process that has loaded torch first, so that both share one OpenMP library.
 
     Raises:
         BackendUnavailableError: it is not installed, or cannot be loaded.

@@ -1,4 +1,4 @@
-"""How hosts, routers and etcd are named in flags."""
+"""Addresses of hosts, routers and etcd in flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Advertised:
-    """Where routers reach a host."""
+    """Address at which routers reach a host."""
 
     host: str
     port: int | None

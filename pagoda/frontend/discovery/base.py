@@ -1,4 +1,4 @@
-"""How routers find hosts, and how hosts make themselves known: one protocol for each side.
+"""Discovery: routers find hosts, and hosts make themselves known. One protocol for each side.
 
 A discovery names hosts. Everything else, such as a host's limits, its health and that it leaves, is said over the
 connection to the host, which is the same however the host was found.
@@ -22,7 +22,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class HostListener(Protocol):
-    """What a discovery tells of hosts. Each call is about one host, so a fleet of n hosts costs n calls."""
+    """Receiver of a discovery's findings. Each call is about one host, so a fleet of n hosts costs n calls."""
 
     def add(self, host: HostRecord) -> None:
         """`host` is named. May be called again for a host that is named already."""

@@ -21,16 +21,16 @@ from pagoda.messages.hosts import HostRecord
 
 _RETRY_S = 0.5
 _LOOK_S = 2.0
-"""How often a router that hears nothing makes sure that etcd is there."""
+"""Seconds after which a router without events checks that etcd is there."""
 _LAST_WORD_S = 1.0
 _DISMISSAL_S = 3600.0
-"""How long a dismissal waits for its host, which may be cut off from etcd."""
+"""Seconds that a dismissal waits for its host, which may be cut off from etcd."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Value(msgspec.Struct, frozen=True):
-    """What stands at a host's key, in JSON."""
+    """Value of a host's key, in JSON."""
 
     host: HostRecord
     dismissal: str = ""
@@ -51,7 +51,7 @@ class EtcdDiscovery:
         self._forgetting: asyncio.TimerHandle | None = None
         self._listener: HostListener | None = None
         self._dismissals: dict[str, asyncio.Task[None]] = {}
-        """By host."""
+        """Dismissals that are being written, by host id."""
 
     async def follow(self, listener: HostListener) -> None:
         self._listener = listener
@@ -79,7 +79,7 @@ class EtcdDiscovery:
         await self._client.close()
 
     async def _follow_once(self) -> None:
-        """From a list of all to the end of the watch that follows it."""
+        """Reads all hosts, then watches them until the watch ends."""
         listing = await self._client.read(self._prefix)
         self._notices.inform(f"hosts are found in {self._name}, under {self._prefix}")
         self._take_listing(listing.kvs)
@@ -97,7 +97,7 @@ class EtcdDiscovery:
             await self._client.get(self._prefix)
 
     async def _dismiss(self, host: HostRecord, reason: str) -> None:
-        """Until it is said; also when the host is not there: it may be late, and come back."""
+        """Repeats until etcd has the dismissal; also for a host that is not there, which may come back."""
         key = self._prefix + host.host_id
         value = msgspec.json.encode(_Value(host, reason))
         lease: str | None = None

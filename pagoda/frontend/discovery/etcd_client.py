@@ -1,4 +1,4 @@
-"""What is needed of etcd 3.4 and later, over its JSON gateway: leases, keys, watches.
+"""Client of etcd 3.4 and later, over its JSON gateway: leases, keys, watches.
 
 https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/; bytes are in base64, numbers may come as strings.
 """
@@ -110,7 +110,7 @@ class EtcdClient:
         return await self._call("kv/range", _range(prefix), Listing)
 
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[list[Event], None]:
-        """What happens to keys that begin with `prefix`, from `revision` on, until etcd ends it."""
+        """Events of keys that begin with `prefix`, from `revision` on, until etcd ends the watch."""
         body = {"create_request": {**_range(prefix), "start_revision": revision}}
         rest = b""
         async with self._post("watch", body, total_s=None) as response:

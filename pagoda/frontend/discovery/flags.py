@@ -1,4 +1,4 @@
-"""From flags to discoveries."""
+"""Makes discoveries and registrations from flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagoda.messages.worker_config import CurveKeys
 
 
 def registering(join: str | None, keys: CurveKeys) -> Register:
-    """How a host makes itself known with `--join`; None leaves it to a file of hosts.
+    """Registrations for `--join`; None registers nowhere, for routers that read a file of hosts.
 
     Raises:
         ConfigError: it is neither a list of HOST:PORT nor a place in etcd.
@@ -33,7 +33,7 @@ def registering(join: str | None, keys: CurveKeys) -> Register:
 
 
 def discovering(discovery: str | None, join_listen: str, keys: CurveKeys) -> Discover:
-    """How a router finds hosts with `--discovery`; None lets them join at `join_listen`.
+    """Discovery for `--discovery`; None lets hosts join at `join_listen`.
 
     Raises:
         ConfigError: one of them is not as it should be.

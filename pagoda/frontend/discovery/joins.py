@@ -71,10 +71,14 @@ class JoinDiscovery:
         )
 
     async def follow(self, listener: HostListener) -> None:
+        self.listen(listener)
+        await asyncio.Event().wait()
+
+    def listen(self, listener: HostListener) -> None:
+        """Tells `listener` of all hosts, and of changes from now on."""
         self._listener = listener
         for host in list(self._hosts.values()):
             listener.add(host)
-        await asyncio.Event().wait()
 
     def warn(self, host: HostRecord, problem: str) -> None:
         if host.host_id in self._hosts:
@@ -98,9 +102,10 @@ class JoinDiscovery:
         except msgspec.DecodeError as error:
             _log.warning("a host sent what is not a message: %s", error)
             return
-        self._socket.send(sender, msgspec.msgpack.encode(self._answer(join.host)))
+        self._socket.send(sender, msgspec.msgpack.encode(self.answer(join.host)))
 
-    def _answer(self, host: HostRecord) -> JoinAnswer:
+    def answer(self, host: HostRecord) -> JoinAnswer:
+        """Takes a join message of `host`."""
         host_id = host.host_id
         if host_id in self._dismissed:
             return JoinAnswer(ttl_s=self._ttl_s, refusal=self._dismissed[host_id], is_final=True)

@@ -1,1 +1,1 @@
-"""How KV goes from the workers of one engine to those of another: one small protocol, several ways."""
+"""Transports of KV from the workers of one engine to those of another: one small protocol, several ways."""

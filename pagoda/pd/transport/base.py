@@ -1,7 +1,7 @@
-"""What every way of moving KV between workers is: memory that one side opens, and that the other reads.
+"""The interface of transports: one worker exports memory, and another one reads it.
 
-Reads are one-sided: who opens memory does not know who reads what when. Whether what was read still meant what the
-reader believes is for the engines to find out (`pagoda.pd.messages.KVCheck`).
+Reads are one-sided: the exporter does not know who reads what when. The engines find out if the blocks were still
+held when they were read (`pagoda.pd.messages.KVCheck`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 from pagoda.errors import PagodaError
 
 BATCH_BYTES = 2**26
-"""Of a transfer, what a worker reads at once: what came before a failure is good."""
+"""Bytes of a transfer that a worker reads at once; batches before a failure are good."""
 BATCH_LIMIT_S = 60.0
-"""How long it tries to, before it gives up. Large transfers go on as long as their batches come."""
+"""Seconds after which a worker gives up a batch."""
 
 
 def longest_transfer_s(num_bytes: int) -> float:
-    """When a worker has given up a transfer of so many bytes from each rank, at the latest.
+    """Seconds after which a transfer of `num_bytes` from each rank has ended, at the latest.
 
     Batches are of whole blocks, so they may be only a little more than half full.
     """
@@ -42,11 +42,11 @@ class MemoryFile(NamedTuple):
     descriptor: int
     num_bytes: int
     offsets: tuple[int, ...]
-    """Of each region, in the file."""
+    """Offsets of the regions in the file."""
 
 
 class OwnMemory(NamedTuple):
-    """What a worker has to offer, and room for what it reads. Stays as it is while any transport uses it."""
+    """The memory that a worker exports, and into which it reads. Unchanged while any transport uses it."""
 
     regions: tuple[Region, ...]
     file: MemoryFile | None = None
@@ -54,34 +54,34 @@ class OwnMemory(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Who may read, and how they come here."""
+    """Access rights to exported memory."""
 
     host: str
     """The address at which this host is reached."""
     secret: bytes
-    """Known to all that may read; each side proves to the other that it knows it."""
+    """Secret that readers and exporters share; each side proves to the other that it knows it."""
     encrypts: bool = False
-    """Whether what is read must not be seen by others on its way between hosts."""
+    """Reads between hosts must be encrypted."""
 
 
 class Span(NamedTuple):
     """One contiguous piece to read."""
 
     region: int
-    """Which of the other side's regions."""
+    """Index of the exporter's region."""
     offset: int
-    """In that region, in bytes."""
+    """Offset in that region, in bytes."""
     num_bytes: int
     target: int
     """Address in this process."""
 
 
 class ExportedMemory(Protocol):
-    """Regions of this process, open for reading to whoever knows the secret."""
+    """Regions of this process that readers with the secret may read."""
 
     @property
     def descriptor(self) -> bytes:
-        """What the other side needs to connect."""
+        """Everything that a reader needs to connect."""
         ...
 
     def close(self) -> None:
@@ -118,9 +118,9 @@ class Transport(Protocol):
         ...
 
     def connect(self, descriptor: bytes, deadline: float) -> MemoryLink:
-        """To the door that `descriptor` is of; gives up at `deadline` (`time.monotonic`).
+        """Connects to the memory of `descriptor`; gives up at `deadline` (`time.monotonic`).
 
         Raises:
-            TransportError: there is no such remote, or not for us.
+            TransportError: there is no such memory, or not for this worker.
         """
         ...

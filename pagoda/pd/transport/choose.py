@@ -16,6 +16,7 @@ TRANSPORTS: dict[str, Callable[[OwnMemory, Access], Transport]] = {
     "nixl": NixlTransport,
     "mooncake": MooncakeTransport,
 }
-"""Of `--kv-transports`. Making one raises TransportError where this host does not have what it takes."""
+"""Transports by their name in `--kv-transports`. Making one raises TransportError if this host lacks what it
+needs."""
 NEEDS_SHARED_MEMORY = frozenset({"shm"})
-"""Those that read only memory that processes can share."""
+"""Transports that need memory which processes can share."""

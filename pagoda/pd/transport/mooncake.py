@@ -1,8 +1,8 @@
 """KV over Mooncake's transfer engine (`pagoda-llm[mooncake]`): TCP, or RDMA where there is a device for it.
 
-Mooncake does not know our secret: who reaches a door's port can read. The network must be trusted. A read of
-Mooncake that was given up may still write later, so all goes through memory that nobody else uses, with one copy
-more.
+Mooncake does not know the cluster's secret: any process that reaches an exporter's port can read. The network
+must be trusted. A read that Mooncake has given up may still write later, so all reads go through staging memory,
+with one copy more.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.readers import Readers
-from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
+from pagoda.pd.transport.remote_memory import Piece, Readers, batches, find_pieces, read_descriptor
 
 _STAGING_BYTES = 2**24
 _BATCH_PIECES = 2**9
-"""Its queue to one host takes some thousands, of all batches together."""
-_LATE_WRITES_S = 120.0
-"""After a failure, how long memory is kept that something may still be written to."""
+"""Pieces of a batch. Mooncake queues some thousands for one host, of all batches together."""
+LATE_WRITES_S = 120.0
+"""Seconds for which Mooncake may write to staging memory after a failure."""
 
 
 class MooncakeDescriptor(msgspec.Struct, frozen=True):
@@ -50,8 +49,8 @@ class MooncakeTransport:
         self._host = access.host
         self._kind = _load()
         self._engine = _new_engine(self._kind, access.host)
-        """For all links."""
-        self._abandoned = _Abandoned()
+        """Engine of all links."""
+        self._abandoned = AbandonedStaging()
 
     def export(self) -> MooncakeListener:
         return MooncakeListener(self._kind, self._host, self._memory.regions)
@@ -100,7 +99,7 @@ class _Staging:
         self._engine.unregister_memory(self.address)
 
 
-class _Abandoned:
+class AbandonedStaging:
     """Memory that something may still be written to, for a while."""
 
     def __init__(self) -> None:
@@ -113,12 +112,12 @@ class _Abandoned:
 
     def close_old(self, now: float) -> None:
         with self._lock:
-            while self._since and self._since[0][0] <= now - _LATE_WRITES_S:
+            while self._since and self._since[0][0] <= now - LATE_WRITES_S:
                 self._since.popleft()[1].close()
 
 
 class MooncakeLink:
-    def __init__(self, engine: Any, descriptor: bytes, abandoned: _Abandoned) -> None:
+    def __init__(self, engine: Any, descriptor: bytes, abandoned: AbandonedStaging) -> None:
         remote = read_descriptor(descriptor, MooncakeDescriptor)
         self._engine = engine
         self._session = remote.session
@@ -126,10 +125,10 @@ class MooncakeLink:
         self._abandoned = abandoned
         self._staging = _Staging(engine)
         self._may_be_written = False
-        """To the memory that it reads into, after an error."""
+        """Mooncake may still write to the staging memory after an error."""
         self._turn = threading.Lock()
-        """Of whoever reads."""
-        self._readers = Readers(self._let_go)
+        """Held by the thread that reads."""
+        self._readers = Readers(self._release)
 
     def probe(self, deadline: float) -> None:
         """Reads a byte, to find out whether somebody is there.
@@ -172,7 +171,7 @@ class MooncakeLink:
         for place, piece in zip(places, batch, strict=True):
             ctypes.memmove(piece.target, place, piece.num_bytes)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._may_be_written:
             self._abandoned.add(self._staging, time.monotonic())
         else:

@@ -1,7 +1,7 @@
 """KV over NIXL (`pagoda-llm[nixl]`): by UCX over whatever network there is, InfiniBand among them.
 
-NIXL does not know our secret: who has a door's descriptor can read. Descriptors go from engine to engine, which
-prove to each other that they know it, over an encrypted connection; the network below must be trusted.
+NIXL does not know the cluster's secret: any process with a descriptor can read. Descriptors go from engine to
+engine over authenticated, encrypted connections; the network below must be trusted.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from typing import Any
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.readers import Readers
-from pagoda.pd.transport.remote_memory import Piece, batches, find_pieces, read_descriptor
+from pagoda.pd.transport.remote_memory import Piece, Readers, batches, find_pieces, read_descriptor
 
 _BATCH_BYTES = 2**26
 _BATCH_PIECES = 2**14
 _PAUSE_S = 50e-6
-"""Between two looks at whether anything has come: NIXL wakes nobody."""
+"""Seconds between two polls: NIXL has no notification to wait for."""
 _IDLE_PAUSE_S = 2e-3
 _AWAKE_S = 1.0
-"""How long a door looks often, after somebody has said that he reads."""
+"""Seconds for which an exporter polls often after a reader has announced a read."""
 _SETTLE_TURNS = 20
 _SETTLE_PAUSE_S = 1e-3
 _FAREWELL_S = 3.0
-"""How long a thread waits for what is under way once it is not wanted any more."""
+"""Seconds that closing waits for a read under way."""
 
 
 class NixlDescriptor(msgspec.Struct, frozen=True):
     metadata: bytes
-    """As NIXL says of an agent how it is reached."""
+    """NIXL's metadata of the exporting agent."""
     regions: list[Region]
 
 
@@ -110,8 +109,8 @@ class NixlLink:
         self._abandoned = abandoned
         self._has_failed = False
         self._turn = threading.Lock()
-        """Of whoever reads."""
-        self._readers = Readers(self._let_go)
+        """Held by the thread that reads."""
+        self._readers = Readers(self._release)
         self.agent: Any = _new_agent(nixl, regions)
         try:
             self._peer = self.agent.add_remote_agent(remote.metadata)
@@ -156,9 +155,9 @@ class NixlLink:
         raise TransportError("it took too long" if state == "PROC" else "NIXL could not read it")
 
     def _is_overdue(self, deadline: float) -> bool:
-        return time.monotonic() > self._readers.patience(deadline, _FAREWELL_S)
+        return time.monotonic() > self._readers.deadline(deadline, _FAREWELL_S)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         agent, self.agent = self.agent, None
         if self._has_failed:
             self._abandoned.append(agent)

@@ -1,12 +1,12 @@
-"""Both ends of a stream prove to each other that they know the secret, without telling it.
+"""Mutual proof that both ends of a stream know the secret, without sending it.
 
-    door    ── nonce ──>                       guest
-            <─ nonce, wish, proof of guest ──
-            ── proof of door ──>
+    exporter ── nonce ──>                         reader
+             <─ nonce, wish, proof of reader ──
+             ── proof of exporter ──>
 
-A proof is an HMAC-SHA256 (RFC 2104) over both nonces and all that must not be another's: the door's identity, so
-that a port that another process has taken over by now is not mistaken for the old one, and the channel, so that
-nobody in the middle can pass proofs on. Who comes without the secret gets a nonce and nothing else.
+A proof is an HMAC-SHA256 (RFC 2104) over both nonces, the id of the exported memory (another process may have
+taken over its port) and the channel (a man in the middle cannot pass proofs on). A stranger gets a nonce and
+nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagoda.pd.transport.base import TransportError
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.05
-"""Before the second of them, and twice as much before each further one."""
+"""Seconds before the second attempt; doubled before each further one."""
 EXPORT_ID_BYTES = 16
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -34,7 +34,7 @@ EnteredT = TypeVar("EnteredT")
 
 
 class HungUpError(TransportError):
-    """The door did not say why."""
+    """The exporter hung up without a reason."""
 
 
 def new_export_id() -> bytes:
@@ -42,18 +42,19 @@ def new_export_id() -> bytes:
 
 
 class Prover:
-    """What one end knows: the secret, and of which door the stream is."""
+    """Proves and verifies knowledge of the secret, for one exported memory."""
 
     def __init__(self, secret: bytes, export_id: bytes) -> None:
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"pagoda-kv").digest()
         self._export_id = export_id
 
     def admit(self, stream: socket.socket, channel: bytes, deadline: float) -> int:
-        """The door's part; returns what the guest wishes, a number below 256. `channel` as the guest knows it.
+        """The exporter's part; returns the reader's wish, a number below 256. `channel` names the channel at
+        both ends.
 
         Raises:
-            TransportError: whoever is there does not know the secret, or wants another remote.
-            OSError: nobody is there any more, or it takes longer than until `deadline`.
+            TransportError: the reader does not know the secret, or wants another memory.
+            OSError: the connection was closed, or it takes longer than until `deadline`.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         send_all(stream, nonce, deadline)
@@ -66,11 +67,11 @@ class Prover:
         return said[_NONCE_BYTES]
 
     def enter(self, stream: socket.socket, channel: bytes, wish: int, deadline: float) -> None:
-        """The guest's part.
+        """The reader's part.
 
         Raises:
-            TransportError: that is not the remote, or it does not let us in.
-            OSError: nobody is there any more, or it takes longer than until `deadline`.
+            TransportError: the exporter is another one, or refuses this reader.
+            OSError: the connection was closed, or it takes longer than until `deadline`.
         """
         nonce = receive(stream, _NONCE_BYTES, deadline)
         said = secrets.token_bytes(_NONCE_BYTES) + bytes([wish])
@@ -91,7 +92,7 @@ class Prover:
 
 
 def keep_trying(enter: Callable[[], EnteredT], deadline: float) -> EnteredT:
-    """What `enter` returns, which a door may hang up on although it knows the secret: when many come who do not.
+    """Returns the result of `enter`, with retries: an exporter under attack may hang up on a rightful reader.
 
     Raises:
         OSError, TransportError: as `enter`, the last time.

@@ -1,8 +1,11 @@
-"""What is common to links that read memory by its address."""
+"""Common parts of links that read memory by its address."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -16,7 +19,7 @@ class Piece(NamedTuple):
     """A contiguous piece to read, by addresses."""
 
     source: int
-    """An address in the other process, or of its memory where this one has it."""
+    """Address in the other process, or of its memory as mapped into this one."""
     target: int
     num_bytes: int
 
@@ -24,16 +27,16 @@ class Piece(NamedTuple):
 def read_descriptor(descriptor: bytes, kind: type[DescriptorT]) -> DescriptorT:
     """
     Raises:
-        TransportError: it is none.
+        TransportError: `descriptor` is none.
     """
     try:
         return msgspec.msgpack.decode(descriptor, type=kind)
     except msgspec.MsgspecError as error:
-        raise TransportError(f"what describes the door makes no sense: {error}") from None
+        raise TransportError(f"the descriptor of the memory makes no sense: {error}") from None
 
 
 def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]:
-    """Where spans of the other side's regions lie.
+    """Returns the addresses of spans of the exporter's regions.
 
     Raises:
         TransportError: there is no such memory.
@@ -50,7 +53,7 @@ def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]
 
 
 def batches(pieces: Sequence[Piece], most_bytes: int, most_pieces: int) -> Iterator[list[Piece]]:
-    """All of them in their order, cut where one would be too much."""
+    """Splits pieces, in order, into batches of at most `most_bytes` and `most_pieces`."""
     batch: list[Piece] = []
     room = most_bytes
     for source, target, left in pieces:
@@ -63,3 +66,63 @@ def batches(pieces: Sequence[Piece], most_bytes: int, most_pieces: int) -> Itera
                 batch, room = [], most_bytes
     if batch:
         yield batch
+
+
+class Readers:
+    """Counts the reads of a link, so that its resources are released when it is closed and no read is left.
+
+    Closing does not wait for reads.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        """`release` is called once, when no thread reads or will read, by `close` or by the last read."""
+        self._release = release
+        self._lock = threading.Lock()
+        self._num_reads = 0
+        self._closed_at: float | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed_at is not None
+
+    def deadline(self, deadline: float, farewell_s: float) -> float:
+        """Returns `deadline`, or an earlier one: `farewell_s` after the link was closed."""
+        closed_at = self._closed_at
+        return deadline if closed_at is None else min(deadline, closed_at + farewell_s)
+
+    def check(self) -> None:
+        """
+        Raises:
+            TransportError: the link has been closed.
+        """
+        if self.is_closed:
+            raise TransportError("the connection was closed")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """
+        Raises:
+            TransportError: the link has been closed, before or meanwhile.
+        """
+        with self._lock:
+            self.check()
+            self._num_reads += 1
+        try:
+            yield
+            self.check()
+        finally:
+            with self._lock:
+                self._num_reads -= 1
+                is_last = self.is_closed and self._num_reads == 0
+            if is_last:
+                self._release()
+
+    def close(self) -> None:
+        """Closes the link; callable twice, from any thread, also from one that reads."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self._closed_at = time.monotonic()
+            is_idle = self._num_reads == 0
+        if is_idle:
+            self._release()

@@ -1,8 +1,8 @@
-"""KV within one host: the door hands its memory over, and guests copy from it.
+"""KV within one host: the exporter passes its memory to readers, which copy from it.
 
 The memory is a file without a name (memfd) that cannot shrink, and that nobody else can write to. It goes over a
 unix socket, whose name is in no file system, to processes of the same user that prove that they know the secret.
-While the door is open the socket stays connected; a read counts only if it still is when all is copied.
+The socket stays connected while the memory is exported; a read counts only if it still is when all is copied.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from pagoda.pd.transport.proof import (
     send_all,
     wait_until,
 )
-from pagoda.pd.transport.readers import Readers
-from pagoda.pd.transport.remote_memory import Piece, find_pieces, read_descriptor
+from pagoda.pd.transport.remote_memory import Piece, Readers, find_pieces, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 _PIECE = 2**26
-"""After so many bytes a copy looks whether it may go on. Large ones go around the processor's caches (glibc),
-which is faster by a third."""
+"""Bytes after which a copy checks if it may continue. Large copies bypass the processor's caches (glibc), which
+is a third faster."""
 _SEAL_FUTURE_WRITE = 0x10
 """`F_SEAL_FUTURE_WRITE` (Linux 5.1): only mappings that exist may be written to. `fcntl` has no name for it."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
@@ -62,14 +61,14 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 class ShmDescriptor(msgspec.Struct, frozen=True):
     boot_id: str
-    """Of the host: another one may have a socket of the same name."""
+    """Boot id of the host: another host may have a socket of the same name."""
     name: str
-    """Of the socket, in the abstract namespace."""
+    """Name of the socket, in the abstract namespace."""
     export_id: bytes
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Where the regions lie in the file."""
+    """Places of the regions in the file."""
 
     offsets: list[int]
     sizes: list[int]
@@ -90,7 +89,7 @@ class ShmTransport:
 
 
 class ShmListener:
-    """Hands the file to guests."""
+    """Passes the file to readers."""
 
     def __init__(self, regions: Sequence[Region], file: MemoryFile, secret: bytes) -> None:
         """
@@ -131,16 +130,16 @@ class ShmListener:
         socket.send_fds(stream, [length], [self._descriptor_of_file])
         send_all(stream, self._layout, time.monotonic() + HANDSHAKE_S)
         stream.settimeout(None)
-        stream.recv(1)  # until the guest has gone, or the door is closed
+        stream.recv(1)  # until the reader has gone, or the export is closed
 
 
 class ShmLink:
-    """The door's memory, mapped into this process."""
+    """The exported memory, mapped into this process."""
 
     def __init__(self, descriptor: bytes, secret: bytes, deadline: float) -> None:
         """
         Raises:
-            TransportError: the door is not on this host, has gone, or does not let us in.
+            TransportError: the exporter is on another host, has gone, or refuses this process.
         """
         remote = read_descriptor(descriptor, ShmDescriptor)
         if remote.boot_id != _boot_id():
@@ -212,11 +211,11 @@ class ShmLink:
         self._check(deadline)
 
     def _check(self, deadline: float) -> None:
-        """Whether what has been copied counts, and more may be."""
+        """Makes sure that copied bytes count, and more may be copied."""
         self._readers.check()
         poller = select.poll()
         poller.register(self._stream, select.POLLIN)
-        if poller.poll(0):  # the door never says anything more
+        if poller.poll(0):  # the exporter never sends anything more
             raise TransportError("its process has closed its memory, or has ended")
         if time.monotonic() > deadline:
             raise TransportError("it took too long")
@@ -225,7 +224,7 @@ class ShmLink:
         self._readers.close()
 
     def _unmap(self) -> None:
-        """Once nobody reads any more."""
+        """Unmaps the memory; called when no thread reads any more."""
         _libc.munmap(self._address, self._size)
         self._stream.close()
 

@@ -1,4 +1,4 @@
-"""Serves streams to guests, and keeps what strangers can do small: few of them, for a short time."""
+"""Serves streams to readers, and limits strangers: few of them, for a short time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import NamedTuple
 from pagoda.pd.transport.base import TransportError
 
 MAX_STRANGERS = 32
-"""Connections that have not proved anything yet; one more, and the oldest from where most come is closed."""
+"""Limit of connections without a proof; beyond it the oldest one from the most frequent origin is closed."""
 _CROWD_PAUSE_S = 0.01
-"""Between two connections while there are so many: handshakes cost no more than so much, and have time."""
-MAX_GUESTS = 512
+"""Seconds between two connections while there are so many: this limits the cost of handshakes, and gives them
+time."""
+MAX_READERS = 512
 HANDSHAKE_S = 5.0
 _BACKLOG = 128
 _PAUSE_S = 0.1
-"""After an accept that failed, such as for want of descriptors."""
+"""Seconds after a failed accept, such as for want of descriptors."""
 _FAREWELL_S = 5.0
 _WARNING_INTERVAL_S = 10.0
 
@@ -36,7 +37,7 @@ class Admitted(NamedTuple):
 
 
 class _Connection:
-    """One of them, whatever its socket is wrapped in by now."""
+    """A connection, whatever its socket is wrapped in."""
 
     def __init__(self, stream: socket.socket, origin: str) -> None:
         self.origin = origin
@@ -45,7 +46,7 @@ class _Connection:
         self._lock = threading.Lock()
 
     def hang_up(self) -> None:
-        """Wakes whoever waits at it."""
+        """Wakes the thread that waits at it."""
         with self._lock, contextlib.suppress(OSError):
             self._handle.shutdown(socket.SHUT_RDWR)
 
@@ -64,8 +65,8 @@ class StreamServer:
         serve: Callable[[Admitted], None],
         name: str,
     ) -> None:
-        """`admit` gets a stream and a deadline, and raises TransportError or OSError for strangers; `serve`
-        returns, or raises these, when the guest has gone. `name` is that of the threads."""
+        """`admit` gets a stream and a deadline, and raises TransportError or OSError for strangers. `serve`
+        returns, or raises these, when the reader has gone. The threads are called `name`."""
         self._listener = listener
         self._admit = admit
         self._serve = serve
@@ -75,7 +76,7 @@ class StreamServer:
         self._strangers: dict[_Connection, threading.Thread] = {}
         self._leaving: dict[_Connection, threading.Thread] = {}
         """Strangers that have been hung up on, and whose threads have not ended yet."""
-        self._guests: dict[_Connection, threading.Thread] = {}
+        self._readers: dict[_Connection, threading.Thread] = {}
         self._is_closed = False
         self._next_warning_at = 0.0
         listener.listen(_BACKLOG)
@@ -83,7 +84,7 @@ class StreamServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody is served any more when this returns."""
+        """Ends all connections and waits for their threads."""
         with self._state:
             if self._is_closed:
                 return
@@ -94,7 +95,7 @@ class StreamServer:
         self._thread.join(_FAREWELL_S)
         self._listener.close()
         with self._state:
-            left = self._strangers | self._leaving | self._guests
+            left = self._strangers | self._leaving | self._readers
         for connection in left:
             connection.hang_up()
         for thread in left.values():
@@ -134,7 +135,8 @@ class StreamServer:
             raise
 
     def _send_away_one(self, newcomer: str) -> None:
-        """The oldest from where most are from: a crowd from one place is no harm to those from elsewhere."""
+        """Closes the oldest stranger of the most frequent origin: a crowd from one place must not keep others
+        out."""
         crowds = Counter(connection.origin for connection in self._strangers)
         crowds[newcomer] += 1
         oldest = max(self._strangers, key=lambda connection: crowds[connection.origin])
@@ -159,11 +161,11 @@ class StreamServer:
 
     def _welcome(self, connection: _Connection) -> bool:
         with self._state:
-            if self._is_closed or len(self._guests) >= MAX_GUESTS:
+            if self._is_closed or len(self._readers) >= MAX_READERS:
                 return False
             thread = self._strangers.pop(connection, None)
             if thread is not None:
-                self._guests[connection] = thread
+                self._readers[connection] = thread
             return thread is not None
 
     def _forget(self, connection: _Connection) -> None:
@@ -171,7 +173,7 @@ class StreamServer:
             self._strangers.pop(connection, None)
             self._leaving.pop(connection, None)
             self._state.notify_all()
-            self._guests.pop(connection, None)
+            self._readers.pop(connection, None)
         connection.close()
 
     def _warn(self, error: Exception) -> None:

@@ -1,14 +1,14 @@
 """KV over TCP: between any two hosts, without further software.
 
-A guest connects, makes a channel that nobody can listen to (TLS with anonymous Diffie-Hellman over an elliptic
-curve, which costs little: strangers may ask for it) and proves over it that it knows the secret; the proof covers
-the channel (`tls-unique`, RFC 5929), so nobody in the middle can pass it on. Then TLS ends, and bytes go as they
-are. Where one side wants encryption, the same happens once more with another cipher and goes on: AES-GCM is four
-times as fast as what there is with curves, but there is only the slow group ffdhe2048 (RFC 7919) for it.
+A reader connects, opens a confidential channel (TLS with anonymous Diffie-Hellman over an elliptic curve, which
+is cheap enough for strangers) and proves over it that it knows the secret. The proof covers the channel
+(`tls-unique`, RFC 5929), so a man in the middle cannot pass it on. Then TLS ends, and bytes go unencrypted. If
+one side wants encryption, a second handshake with another cipher follows: AES-GCM is four times as fast as the
+ciphers with curves, but needs the slow group ffdhe2048 (RFC 7919).
 
-A request is a count and so many (region, offset, length); the answer is these bytes, one behind the other. They go
-from the door's memory to the socket, and from the guest's socket to where they belong, without a copy in between.
-A request that does not fit the regions ends the connection.
+A request is a count and as many triples (region, offset, length); the answer is these bytes in order. They go
+from the exporter's memory to the socket and from the reader's socket to their targets, without a copy in
+between. A request that does not fit the regions ends the connection.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from pagoda.pd.transport.remote_memory import read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 MAX_SPANS = 4096
-"""Of one request."""
+"""Limit of the spans of one request."""
 MAX_REQUEST_BYTES = 2**30
 MAX_STREAMS = 4
-"""Of one link; between hosts one stream seldom fills the network."""
+"""Streams of one link: one seldom fills the network between hosts."""
 _STREAM_BYTES = 2**23
-"""A further stream is worth it from so many bytes on."""
+"""Bytes for which a further stream is worth it."""
 _SILENCE_S = 10.0
-"""How long the other side may move no byte in the middle of a request."""
+"""Seconds for which no byte may move in the middle of a request."""
 _BUFFERS = 1024
 """The most that one call of the kernel takes (IOV_MAX)."""
 
@@ -56,7 +56,7 @@ _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<IQQ")
 PLAIN, ENCRYPTED = 0, 1
 _CIPHERS = {PLAIN: "AECDH-AES256-SHA", ENCRYPTED: "ADH-AES256-GCM-SHA384"}
-"""For the proof, and for KV."""
+"""Ciphers for the proof, and for KV."""
 _GROUP = Path(__file__).parent / "ffdhe2048.pem"
 
 
@@ -82,7 +82,7 @@ class TcpTransport:
 
 
 class TcpListener:
-    """Serves regions of this process, each guest in a thread of its own."""
+    """Serves regions of this process, each reader in a thread of its own."""
 
     def __init__(self, regions: Sequence[Region], access: Access) -> None:
         """
@@ -115,7 +115,7 @@ class TcpListener:
         _tune(stream)
         channel, wish = self._prove(stream, PLAIN, deadline)
         if self._encrypts and wish != ENCRYPTED:
-            raise TransportError("a guest wants no encryption, but this host does")
+            raise TransportError("a reader wants no encryption, but this host does")
         bare = unwrap(channel, deadline)
         if wish != ENCRYPTED:
             return Admitted(bare, wish)
@@ -124,7 +124,7 @@ class TcpListener:
     def _prove(
         self, stream: socket.socket, kind: int, deadline: float
     ) -> tuple[ssl.SSLSocket, int]:
-        """A channel to somebody who knows the secret, and what he wishes."""
+        """Returns a channel to a reader that knows the secret, and the reader's wish."""
         wait_until(stream, deadline)
         channel = self._tls[kind].wrap_socket(stream, server_side=True)
         return channel, self.prover.admit(channel, channel_binding(channel), deadline)
@@ -134,7 +134,7 @@ class TcpListener:
         while True:
             stream.settimeout(
                 None
-            )  # until the guest wants something; whether it lives, the kernel asks
+            )  # until the reader asks for something; the kernel finds out if it is alive
             first = stream.recv(1)
             if not first:
                 return
@@ -152,25 +152,25 @@ class TcpListener:
         (count,) = _COUNT.unpack(first + rest)
         if not 1 <= count <= MAX_SPANS:
             raise TransportError(
-                f"a guest asks for {count} pieces, at most {MAX_SPANS} are allowed"
+                f"a reader asks for {count} pieces, at most {MAX_SPANS} are allowed"
             )
         table = receive(stream, count * _ENTRY.size, deadline)
         pieces = [self._piece(*entry) for entry in _ENTRY.iter_unpack(table)]
         if sum(len(piece) for piece in pieces) > MAX_REQUEST_BYTES:
-            raise TransportError(f"a guest asks for more than {MAX_REQUEST_BYTES} bytes at once")
+            raise TransportError(f"a reader asks for more than {MAX_REQUEST_BYTES} bytes at once")
         return pieces
 
     def _piece(self, region: int, offset: int, num_bytes: int) -> memoryview:
         if region >= len(self._regions):
-            raise TransportError(f"a guest asks for region {region} of {len(self._regions)}")
+            raise TransportError(f"a reader asks for region {region} of {len(self._regions)}")
         memory = self._regions[region]
         if not (num_bytes >= 1 and offset + num_bytes <= len(memory)):
-            raise TransportError(f"a guest asks for bytes beyond the end of region {region}")
+            raise TransportError(f"a reader asks for bytes beyond the end of region {region}")
         return memory[offset : offset + num_bytes]
 
 
 class TcpLink:
-    """Some streams to one door; a read takes as many as it is large, and reads beside it take others."""
+    """Streams to one exporter. A large read uses several at once, and concurrent reads use others."""
 
     def __init__(self, descriptor: bytes, access: Access) -> None:
         """
@@ -190,10 +190,10 @@ class TcpLink:
         self._is_closed = False
 
     def connect(self, deadline: float) -> None:
-        """Finds out whether the door is there.
+        """Finds out if the exporter is there.
 
         Raises:
-            TransportError: it is not, or does not let us in.
+            TransportError: it is not, or refuses this reader.
         """
         self._put_back(self._take(deadline))
 
@@ -207,7 +207,7 @@ class TcpLink:
             readings.extend(_beside(partial(self._read, share, deadline)) for share in others)
             self._read(first, deadline)
         finally:
-            wait(readings)  # whatever happened: none may write to the targets behind our back
+            wait(readings)  # none may write to the targets after this call
         for reading in readings:
             reading.result()
 
@@ -260,7 +260,7 @@ class TcpLink:
         return stream
 
     def _prove(self, stream: socket.socket, kind: int, deadline: float) -> ssl.SSLSocket:
-        """A channel to the remote, which has proved that it is the one."""
+        """Returns a channel to the exporter, which has proved its identity."""
         wait_until(stream, deadline)
         channel = self._tls[kind].wrap_socket(stream)
         try:
@@ -331,7 +331,7 @@ class _Stream:
             target = target[count:]
 
     def _scatter(self, targets: list[Any], deadline: float) -> None:
-        """Fills all of them in a row."""
+        """Fills all targets in a row."""
         first = 0
         while first < len(targets):
             wait_until(self._stream, deadline, _SILENCE_S)
@@ -341,7 +341,7 @@ class _Stream:
             first = _advance(targets, first, count)
 
     def hang_up(self) -> None:
-        """Wakes whoever waits at it."""
+        """Wakes the thread that waits at it."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(
                 self._stream, socket.SHUT_RDWR
@@ -352,7 +352,7 @@ class _Stream:
 
 
 def _beside(work: Callable[[], None]) -> Future[None]:
-    """`work`, in a thread of its own.
+    """Runs `work` in a thread of its own.
 
     Raises:
         RuntimeError: there can be no further thread; nothing was begun.
@@ -379,7 +379,7 @@ def _send(stream: socket.socket, pieces: list[memoryview]) -> None:
 
 
 def _advance(buffers: list[Any], first: int, count: int) -> int:
-    """`count` bytes went to or came from `buffers[first:]`; cuts what is begun, and returns where to go on."""
+    """Skips `count` bytes of `buffers[first:]`: cuts the buffer in which they end, and returns its index."""
     while count:
         size = memoryview(buffers[first]).nbytes
         if count < size:
@@ -391,7 +391,7 @@ def _advance(buffers: list[Any], first: int, count: int) -> int:
 
 
 def _requests(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Cut so that each is allowed."""
+    """Splits spans into requests of an allowed size."""
     request: list[Span] = []
     size = 0
     for span in _cut(spans, MAX_REQUEST_BYTES):
@@ -405,7 +405,7 @@ def _requests(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 
 def _shares(spans: Sequence[Span], share_bytes: int) -> list[list[Span]]:
-    """All spans in parts of so many bytes; one part at least."""
+    """Splits spans into parts of `share_bytes`; one part at least."""
     shares: list[list[Span]] = [[]]
     room = share_bytes
     for span in spans:
@@ -482,14 +482,14 @@ def channel_binding(channel: ssl.SSLSocket) -> bytes:
 
 
 def unwrap(channel: ssl.SSLSocket, deadline: float) -> socket.socket:
-    """The stream below, once both sides have ended TLS."""
+    """Returns the stream below, once both sides have ended TLS."""
     wait_until(channel, deadline)
     channel.unwrap()
     return socket.socket(channel.family, channel.type, channel.proto, channel.detach())
 
 
 def _tune(stream: socket.socket) -> None:
-    """Sends at once, and notices a peer that vanished without a word."""
+    """Makes the socket send at once and notice a peer that vanished."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)

@@ -1,0 +1,235 @@
+"""What large fleets cost a dispatcher (`python -m benchmarks.dispatch_scale`).
+
+Replicas answer nothing by themselves, so that the figures are those of the dispatcher alone: placing a request and
+taking it off its replica again, judging replicas that are all busy, and hosts that join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.figure import Figure
+from pagoda.cli import output
+from pagoda.errors import EngineDeadError
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import CacheListener, Health, ReplicaState, StepListener
+from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.frontend.prefill_decode import PrefillDecodeRouter
+from pagoda.frontend.token_stream import TokenStream
+from pagoda.messages.frontend import EngineReady, GenerateRequest, TokenChunk
+from pagoda.messages.load import LoadReport
+from pagoda.messages.sampling_params import SamplingParams
+
+SIZES = (10, 100, 1_000, 10_000)
+_NUM_REQUESTS = 2_000
+_LIMITS = EngineReady(
+    max_model_len=2**15,
+    vocab_size=2**17,
+    num_blocks=2**14,
+    block_size=16,
+    max_num_seqs=256,
+    max_num_waiting=1024,
+    summary="a host of a benchmark",
+)
+
+
+class StaticReplica:
+    """A replica that takes requests and sends what it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = ReplicaState.READY
+        self.limits = _LIMITS
+        self.streams: dict[str, TokenStream] = {}
+        self.cache_listener: CacheListener | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def watch(self, listener: Callable[[], None]) -> Callable[[], None]:
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def enter(self, state: ReplicaState) -> None:
+        self.state = state
+        for listener in list(self._listeners):
+            listener()
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        stream = TokenStream(partial(self._end, request.request_id))
+        self.streams[request.request_id] = stream
+        return stream
+
+    def _end(self, request_id: str) -> None:
+        del self.streams[request_id]
+
+    def send_token(self) -> None:
+        """Sends a token to each request."""
+        for request_id, stream in self.streams.items():
+            stream.push(TokenChunk(request_id, [1]))
+
+    async def abort(self, request_id: str) -> None:
+        del request_id
+
+    def subscribe_cache(self, listener: CacheListener) -> Callable[[], None]:
+        self.cache_listener = listener
+        return lambda: None
+
+    def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
+        del listener
+        return lambda: None
+
+    async def start(self) -> None:
+        pass
+
+    async def wait_failed(self) -> EngineDeadError:
+        await asyncio.Event().wait()
+        return EngineDeadError("It was closed.")
+
+    async def load(self) -> LoadReport:
+        return LoadReport()
+
+    async def health(self) -> Health:
+        return Health(True)
+
+    async def drain(self, timeout_s: float) -> None:
+        del timeout_s
+
+    async def close(self) -> None:
+        pass
+
+
+def request(number: int, num_prompt_tokens: int = 512) -> GenerateRequest:
+    """One of 64 prompts, each with an end of its own."""
+    group = number % 64
+    prompt = [group] * (num_prompt_tokens - 32) + [number] * 32
+    return GenerateRequest(
+        request_id=f"r{number}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(seed=1, max_tokens=64),
+        session=f"s{number % 1024}",
+    )
+
+
+def fleet(size: int, policy: PolicyName) -> tuple[Dispatcher, list[StaticReplica]]:
+    """A dispatcher of `size` replicas."""
+    dispatcher = Dispatcher([], POLICIES[policy])
+    replicas = [StaticReplica(f"host{number}:1") for number in range(size)]
+    for replica in replicas:
+        dispatcher.add(replica)
+    return dispatcher, replicas
+
+
+async def begin(dispatcher: Dispatcher, asked: GenerateRequest) -> asyncio.Task[None]:
+    """Places a request, which runs until it is cancelled."""
+
+    async def read() -> None:
+        async for _ in dispatcher.generate(asked):
+            pass
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    return reading
+
+
+async def place_one(dispatcher: Dispatcher, number: int) -> None:
+    """Places a request and takes it off again."""
+    await cancel_all([await begin(dispatcher, request(number))])
+
+
+async def dispatch_s(size: int, policy: PolicyName) -> float:
+    """Seconds for one request, with an eighth as many requests running as there are replicas."""
+    dispatcher, _ = fleet(size, policy)
+    readings = [await begin(dispatcher, request(10**6 + number)) for number in range(size // 8)]
+    began = time.perf_counter()
+    for number in range(_NUM_REQUESTS):
+        await place_one(dispatcher, number)
+    duration_s = time.perf_counter() - began
+    await cancel_all(readings)
+    await dispatcher.close()
+    return duration_s / _NUM_REQUESTS
+
+
+async def judging_s(size: int = 1_000, *, per_replica: int = 4) -> float:
+    """Seconds to judge busy replicas once: each has requests that have just got on."""
+    dispatcher, replicas = fleet(size, "round-robin")
+    numbers = range(size * per_replica)
+    readings = [await begin(dispatcher, request(number, 64)) for number in numbers]
+    for replica in replicas:
+        replica.send_token()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for slot in dispatcher.slots:
+        for _ in range(20):  # steps long enough to be compared
+            slot.health.progress("r", 1, slot.health.heard_at, 0.1)
+    durations = []
+    for _ in range(5):
+        began = time.perf_counter()
+        dispatcher.judge()
+        durations.append(time.perf_counter() - began)
+    await cancel_all(readings)
+    await dispatcher.close()
+    return min(durations)
+
+
+async def joins_s(size: int = 5_000) -> float:
+    """Seconds to take in so many hosts."""
+    router = PrefillDecodeRouter(POLICIES["prefix-affinity"])
+    replicas = [StaticReplica(f"host{number}:1") for number in range(size)]
+    began = time.perf_counter()
+    for replica in replicas:
+        router.add(replica)
+    duration_s = time.perf_counter() - began
+    await router.close()
+    return duration_s
+
+
+def figures(sizes: tuple[int, ...], policies: tuple[PolicyName, ...]) -> list[Figure]:
+    command = "python -m benchmarks.dispatch_scale"
+    found = [
+        Figure(
+            what=f"dispatch of one request, {policy}, {size:,} hosts",
+            measured=f"{1e6 * asyncio.run(dispatch_s(size, policy)):.0f} µs",
+            target="≤ 300 µs, flat to within 2 ×",
+            command=command,
+        )
+        for policy in policies
+        for size in sizes
+    ]
+    found.append(
+        Figure(
+            what="judging 1,000 busy hosts once",
+            measured=f"{1e3 * asyncio.run(judging_s()):.1f} ms",
+            target="≤ 5 ms",
+            command=command,
+        )
+    )
+    found.append(
+        Figure(
+            what="5,000 hosts join",
+            measured=f"{asyncio.run(joins_s()):.2f} s",
+            target="linear",
+            command=command,
+        )
+    )
+    return found
+
+
+def main() -> None:
+    """Prints the figures of all policies named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
+    parser.add_argument("--policies", nargs="+", default=tuple(POLICIES), choices=tuple(POLICIES))
+    options = parser.parse_args()
+    rows = [
+        (f.what, f.measured, f.target)
+        for f in figures(tuple(options.sizes), tuple(options.policies))
+    ]
+    output.stdout().print(output.table("", ("what", "measured", "target"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Puts requests at replicas: waits for one that takes them, and keeps count of what each replica has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import islice
+
+from pagoda.errors import EngineDeadError, OverloadedError
+from pagoda.frontend.load_tracker import LoadTracker
+from pagoda.frontend.prefix_index import short_keys
+from pagoda.frontend.quarantine import Quarantine
+from pagoda.frontend.replica_set import ReplicaSet
+from pagoda.frontend.replica_slot import ReplicaSlot
+from pagoda.frontend.tracked_request import RequestState, TrackedRequest
+from pagoda.ipc.clock import Clock
+from pagoda.kv.block_keys import prefix_keys
+
+MAX_PREFIX_BLOCKS = 1024
+"""Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
+
+
+class Placer:
+    """Enters requests at replicas and takes them off again."""
+
+    def __init__(
+        self,
+        slots: ReplicaSet,
+        clock: Clock,
+        no_replica_timeout_s: float,
+        uses_prefixes: Callable[[], bool],
+    ) -> None:
+        """`uses_prefixes` says whether it matters what replicas have cached."""
+        self._slots = slots
+        self._clock = clock
+        self._no_replica_timeout_s = no_replica_timeout_s
+        self._uses_prefixes = uses_prefixes
+        self.load_tracker = LoadTracker()
+        self.quarantine = Quarantine()
+        self.failure: EngineDeadError | None = None
+        """Why no replica will ever take requests again; None as long as one may."""
+        self._waiting: dict[TrackedRequest, None] = {}
+        """Requests that wait for a replica, longest first."""
+
+    async def place(self, tracked: TrackedRequest) -> ReplicaSlot | None:
+        """Enters the request at a replica, waiting until one takes requests; None if its end is known already.
+
+        Raises:
+            OverloadedError: all replicas are full, or none has taken requests for too long.
+            EngineDeadError: all replicas are given up.
+        """
+        waits_until = math.inf
+        while not tracked.is_over:
+            if self.failure is not None:
+                raise EngineDeadError(str(self.failure))
+            if tracked.is_suspect:
+                is_admitted = await self.quarantine.enter(tracked)
+                if not is_admitted or tracked.is_over:
+                    continue
+            chosen = self._slots.choose(tracked, self._keys_of(tracked))
+            if chosen is not None:
+                return self._enter(tracked, *chosen)
+            now = self._clock.now()
+            if self._slots.num_takers:
+                waits_until = math.inf
+                retry_after_s = min(tracked.refusals.values())
+                if not (tracked.has_waited or tracked.returns):
+                    raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
+                # An engine took it before, or none ran; now replicas held too many back for those that do.
+                await self._wait(tracked, retry_after_s)
+            else:
+                tracked.has_waited = True
+                waits_until = min(waits_until, now + self._no_replica_timeout_s)
+                if now >= waits_until or not await self._wait(tracked, waits_until - now):
+                    self._refuse_waiting(tracked)
+            tracked.refusals.clear()
+        return None
+
+    def _refuse_waiting(self, tracked: TrackedRequest) -> None:
+        """Ends a request for which no replica has come; with an error chunk where an answer has begun."""
+        problem = f"No replica has taken requests for {self._no_replica_timeout_s:g} s."
+        if not tracked.token_ids:
+            raise OverloadedError(problem, retry_after_s=max(1, round(self._no_replica_timeout_s)))
+        tracked.problem = problem
+
+    async def _wait(self, tracked: TrackedRequest, timeout_s: float) -> bool:
+        """Returns when something may be different for a request without a replica; False after `timeout_s`."""
+        self._waiting[tracked] = None
+        try:
+            return await tracked.wait(None if timeout_s == math.inf else timeout_s)
+        finally:
+            self._waiting.pop(tracked, None)
+
+    def wake(self, num_requests: int) -> None:
+        """Lets requests that wait for a replica look again, as many as may find one."""
+        for tracked in list(islice(self._waiting, num_requests)):
+            del self._waiting[tracked]
+            tracked.wake()
+
+    def _enter(
+        self, tracked: TrackedRequest, slot: ReplicaSlot, num_cached_tokens: int
+    ) -> ReplicaSlot:
+        keys = tracked.sent_keys = self._keys_of(tracked)
+        tracked.sent_number = slot.prefixes.add(keys)
+        tracked.num_cached_tokens_here = (
+            slot.prefixes.num_told(keys) * self._slots.limits.block_size if keys else 0
+        )
+        tracked.slot = slot
+        tracked.state = RequestState.QUEUED
+        tracked.queue.enter()
+        tracked.num_tokens_here = 0
+        tracked.fetches_kv = tracked.request.kv_source is not None
+        tracked.sent_after_ns = slot.latest_ns
+        tracked.work = self.load_tracker.open(
+            slot.work,
+            num_tokens=tracked.num_tokens,
+            num_cached_tokens=num_cached_tokens,
+            max_output_tokens=tracked.num_tokens_left,
+        )
+        slot.requests[tracked] = None
+        slot.num_streams += bool(tracked.token_ids)
+        return slot
+
+    def _keys_of(self, tracked: TrackedRequest) -> list[int]:
+        if not self._uses_prefixes():
+            return []
+        if tracked.keys is None:
+            request = tracked.request
+            tracked.keys = short_keys(
+                prefix_keys(
+                    request.prompt_token_ids,
+                    self._slots.limits.block_size,
+                    request.cache_salt,
+                    MAX_PREFIX_BLOCKS,
+                )
+            )
+        return tracked.keys
+
+    def leave(self, tracked: TrackedRequest) -> None:
+        """Takes the request off its replica. May be called twice."""
+        slot, work = tracked.slot, tracked.work
+        if slot is None or work is None:
+            return
+        if tracked.sent_keys:
+            slot.prefixes.end(tracked.sent_number, tracked.sent_keys)
+        slot.health.end(tracked.request_id)
+        del slot.requests[tracked]
+        slot.num_streams -= bool(tracked.token_ids)
+        slot.crash_suspects.discard(tracked)
+        slot.left.set()
+        work.close()
+        tracked.slot = tracked.work = tracked.waits_since = None
+        if tracked.state is not RequestState.ABORTED:
+            tracked.state = RequestState.WAITING
+        tracked.queue.leave()
+        self.quarantine.clear(tracked)

@@ -1,0 +1,203 @@
+"""The work of a dispatcher, in operations: a request costs the same in any fleet, a join too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from operations import assert_constant, assert_linear, count_operations
+
+from benchmarks.dispatch_scale import StaticReplica, begin, fleet, place_one, request
+from pagoda.errors import OverloadedError
+from pagoda.frontend.async_utils import cancel_all
+from pagoda.frontend.dispatcher import Dispatcher
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.sim.event_loop import VirtualTimeLoop
+
+
+@pytest.fixture
+def loops() -> Iterator[Callable[[], asyncio.Runner]]:
+    """Event loops that end with the test."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(asyncio.Runner(loop_factory=VirtualTimeLoop))
+
+
+async def built(
+    size: int, policy: PolicyName, num_requests: int = 0
+) -> tuple[Dispatcher, list[StaticReplica]]:
+    """A fleet with requests that wait for their tokens."""
+    dispatcher, replicas = fleet(size, policy)
+    for number in range(num_requests):
+        await begin(dispatcher, request(10**6 + number, 64))
+    return dispatcher, replicas
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_placing_a_request_takes_as_long_in_any_fleet(policy: PolicyName, loops) -> None:
+    def make(size: int) -> Callable[[], object]:
+        runner = loops()
+        dispatcher, _ = runner.run(built(size, policy, num_requests=32))
+
+        async def place_some() -> None:
+            for number in range(8):
+                await place_one(dispatcher, number)
+
+        return lambda: runner.run(place_some())
+
+    assert_constant(make, (32, 128, 1024), slack=1.3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_large_fleet_costs_little_more_than_a_small_one(policy: PolicyName, loops) -> None:
+    counts = []
+    for size in (10, 1000):
+        runner = loops()
+        dispatcher, _ = runner.run(built(size, policy, num_requests=10))
+
+        def place(runner: asyncio.Runner = runner, dispatcher: Dispatcher = dispatcher) -> None:
+            runner.run(place_one(dispatcher, 1))
+
+        place()
+        counts.append(count_operations(place))
+    assert counts[1] <= 2.5 * counts[0]
+
+
+def test_judging_takes_work_in_proportion_to_the_fleet(loops) -> None:
+    def make(size: int) -> Callable[[], object]:
+        runner = loops()
+        dispatcher, _ = runner.run(built(size, "round-robin", num_requests=size))
+        for slot in dispatcher.slots:
+            for _ in range(20):
+                slot.health.progress("r", 1, 0.0, 0.1)
+
+        async def judge() -> None:
+            dispatcher.judge()
+
+        return lambda: runner.run(judge())
+
+    assert_linear(make, (100, 200, 400))
+
+
+def test_judging_looks_at_no_requests_of_replicas_that_get_on(loops) -> None:
+    def make(num_requests: int) -> Callable[[], object]:
+        runner = loops()
+        dispatcher, _ = runner.run(built(8, "round-robin", num_requests))
+
+        async def judge() -> None:
+            dispatcher.judge()
+
+        return lambda: runner.run(judge())
+
+    assert_constant(make, (16, 64, 256))
+
+
+def test_joins_take_work_in_proportion_to_the_fleet(loops) -> None:
+    def make(size: int) -> Callable[[], object]:
+        runner = loops()
+
+        async def join() -> None:
+            await built(size, "prefix-affinity")
+
+        return lambda: runner.run(join())
+
+    assert_linear(make, (100, 200, 400))
+
+
+def test_losing_a_replica_looks_at_its_own_requests_alone(loops) -> None:
+    def make(size: int) -> Callable[[], object]:
+        runner = loops()
+        _, replicas = runner.run(built(size, "round-robin", num_requests=2 * size))
+
+        async def lose() -> None:
+            replicas[3].enter(ReplicaState.DEGRADED)
+
+        return lambda: runner.run(lose())
+
+    assert_constant(make, (32, 128, 512))
+
+
+def test_what_waits_is_woken_once_when_replicas_come(loops) -> None:
+    def make(size: int) -> Callable[[], object]:
+        runner = loops()
+        dispatcher, replicas = runner.run(built(4, "least-pending-tokens"))
+
+        async def wait() -> None:
+            for replica in replicas:
+                replica.enter(ReplicaState.STARTING)
+            for number in range(size):
+                await begin(dispatcher, request(number, 64))
+
+        async def come() -> None:
+            for replica in replicas:
+                replica.enter(ReplicaState.READY)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert sum(len(replica.streams) for replica in replicas) == size
+
+        runner.run(wait())
+        return lambda: runner.run(come())
+
+    assert_linear(make, (64, 128, 256))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_requests_spread_over_a_large_fleet(policy: PolicyName) -> None:
+    size = 100
+    _, replicas = await built(size, policy, num_requests=4 * size)
+    counts = Counter(len(replica.streams) for replica in replicas)
+    if policy in ("round-robin", "least-pending-tokens"):
+        assert counts == {4: size}
+    else:
+        assert max(counts) <= 24
+        assert size - counts[0] >= 0.4 * size
+
+
+async def test_a_prefix_is_found_in_a_large_fleet() -> None:
+    dispatcher, replicas = await built(100, "prefix-affinity")
+    await begin(dispatcher, request(5, 512))
+    [first] = [replica for replica in replicas if replica.streams]
+    await begin(dispatcher, request(5 + 64, 512))
+    assert len(first.streams) == 2
+
+
+async def test_sessions_stay_where_they_are_in_a_large_fleet() -> None:
+    async def homes(dispatcher: Dispatcher) -> dict[str, str]:
+        readings = [await begin(dispatcher, request(number, 64)) for number in range(200)]
+        found = {name: replica.name for replica in replicas for name in replica.streams}
+        await cancel_all(readings)
+        return found
+
+    dispatcher, replicas = fleet(60, "session-affinity")
+    before = await homes(dispatcher)
+    assert len(set(before.values())) > 40
+    gone = replicas[7]
+    gone.enter(ReplicaState.STARTING)
+    without = await homes(dispatcher)
+    moved = {name for name in before if without[name] != before[name]}
+    assert moved == {name for name in before if before[name] == gone.name}
+    gone.enter(ReplicaState.READY)
+    assert await homes(dispatcher) == before
+    backwards = Dispatcher([], POLICIES["session-affinity"])
+    for replica in reversed(replicas):
+        backwards.add(replica)
+    assert await homes(backwards) == before
+
+
+async def test_a_fleet_that_is_full_refuses_after_a_few_tries() -> None:
+    dispatcher, replicas = fleet(100, "least-pending-tokens")
+    tries = []
+
+    def refuse(asked: object) -> None:
+        tries.append(asked)
+        raise OverloadedError("The waiting queue is full.", retry_after_s=3)
+
+    for replica in replicas:
+        replica.generate = refuse  # type: ignore[method-assign, assignment]
+    with pytest.raises(OverloadedError) as refusal:
+        await anext(dispatcher.generate(request(1)))
+    assert refusal.value.retry_after_s == 3
+    assert len(tries) == 16
