@@ -190,8 +190,8 @@ class DiskScannerThread:
         self._next_scan_at = 0.0
         self._is_closing = False
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kv-disk-scanner", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="kv-disk-scanner", daemon=True)
+        self.thread.start()
 
     # ---- the engine's side
 
@@ -237,8 +237,8 @@ class DiskScannerThread:
         with self._changed:
             self._is_closing = True
             self._changed.notify()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
+        self.thread.join(_CLOSE_TIMEOUT_S)
+        if not self.thread.is_alive():
             os.close(self._readable)
 
     # ---- the thread's side

@@ -108,6 +108,8 @@ class Harness:
         trace: StartTrace | None = None,
     ) -> None:
         self.clock = clock or VirtualClock()
+        self.late_s: Callable[[], float] = lambda: 0.0
+        """Seconds by which the loop is late at a tick, so that several events meet in one turn."""
         self.disk = disk
         directories = () if disk is None else (KVDirectory("/nowhere", 1),)
         sim = SimConfig(
@@ -170,12 +172,13 @@ class Harness:
         assert self.core.scheduler is not None
         return self.core.scheduler
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, *, steps: bool = True) -> None:
         self.tokens[request.request_id] = list(request.output_token_ids)
         answer = self.core.add(request)
         assert isinstance(answer, list)
         self.record(answer)
-        self.step()
+        if steps:
+            self.step()
 
     def step(self) -> list[TokenChunk]:
         chunks = self.core.step()
@@ -211,7 +214,7 @@ class Harness:
         wakeup = min((instant for instant in instants if instant is not None), default=None)
         if wakeup is None:
             return False
-        self.clock.advance_to(wakeup)
+        self.clock.advance_to(wakeup + self.late_s())
         self.step()
         return True
 
@@ -257,7 +260,8 @@ def check_books(scheduler: Scheduler) -> None:
     awaiting = in_state(scheduler, RequestState.AWAITING_KV)
     assert scheduler.num_running + len(loading) <= scheduler.limits.max_num_seqs
     assert len(awaiting) <= scheduler.limits.max_num_seqs
-    waiting = loading | awaiting
+    loading -= tiers.ended
+    waiting = loading | (awaiting - tiers.ended)
     if any(tier.has_own_timeout for tier in tiers.connectors):
         assert set(tiers.timed) <= waiting
     else:

@@ -143,6 +143,8 @@ class Life:
             fails=self._fails,
             transfer_fate=faults.fate,
         )
+        lateness = rng.choice([(0.0,), (0.0, 0.02, 0.2)])
+        harness.late_s = lambda: rng.choice(lateness)
         self.harnesses.append(harness)
         faults.tiers = harness.tiers
         first = len(self._requests)
@@ -182,7 +184,7 @@ class Life:
                 priority=request.priority,
             )
         self._requests[request.request_id] = request
-        self._harness.add(request)
+        self._harness.add(request, steps=rng.random() < 0.7)
         return request.request_id
 
     def _watch(self, request_id: str) -> None:
@@ -207,8 +209,10 @@ class Life:
             victim = rng.choice(alive)
         else:
             return
+        self.met["aborted after its load"] += victim in harness.tiers.ended
         harness.core.abort(victim)
-        harness.step()
+        if rng.random() < 0.5:
+            harness.step()
         check_books(harness.scheduler)
         self._aborted.add(victim)
 

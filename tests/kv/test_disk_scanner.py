@@ -525,4 +525,4 @@ def test_closing_ends_the_thread_in_the_middle_of_a_scan(
     keeper = Keeper(own)
     assert keeper.poller.poll(30_000)
     keeper.thread.close()
-    assert not keeper.thread._thread.is_alive()
+    assert not keeper.thread.thread.is_alive()

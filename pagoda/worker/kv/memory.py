@@ -15,7 +15,7 @@ class _Part(NamedTuple):
     address: int
     block_bytes: int
     offset: int
-    """Of its part within the bytes of a block."""
+    """First byte of the part within the bytes of a block."""
 
 
 class KVMemory:
