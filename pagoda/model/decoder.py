@@ -35,7 +35,7 @@ from pagoda.model.sharding import PartialWeights, Shard
 from pagoda.telemetry.tracer import Tracer
 
 _PLAN = Operation("plan", "plan")
-"""Operation that prepares a forward pass."""
+"""Preparation of a step, before the operations of its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """Operations whose times `ops_ns` in a forward pass's trace gives; empty where each has its own span."""
+        """Operations whose times are `ops_ns` in a trace; empty where operations have spans of their own."""
         recorded = self._compiled.operations
         return [_PLAN, *recorded] if recorded else ()
 
     def take_expert_tokens(self) -> list[int]:
-        """Returns the tokens that each expert was given since the last call, in all layers of the stage together.
+        """Drains the counts of tokens that went to each expert, in all layers of the stage together.
 
         Experts of other ranks count as well; empty for a model that has none.
         """
@@ -220,7 +220,7 @@ class Decoder(Generic[LinearT, MetadataT]):
 
 
 class _Loader(Generic[LinearT]):
-    """Loader of prepared weights by the names and shapes of a Hugging Face checkpoint."""
+    """Loads and prepares weights by their names and shapes."""
 
     def __init__(
         self,

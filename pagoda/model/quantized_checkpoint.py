@@ -159,7 +159,7 @@ class _GroupReader:
         return order
 
     def _offsets(self, kind: str, scales: Tensor, zeros: Tensor) -> Tensor | None:
-        """Returns offsets made of scales and zero points [out, groups]."""
+        """Offsets from scales and zero points [out, groups]."""
         distances = 2 ** (self._scheme.bits - 1) - zeros.float()
         if not bool(distances.any()):
             return None
@@ -170,7 +170,7 @@ class _GroupReader:
     def _weight(
         self, codes: Tensor, scales: Tensor, offsets: Tensor | None, order: Tensor | None
     ) -> GroupedWeight:
-        """Returns the weight made of codes [out, in], scales and offsets [out, groups]."""
+        """The weight of codes [out, in], scales and offsets [out, groups]."""
         repeats = self._group_size // self._held_group_size
         if order is not None:
             codes = codes[:, order]

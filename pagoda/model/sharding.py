@@ -1,4 +1,4 @@
-"""Parts of a model that ranks hold (Shoeybi et al. 2019, Megatron-LM).
+"""Shards: the part of a model that one rank holds (Shoeybi et al. 2019, Megatron-LM).
 
 Maps from hidden states are split by outputs, maps back to them by inputs, so that a layer needs two sums over all
 ranks: behind attention and behind the MLP. Embedding and head are split by the vocabulary.
@@ -40,7 +40,7 @@ from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, exp
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a linear map [out, in]."""
+    """Outputs and inputs of a linear layer [out, in] that a rank holds."""
 
     outputs: range
     inputs: range
@@ -56,7 +56,7 @@ class Shard:
     tp_rank: int = 0
     tp_size: int = 1
     expert_parallel: bool = False
-    """True if the tensor-parallel ranks share out whole experts."""
+    """Tensor-parallel ranks share out whole experts, instead of a part of each."""
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +97,7 @@ class Shard:
 
     @property
     def vocabulary_shares(self) -> list[int]:
-        """Tokens of the vocabulary that each rank holds."""
+        """Number of tokens that each rank holds."""
         vocab, size = self.config.vocab_size, self.tp_size
         return [len(channel_share(vocab, rank, size)) for rank in range(size)]
 
@@ -106,7 +106,7 @@ class Shard:
         return channel_share(count, self.tp_rank, self.tp_size)
 
     def part_of(self, linear: LinearSpec) -> Part:
-        """Returns the part of a linear layer that this rank holds."""
+        """This rank's part of a linear layer."""
         outputs, inputs = range(linear.outputs), range(linear.inputs)
         match linear.role:
             case Role.QUERY:
@@ -126,7 +126,7 @@ class Shard:
         return Part(outputs, inputs)
 
     def expert_linears(self, layer: int) -> ExpertLinears | None:
-        """Returns the layers of this rank's experts, a range of all; None where the layer is dense."""
+        """Router and own experts of a layer; None where the layer is dense."""
         maps = self.config.expert_linears(layer)
         return maps and replace(maps, experts=maps.experts[self.experts.start : self.experts.stop])
 
@@ -141,7 +141,7 @@ class Shard:
         return expert_share(experts.num_experts, self.tp_rank, self.tp_size)
 
     def linears(self) -> Iterator[LinearSpec]:
-        """Yields the linear layers of which this rank holds a part."""
+        """Linear layers that this rank holds a part of."""
         config = self.config
         for layer in self.layers:
             yield from config.attention_linears(layer)
@@ -167,14 +167,14 @@ class Shard:
         return self._vector_bytes(itemsize) + sum(maps)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Bytes of the weights that a forward pass reads: not the head, nor the embedding."""
+        """Bytes of weights that a forward pass reads, without the head and the embedding table."""
         maps = (m for m in self.linears() if m.role not in (Role.EMBEDDING, Role.HEAD))
         return self._vector_bytes(itemsize) + sum(
             self._linear_bytes(m, quantization, itemsize) for m in maps
         )
 
     def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Bytes of the weights of all experts that the rank holds, without the router."""
+        """Bytes of all experts that the rank holds, without routers."""
         sparse = [maps for layer in self.layers if (maps := self.expert_linears(layer)) is not None]
         return sum(
             self._linear_bytes(m, quantization, itemsize)
@@ -184,7 +184,7 @@ class Shard:
         )
 
     def flops_per_token(self) -> int:
-        """Operations of products with weights, without the head, through which few tokens of a prompt go."""
+        """Floating-point operations of products with weights, without the head, which few tokens reach."""
         total = 0
         for layer in self.layers:
             maps = [*self.config.attention_linears(layer)]
@@ -228,7 +228,7 @@ def whole(config: ModelConfig) -> Shard:
 
 
 def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) -> Shard:
-    """Returns the shard of the rank at `place`.
+    """The shard of the rank at `place`.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -331,7 +331,7 @@ def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
 
 
 def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:
-    """Ends of stages that are filled up to `limit`, from the last, which has the head, to the first."""
+    """Ends of stages that are filled up to `limit`, from the last stage, which has the head, to the first."""
     ends = [len(costs)]
     total = head
     for layer in reversed(range(len(costs))):
@@ -416,7 +416,7 @@ def _part_of_groups(
 
 
 def _copied(part: Tensor) -> Tensor:
-    """Copies a part of a tensor, which would else keep the memory of the whole."""
+    """Copies a part, which otherwise would keep the memory of the whole alive."""
     return part.clone(memory_format=torch.contiguous_format)
 
 

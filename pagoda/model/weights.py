@@ -117,7 +117,7 @@ class CheckpointWeights:
             return stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of the tensor `name`, as its file says.
+        """Shape of the tensor `name` in its file.
 
         Raises:
             ConfigError: there is no such tensor.
@@ -169,7 +169,7 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
-    """File of each tensor."""
+    """The file that holds each tensor."""
     index = directory / INDEX_FILE
     if index.exists():
         return read_index(index)

@@ -219,16 +219,7 @@ async def test_the_steps_of_a_snapshot_are_bounded(api, monkeypatch) -> None:
 # ---- who looks on
 
 
-async def test_one_sampler_for_all_and_none_without_a_page(api, monkeypatch) -> None:
-    loads = 0
-    zeros = await api.endpoint.load()
-
-    async def load() -> LoadReport:
-        nonlocal loads
-        loads += 1
-        return zeros
-
-    monkeypatch.setattr(api.endpoint, "load", load)
+async def test_all_pages_share_one_observation_and_none_is_made_without_a_page(api) -> None:
     tracker = api.service.tracker
     others = tracker.num_listeners
     async with watching(api) as one, watching(api) as other:
@@ -238,9 +229,6 @@ async def test_one_sampler_for_all_and_none_without_a_page(api, monkeypatch) -> 
         assert tracker.num_listeners == others + 1
     await until(lambda: not api.service.live_stats.is_watched)
     await until(lambda: not api.endpoint.step_listeners and tracker.num_listeners == others)
-    before = loads
-    await api.get("/version")
-    assert loads == before
     async with watching(api) as again:
         assert await anext(again)
 

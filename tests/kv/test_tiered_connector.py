@@ -11,7 +11,14 @@ from scripted_tier import ScriptedTier
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, LoadEnd, PendingLookup, TieredKVConnector
+from pagoda.kv.tiered_connector import (
+    LOAD_TIMEOUT_S,
+    LoadEnd,
+    PendingLookup,
+    Segment,
+    TieredKVConnector,
+    TierMatch,
+)
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer
 
@@ -49,9 +56,13 @@ class Stack:
         found = self.stack.lookup(prefix, start)
         assert not isinstance(found, PendingLookup)
         end = start + count
-        segments = [s._replace(end=min(s.end, end)) for s in found.segments if s.start < end]
+        segments = [
+            Segment(it.connector, it.start, min(it.end, end))
+            for it in found.segments
+            if it.start < end
+        ]
         self.blocks = self.pool.allocate(count)
-        self.stack.load(found._replace(segments=segments), self.blocks)
+        self.stack.load(TierMatch(prefix, start, segments), self.blocks)
         return self.stack.drain_transfers()
 
     def end(self, transfer: Transfer, failed: list[int] | None = None, error: str = "") -> None:
