@@ -162,7 +162,7 @@ class Request:
         return self.state in (RequestState.AWAITING_KV, RequestState.LOADING)
 
     def finish_reason(self) -> tuple[FinishReason | None, int | None]:
-        """Reason why the last output token ends the answer, if it does, and the stop token that the client named."""
+        """Reason why the last output token ends the answer, if it does, and the stop token named by the client."""
         token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
         if not is_full and token_id not in self.end_token_ids:
             return None, None

@@ -16,7 +16,7 @@ _COUNTERS_NS = 50_000_000
 
 
 class EngineTracing:
-    """Tracing of one engine, on or off. Methods with `began`, from `tracer.e2e()`, are called only if it is not 0."""
+    """Tracing of one engine. Methods with `began`, from `tracer.e2e()`, are called only if it is not 0."""
 
     def __init__(self, tracer: Tracer, max_in_flight: int) -> None:
         self.tracer = tracer
