@@ -1,1 +1,1 @@
-"""What a device provides: the operations a model needs."""
+"""Backends: devices and the operations that a model needs of them."""

@@ -1,4 +1,4 @@
-"""What a device must provide so that a decoder model can run on it.
+"""Interface of a device that a decoder model runs on.
 
 A model is written in terms of these operations and knows no device. All activations are flat: the tokens of
 every sequence in the step, one after the other, with no padding between sequences.
@@ -46,7 +46,7 @@ NewTensor = Callable[[tuple[int, ...], dtype], Tensor]
 
 
 def new_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
-    """In memory of this process alone, which is taken from the machine as it is written."""
+    """Allocates a tensor of this process alone; the machine gives its memory as it is written."""
     return empty(shape, dtype=dtype)
 
 
@@ -80,7 +80,7 @@ ValueT = TypeVar("ValueT")
 LinearT = TypeVar("LinearT")
 """A weight as the backend wants it."""
 MetadataT = TypeVar("MetadataT")
-"""What attention needs to know about a step, worked out once for all layers."""
+"""Metadata of attention: all that depends on the step and not on the layer, computed once for all layers."""
 LinearT_co = TypeVar("LinearT_co", covariant=True)
 LinearT_contra = TypeVar("LinearT_contra", contravariant=True)
 MetadataT_contra = TypeVar("MetadataT_contra", contravariant=True)
@@ -88,12 +88,12 @@ MetadataT_contra = TypeVar("MetadataT_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """How many experts a layer has, and how many of them each token goes through."""
+    """Number of experts of a layer, and of experts that each token goes through."""
 
     num_experts: int
     experts_per_token: int
     renormalize: bool
-    """Whether the probabilities of a token's experts are made to add up to one."""
+    """The probabilities of a token's experts are scaled to add up to one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,23 +106,23 @@ class Experts(Generic[LinearT_co]):
     routing: ExpertRouting
     first: int
     gate: tuple[LinearT_co, ...]
-    """Of each, [inner, hidden]."""
+    """Gate projection of each expert, [inner, hidden]."""
     up: tuple[LinearT_co, ...]
     """The same."""
     down: tuple[LinearT_co, ...]
-    """Of each, [hidden, inner]."""
+    """Down projection of each expert, [hidden, inner]."""
     counts: Tensor
     """[num_experts] int64, to which the tokens that go to each expert are added, held here or not."""
 
 
 @dataclass(frozen=True)
 class StepInput(Generic[ValueT, MetadataT]):
-    """What a forward pass starts from."""
+    """Input of a forward pass."""
 
     token_ids: ValueT
     """[n] int64."""
     rotary_table: tuple[ValueT, ValueT]
-    """Of the tokens' positions; see `Backend.rotary_table`."""
+    """Rotary table of the tokens' positions; see `Backend.rotary_table`."""
     plan: MetadataT
     hidden: ValueT | None = None
     """[n, hidden], what the pipeline stage before computed; None on the first stage."""
@@ -237,7 +237,7 @@ class Compiled(Protocol[MetadataT]):
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """Those of every step, in order; empty where they are not recorded."""
+        """Operations of every step, in order; empty where they are not recorded."""
         ...
 
     def __call__(self, step: StepInput[Tensor, MetadataT]) -> Tensor: ...
@@ -260,7 +260,7 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
     @property
     def device(self) -> device:
-        """Where weights, caches and activations lie."""
+        """Device on which weights, caches and activations lie."""
         ...
 
     @property
@@ -270,12 +270,12 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
 
     @property
     def arithmetic(self) -> str:
-        """Such as `cpu (avx2)`: backends of the same one compute the same bits, whatever the machine."""
+        """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
         ...
 
     @property
     def summary(self) -> str:
-        """For the operator, such as `reference on cpu, 2 threads`."""
+        """Line for the operator, such as `reference on cpu, 2 threads`."""
         ...
 
     def allocate_kv_cache(
@@ -295,7 +295,7 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         ...
 
     def quantize_int8(self, values: Tensor) -> Int8Weight:
-        """Of a weight [out, in], as `rounding` says; scales are not finite where weights are not."""
+        """Quantizes a weight [out, in], as `rounding` says; scales are not finite where weights are not."""
         ...
 
     def quantize_int4(self, values: Tensor, group_size: int) -> GroupedWeight:
@@ -330,7 +330,7 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         ...
 
     def attention_metadata(self, batch: TokenBatch, num_heads: int, cache: KVCache) -> MetadataT:
-        """What is the same for all layers; `cache` is any layer's."""
+        """Metadata of a step, the same for all layers; `cache` is any layer's."""
         ...
 
     def compile(

@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 
 class DirectForward(Generic[LinearT, MetadataT]):
-    """Has nothing recorded: what a step does is seen as it is done."""
+    """A forward pass that is not recorded: a trace shows each operation as a span."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What traces say of the operations of a forward pass."""
+"""Operations of a forward pass, as traces show them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = Literal[
 ]
 
 WeightNames = Mapping[int, str]
-"""What a model calls its weights, such as `layers.3.qkv`, by their `id`."""
+"""Names of weights in the model, such as `layers.3.qkv`, by `id` of the weight."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Operation:
     weight_bytes: int = 0
     """Weights that a step reads; of experts all that are held, though few tokens go through some only."""
     flops_per_token: int = 0
-    """Of products with weights; attention over a context is not among them."""
+    """Floating-point operations of products with weights, without attention over a context."""
 
 
 class OperationNamer:
@@ -43,7 +43,7 @@ class OperationNamer:
         self._layer = ""
 
     def name(self, kind: Kind, weight: object = None) -> str:
-        """Of the next operation; operations are asked for in the order in which they are computed."""
+        """Name of the next operation; the caller asks in the order of computation."""
         name = None if weight is None else self._weights.get(id(weight))
         if name is None:
             return f"{self._layer}{kind}"

@@ -301,7 +301,7 @@ class SimWorker:
             self._slots[start.slot] = _Slot(start)
         for slot_id, block_ids in plan.new_blocks:
             self._slots[slot_id].block_ids.extend(block_ids)
-        for slot_id, token_id in plan.appended:
+        for slot_id, token_id in plan.new_tokens:
             self._slots[slot_id].tell(token_id)
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
             slot = self._slots[slot_id]

@@ -344,7 +344,7 @@ class Dispatcher:
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
-            raise self._failure
+            raise EngineDeadError(str(self._failure))
         slots = list(self.slots)
         reports = await asyncio.gather(*(slot.load() for slot in slots))
         both = list(zip(slots, reports, strict=True))
@@ -474,7 +474,7 @@ class Dispatcher:
             InvalidRequestError: a request with this id is running, which goes on undisturbed.
         """
         if self._failure is not None:
-            raise self._failure
+            raise EngineDeadError(str(self._failure))
         if self._draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=10)
         if request.request_id in self.requests:

@@ -58,6 +58,11 @@ class DiskIndex:
         """Bytes of all objects."""
         return self._num_bytes
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that were ever used at a time."""
+        return len(self._keys) - 1
+
     def count(self, directory: int) -> int:
         return self._directories[directory].count
 

@@ -44,14 +44,14 @@ class ObjectFiles:
         self.directory = directory
         self.object_bytes = manifest.object_bytes
         self.payload_bytes = manifest.payload_bytes
-        self._manifest = manifest
+        self.manifest = manifest
         self._owner = directory.stat().st_uid
-        self._direct = os.O_DIRECT if _supports_direct_io(directory) else 0
+        self.direct = os.O_DIRECT if _supports_direct_io(directory) else 0
 
     @property
     def is_direct(self) -> bool:
         """True if objects bypass the page cache."""
-        return self._direct != 0
+        return self.direct != 0
 
     def new_buffer(self) -> memoryview:
         """Room for one object, aligned for direct I/O."""
@@ -76,7 +76,7 @@ class ObjectFiles:
 
     def _read(self, key: bytes, buffer: memoryview, *, is_used: bool) -> None:
         # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self.direct
         try:
             descriptor = os.open(self.directory / object_name(key), flags)
             try:
@@ -119,7 +119,7 @@ class ObjectFiles:
             except (
                 FileNotFoundError
             ):  # the first object of its fan-out directory, or somebody removed them all
-                make_directory(self.directory, self._manifest)
+                make_directory(self.directory, self.manifest)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 self._write(path, buffer)
         except OSError as error:
@@ -127,7 +127,7 @@ class ObjectFiles:
 
     def _write(self, path: Path, buffer: memoryview) -> None:
         temporary = path.with_name(temporary_name())
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self.direct
         descriptor = os.open(temporary, flags, 0o600)
         try:
             try:

@@ -151,6 +151,11 @@ class TieredKVConnector:
         return self._loads.keys()
 
     @property
+    def ended(self) -> set[str]:
+        """Requests whose wait has ended, which `drain_load_ends` has yet to tell; for tests."""
+        return set(self._ended)
+
+    @property
     def timed(self) -> Collection[str]:
         """Requests that wait and have a deadline."""
         return self._deadlines.keys()

@@ -35,7 +35,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the KV of a prompt: the engine that computes it, or has computed it and still holds it."""
 
     address: str
-    """`tcp://host:port` of that engine's door (`pagoda.pd.links`)."""
+    """`tcp://host:port` of that engine's listener (`pagoda.pd.links`)."""
     engine_id: str
     """New at each start of that engine; an address may have another one behind it by now."""
     transfer_id: str

@@ -35,7 +35,7 @@ from pagoda.model.sharding import PartialWeights, Shard
 from pagoda.telemetry.tracer import Tracer
 
 _PLAN = Operation("plan", "plan")
-"""What comes before the operations of a forward pass."""
+"""Preparation of a step, before the operations of its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class Decoder(Generic[LinearT, MetadataT]):
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """What `ops_ns` in the trace of a forward pass is of; empty where operations have spans of their own."""
+        """Operations whose times are `ops_ns` in a trace; empty where operations have spans of their own."""
         recorded = self._compiled.operations
         return [_PLAN, *recorded] if recorded else ()
 
     def take_expert_tokens(self) -> list[int]:
-        """How many tokens each expert was given since this was last asked, in all layers of the stage together.
+        """Drains the counts of tokens that went to each expert, in all layers of the stage together.
 
         Experts of other ranks count as well; empty for a model that has none.
         """
@@ -138,7 +138,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         return taken
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of normed hidden states [m, hidden]: [m, vocab] float32, on all ranks of the last stage."""
+        """Logits [m, vocab] float32 of normed hidden states [m, hidden], on all ranks of the last stage."""
         own = self.backend.logits(hidden, self._require_head())
         if self.backend.group.size == 1:
             return own
@@ -165,7 +165,7 @@ class Decoder(Generic[LinearT, MetadataT]):
         return tokens.gather(0, winner[None])[0], all_finite.bool().all(dim=0)
 
     def _weight_names(self) -> WeightNames:
-        """What traces call the weights: `embedding`, `layers.3.qkv`."""
+        """Names of the weights in traces: `embedding`, `layers.3.qkv`."""
         named: dict[str, object] = {"embedding": self._embedding, "norm": self._norm}
         for index, layer in zip(self._shard.layers, self._layers, strict=True):
             for name, weight in (vars(layer) | vars(layer.mlp)).items():
@@ -220,7 +220,7 @@ class Decoder(Generic[LinearT, MetadataT]):
 
 
 class _Loader(Generic[LinearT]):
-    """From the names and shapes of a Hugging Face checkpoint to prepared weights."""
+    """Loads and prepares weights by their names and shapes."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ def compute_mlp(
     h: ValueT,
     mlp: DenseMlp[LinearT] | SparseMlp[LinearT],
 ) -> ValueT:
-    """Of normed hidden states [n, hidden], this rank's part of the output [n, hidden]."""
+    """This rank's part of the MLP's output [n, hidden], from normed hidden states [n, hidden]."""
     if isinstance(mlp, DenseMlp):
         return ops.linear(ops.silu_and_mul(ops.linear(h, mlp.gate_up)), mlp.down)
     return ops.experts(h, ops.linear(h, mlp.router), mlp.experts)

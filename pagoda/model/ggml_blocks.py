@@ -19,7 +19,7 @@ from pagoda.checkpoints.gguf.reader import BlockType
 _DTYPES = dict(zip(DENSE, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 _CHUNK_WEIGHTS = 2**20
-"""Of tensors that become floats on their way; few enough to stay in the caches."""
+"""Weights that are widened to floats at once; few enough to stay in the caches."""
 
 
 def linear_weight(rows: Tensor, block: BlockType, dtype: torch.dtype) -> LinearWeight:
@@ -124,7 +124,7 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 
 def _scales_and_lowest(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the eight groups of a block: two times [blocks, 8] float32.
+    """Scales and lowest values of the eight groups of a block: two times [blocks, 8] float32.
 
     Two float16 numbers are multiplied by eight six-bit numbers each. Twelve bytes hold these: the first four of
     both kinds in the low six bits, the low four bits of the others in the last four bytes, and their high two bits
@@ -167,7 +167,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _two_bits(packed: Tensor) -> Tensor:
-    """Of each 32 bytes the lowest two bits, then the next two and so on; [blocks, 4 bytes] uint8."""
+    """The lowest two bits of each 32 bytes, then the next two and so on; [blocks, 4 bytes] uint8."""
     runs = packed.view(packed.shape[0], -1, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     codes: Tensor = (runs >> shifts) & 3

@@ -62,7 +62,7 @@ QuantizationOnLoad = Int8OnLoad | Int4OnLoad
 
 
 def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | None:
-    """By its name, one of `QUANTIZATIONS`; the group size is that of int4.
+    """Quantization by name, one of `QUANTIZATIONS`; the group size is that of int4.
 
     Raises:
         ConfigError: there are no groups of that size.
@@ -76,7 +76,7 @@ def quantization_on_load(wanted: str, group_size: int) -> QuantizationOnLoad | N
 
 
 class Quantizer(Protocol):
-    """What a backend offers; see `pagoda.backend.reference.rounding`."""
+    """A backend's quantization of weights; see `pagoda.backend.reference.rounding`."""
 
     def quantize_int8(self, values: Tensor) -> Int8Weight: ...
 

@@ -26,7 +26,7 @@ _INT8 = {"I8": "int8"}
 _INT32 = {"I32": "int32"}
 _INTEGERS = {"I32": "int32", "I64": "int64"}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word holds each of its eight codes: the even ones lie below the odd ones."""
+"""Places of the eight codes in a word: the even ones lie below the odd ones."""
 
 
 class QuantizedCheckpoint:
@@ -159,7 +159,7 @@ class _GroupReader:
         return order
 
     def _offsets(self, kind: str, scales: Tensor, zeros: Tensor) -> Tensor | None:
-        """From scales and zero points [out, groups]."""
+        """Offsets from scales and zero points [out, groups]."""
         distances = 2 ** (self._scheme.bits - 1) - zeros.float()
         if not bool(distances.any()):
             return None
@@ -170,7 +170,7 @@ class _GroupReader:
     def _weight(
         self, codes: Tensor, scales: Tensor, offsets: Tensor | None, order: Tensor | None
     ) -> GroupedWeight:
-        """From codes [out, in], scales and offsets [out, groups]."""
+        """The weight of codes [out, in], scales and offsets [out, groups]."""
         repeats = self._group_size // self._held_group_size
         if order is not None:
             codes = codes[:, order]

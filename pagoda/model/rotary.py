@@ -61,7 +61,7 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
 
 def _yarn_scale(scaling: YarnScaling) -> float:
-    """What the paper calls the temperature of attention, put on cosines and sines."""
+    """Factor of cosines and sines, the paper's temperature of attention."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

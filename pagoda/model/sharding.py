@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds (Shoeybi et al. 2019, Megatron-LM).
+"""Shards: the part of a model that one rank holds (Shoeybi et al. 2019, Megatron-LM).
 
 Maps from hidden states are split by outputs, maps back to them by inputs, so that a layer needs two sums over all
 ranks: behind attention and behind the MLP. Embedding and head are split by the vocabulary.
@@ -40,7 +40,7 @@ from pagoda.parallel.config import ParallelConfig, RankPlace, channel_share, exp
 
 @dataclass(frozen=True)
 class Part:
-    """Of a linear map [out, in]."""
+    """Outputs and inputs of a linear layer [out, in] that a rank holds."""
 
     outputs: range
     inputs: range
@@ -52,20 +52,20 @@ class Shard:
 
     config: ModelConfig
     layers: range
-    """Of the rank's stage."""
+    """Layers of the rank's stage."""
     tp_rank: int = 0
     tp_size: int = 1
     expert_parallel: bool = False
-    """Whether the tensor-parallel ranks share out whole experts."""
+    """Tensor-parallel ranks share out whole experts, instead of a part of each."""
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage embeds tokens."""
+        """True if the stage embeds tokens."""
         return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage has the head, and samples."""
+        """True if the stage has the head, and samples."""
         return self.layers.stop == self.config.num_layers
 
     @property
@@ -97,7 +97,7 @@ class Shard:
 
     @property
     def vocabulary_shares(self) -> list[int]:
-        """How many tokens each of the ranks holds."""
+        """Number of tokens that each rank holds."""
         vocab, size = self.config.vocab_size, self.tp_size
         return [len(channel_share(vocab, rank, size)) for rank in range(size)]
 
@@ -106,7 +106,7 @@ class Shard:
         return channel_share(count, self.tp_rank, self.tp_size)
 
     def part_of(self, linear: LinearSpec) -> Part:
-        """What this rank holds of a linear layer."""
+        """This rank's part of a linear layer."""
         outputs, inputs = range(linear.outputs), range(linear.inputs)
         match linear.role:
             case Role.QUERY:
@@ -126,7 +126,7 @@ class Shard:
         return Part(outputs, inputs)
 
     def expert_linears(self, layer: int) -> ExpertLinears | None:
-        """Of the experts that this rank holds, `experts` of all; None where the layer is dense."""
+        """Router and own experts of a layer; None where the layer is dense."""
         maps = self.config.expert_linears(layer)
         return maps and replace(maps, experts=maps.experts[self.experts.start : self.experts.stop])
 
@@ -141,7 +141,7 @@ class Shard:
         return expert_share(experts.num_experts, self.tp_rank, self.tp_size)
 
     def linears(self) -> Iterator[LinearSpec]:
-        """Those that this rank holds a part of."""
+        """Linear layers that this rank holds a part of."""
         config = self.config
         for layer in self.layers:
             yield from config.attention_linears(layer)
@@ -158,7 +158,7 @@ class Shard:
             yield config.head
 
     def weight_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of the rank's weights in memory; `itemsize` is that of the activations' dtype.
+        """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype.
 
         Raises:
             ConfigError: a linear map cannot be quantized, or cut, so.
@@ -167,14 +167,14 @@ class Shard:
         return self._vector_bytes(itemsize) + sum(maps)
 
     def forward_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of the weights that a forward pass reads: the head is no part of it, and an embedding gives rows."""
+        """Bytes of weights that a forward pass reads, without the head and the embedding table."""
         maps = (m for m in self.linears() if m.role not in (Role.EMBEDDING, Role.HEAD))
         return self._vector_bytes(itemsize) + sum(
             self._linear_bytes(m, quantization, itemsize) for m in maps
         )
 
     def expert_bytes(self, quantization: Quantization | None, itemsize: int) -> int:
-        """Of the weights of all experts that the rank holds, without what chooses among them."""
+        """Bytes of all experts that the rank holds, without routers."""
         sparse = [maps for layer in self.layers if (maps := self.expert_linears(layer)) is not None]
         return sum(
             self._linear_bytes(m, quantization, itemsize)
@@ -184,7 +184,7 @@ class Shard:
         )
 
     def flops_per_token(self) -> int:
-        """Of products with weights, without the head, through which few tokens of a prompt go."""
+        """Floating-point operations of products with weights, without the head, which few tokens reach."""
         total = 0
         for layer in self.layers:
             maps = [*self.config.attention_linears(layer)]
@@ -209,7 +209,7 @@ class Shard:
         return format_bytes(held_as, len(part.outputs), len(part.inputs), itemsize)
 
     def _vector_bytes(self, itemsize: int) -> int:
-        """Of norms, and of this rank's parts of biases."""
+        """Bytes of norms, and of this rank's parts of biases."""
         config = self.config
         total = config.hidden_size * self.is_last
         for layer in self.layers:
@@ -228,7 +228,7 @@ def whole(config: ModelConfig) -> Shard:
 
 
 def shard_of(config: ModelConfig, parallel: ParallelConfig, place: RankPlace) -> Shard:
-    """What the rank at `place` holds.
+    """The shard of the rank at `place`.
 
     Raises:
         ConfigError: the model cannot be split so.
@@ -331,7 +331,7 @@ def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
 
 
 def _fill_stages(costs: list[int], head: int, limit: int) -> list[int]:
-    """Where stages end that are filled up to `limit`, from the last, which has the head, to the first."""
+    """Ends of stages that are filled up to `limit`, from the last stage, which has the head, to the first."""
     ends = [len(costs)]
     total = head
     for layer in reversed(range(len(costs))):
@@ -416,7 +416,7 @@ def _part_of_groups(
 
 
 def _copied(part: Tensor) -> Tensor:
-    """Else it would keep the memory of the whole."""
+    """Copies a part, which otherwise would keep the memory of the whole alive."""
     return part.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files, or a random pattern for benchmarks without files."""
+"""Sources of weights: safetensors files, or a random pattern for benchmarks without files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class CheckpointWeights:
             return stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor `name`, as its file says.
+        """Shape of the tensor `name` in its file.
 
         Raises:
             ConfigError: there is no such tensor.
@@ -169,7 +169,7 @@ def open_checkpoint(directory: Path) -> Iterator[CheckpointWeights]:
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+    """The file that holds each tensor."""
     index = directory / INDEX_FILE
     if index.exists():
         return read_index(index)

@@ -1,4 +1,4 @@
-"""Which backend a worker computes with.
+"""Choice of the backend that a worker computes with.
 
 `python -m pagoda.worker.backends` says it in one line: `pagoda doctor`, which never loads torch, asks that way.
 """

@@ -1,4 +1,4 @@
-"""What the figures in a worker's trace are of."""
+"""The model that the figures in a worker's trace belong to."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pagoda.telemetry.tracer import Tracer
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a rank's part of a forward pass costs at least; the head is no part of it."""
+    """Least cost of a rank's part of a forward pass, without the head."""
 
     operations: Sequence[Operation]
-    """Of the forward pass, whose times come in this order; empty if they come as spans."""
+    """Operations of the forward pass in the order of their times; empty if they come as spans."""
     weight_bytes: int
-    """That a pass reads, with all experts."""
+    """Bytes of weights that a pass reads, with all experts."""
     flops_per_token: int
-    """Of products with weights."""
+    """Floating-point operations of products with weights."""
     kv_bytes_per_token: int
-    """That attention reads for each token of a context."""
+    """Bytes that attention reads for each token of a context."""
     expert_bytes: int = 0
-    """Of the weights, those of experts, of which a pass reads what its tokens choose."""
+    """Bytes of experts among the weights; a pass reads the experts that its tokens choose."""
     experts_held: int = 0
-    """In each layer that has any."""
+    """Experts in each layer that has any."""
     experts_per_token: int = 0
 
     def tell(self, tracer: Tracer) -> None:
-        """For every fragment once; nothing while tracing is off."""
+        """Writes the description to the current fragment; does nothing while tracing is off."""
         costs = {
             "weight_bytes": self.weight_bytes,
             "flops_per_token": self.flops_per_token,

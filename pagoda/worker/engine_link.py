@@ -27,7 +27,7 @@ from pagoda.telemetry.tracer import Tracer
 
 _PROGRESS_S = 1.0
 _FAREWELL_MS = 5000
-"""How long a last message may wait for the engine to fetch it."""
+"""Milliseconds that a last message may wait for the engine to fetch it."""
 _PONG_MS = 1000
 """An engine that does not tell its time within this is not asked again: steps are more important."""
 
@@ -46,7 +46,7 @@ class EngineLink:
         self._decode = Codec[WorkerOrder](WorkerOrder).decode
         self._next_progress_at = 0.0
         self._kept: deque[Order] = deque()
-        """What came while the clocks were compared."""
+        """Orders that came while the clocks were compared."""
 
     def close(self) -> None:
         self._socket.close()
@@ -70,7 +70,7 @@ class EngineLink:
                 return answer
 
     def receive(self, pollables: Sequence[object] = ()) -> Order | None:
-        """What is to be done next; None when one of `pollables` (as `zmq_poll` takes them) is readable first."""
+        """Returns the next order; None when one of `pollables` (as `zmq_poll` takes them) is readable first."""
         if self._kept:
             return self._kept.popleft()
         while True:

@@ -1,4 +1,4 @@
-"""How the tensor-parallel ranks of a stage reach each other: through memory on one host, else over the network."""
+"""Groups of tensor-parallel ranks: over shared memory on one host, else over the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupEndpoint:
-    """What rank 0 of a stage holds ready for the others, before it knows where they are.
+    """Shared memory and store that rank 0 of a stage offers to the others, before it knows where they are.
 
     Must live as long as they may still be joining.
     """
@@ -33,7 +33,7 @@ class GroupEndpoint:
 
     @property
     def shared_memory(self) -> str:
-        """Its path; empty where there is none."""
+        """Path of the shared memory; empty where there is none."""
         return self._memory.path if self._memory is not None else ""
 
     @property
@@ -42,7 +42,7 @@ class GroupEndpoint:
         return self._store.address if self._store is not None else ""
 
     def close(self) -> None:
-        """Once all share the memory: nobody else can open it then, or needs the store."""
+        """Closes shared memory and store, once all ranks have opened the memory."""
         if self._memory is not None:
             self._memory.close()
         self._store = None

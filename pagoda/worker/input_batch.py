@@ -1,4 +1,4 @@
-"""What the worker remembers of each request, and how a step's flat input is made of it."""
+"""Tokens and blocks of each request, and the flat input of a step that is made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda.messages.worker import SlotStart
 
 
 def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """What an `InputBatch` takes: a token id of four bytes per place, a block id of four per block."""
+    """Bytes of an `InputBatch`: a token id of four bytes per place, a block id of four per block."""
     max_blocks = -(-max_model_len // block_size)
     return 4 * max_num_seqs * (max_model_len + 1 + max_blocks)
 
@@ -100,12 +100,12 @@ class InputBatch:
         )
 
     def will_sample(self, slot: int, num_tokens: int) -> bool:
-        """Whether computing `num_tokens` more leaves nothing to compute."""
+        """True if computing `num_tokens` more leaves nothing to compute."""
         state = self._state(slot)
         return state.num_computed_tokens + num_tokens == state.num_tokens
 
     def num_computed_tokens(self, slots: list[int]) -> int:
-        """Of these slots together."""
+        """Computed tokens of these slots together."""
         return sum(self._state(slot).num_computed_tokens for slot in slots)
 
     def advance(self, slot: int, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""From a `WorkerConfig` to a model, or one rank's part of it, that is ready to run."""
+"""Loading: a `WorkerConfig` becomes a model, or one rank's part of it, that is ready to run."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from pagoda.worker.runner import Runner, StageRunner
 from pagoda.worker.sampler import Sampler
 
 _TENSORS_PER_LAYER = 4
-"""Of a KV cache, at most."""
+"""Tensors of a layer's KV cache, at most."""
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker will load, worked out before it takes any memory."""
+    """Plan of what a worker will load, made before it takes any memory."""
 
     config: WorkerConfig
     shard: Shard
@@ -67,7 +67,7 @@ class WorkerPlan:
     block_size: int
     max_model_len: int
     num_blocks: int
-    """How large a KV cache there is room for."""
+    """Blocks of the largest KV cache that fits into memory."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,10 +135,10 @@ class LoadedWorker(NamedTuple):
     runner: Runner | StageRunner
     ready: WorkerReady
     caches: Sequence[KVCache]
-    """Of the rank's layers."""
+    """Caches of the rank's layers."""
     description: ModelDescription
     shared: SharedKVMemory | None = None
-    """Where their tensors lie, if other processes may map them."""
+    """Memory that the caches' tensors lie in, if other processes may map them."""
 
 
 def load_runner(

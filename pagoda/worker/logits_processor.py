@@ -1,4 +1,4 @@
-"""What a request's sampling parameters do to its logits, before temperature.
+"""Changes of a request's logits by its sampling parameters, before temperature.
 
 The state lives as long as the request's slot and grows by one token a step; nothing is rebuilt from the context.
 """
@@ -42,7 +42,7 @@ class LogitsProcessor:
         return self._num_output_tokens
 
     def change_logits(self) -> bool:
-        """Whether `apply` would do anything at this position."""
+        """True if `apply` would change logits at this position."""
         return (
             self.forbid_tokens()
             or len(self._bias_ids) > 0
@@ -51,7 +51,7 @@ class LogitsProcessor:
         )
 
     def forbid_tokens(self) -> bool:
-        """Whether `apply` takes tokens out altogether at this position."""
+        """True if `apply` would take tokens out altogether at this position."""
         return self._forbidden is not None or self._holds_back_stops()
 
     def apply(self, logits: Tensor) -> None:

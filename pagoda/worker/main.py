@@ -52,7 +52,7 @@ class _Worker:
     source: StageInput | None = None
     target: StageOutput | None = None
     answers: bool = True
-    """Whether this is the rank whose results go to the engine."""
+    """True on the rank whose results go to the engine."""
     transfers: TransferThread | None = None
     """None where KV stays on the device."""
 

@@ -1,4 +1,4 @@
-"""What the worker will take of the machine's memory, worked out before any of it is taken."""
+"""Memory that the worker will take of the machine, computed before any is taken."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def choose_num_blocks(
 
 
 def format_bytes(count: int) -> str:
-    """Such as `4.2 GiB`."""
+    """Formats a count such as `4.2 GiB`."""
     size = float(count)
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:

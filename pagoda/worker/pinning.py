@@ -1,4 +1,4 @@
-"""Which cores a worker's threads may use: a part of the host's, and each OpenMP thread a core of its own.
+"""Cores of a worker's threads: a part of the host's, and each OpenMP thread on a core of its own.
 
 The OpenMP library reads where its threads belong when it is loaded, and puts each there when it starts it; so this
 comes before torch, which brings the library along.

@@ -1,4 +1,4 @@
-"""How far the loading of weights has come: a bar on a terminal while it goes on, a line in the log at its end."""
+"""Progress of loading weights: a bar on a terminal while it goes on, a line in the log at its end."""
 
 from __future__ import annotations
 

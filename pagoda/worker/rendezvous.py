@@ -1,4 +1,4 @@
-"""How the ranks of one replica find each other: what each says of itself, and what it makes of what they say."""
+"""Rendezvous of the ranks of one replica: each says hello, and connects to the addresses of the others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rendezvous:
         if config.curve is not None:
             start_authenticator(context, config.curve)
         self.source: StageInput | None = None
-        """Where this rank takes what the stage before it computed; None on the first stage."""
+        """Input from the stage before; None on the first stage."""
         if place.pp > 0:
             own = f"{address}-{parallel.rank_in_replica(place)}"
             if config.curve is not None:

@@ -37,7 +37,7 @@ class Model(Logits, Protocol):
 
 
 class _Slots:
-    """What every rank keeps of the requests in its slots."""
+    """State of the requests in a rank's slots."""
 
     def __init__(self, batch: InputBatch) -> None:
         self.batch = batch
@@ -54,11 +54,11 @@ class _Slots:
             self.batch.add_blocks(slot, block_ids)
 
     def context_tokens(self, plan: StepPlan) -> int:
-        """What a step attended to that has been executed: each token of its requests counts once."""
+        """Tokens that an executed step attended to: each token of its requests counts once."""
         return self.batch.num_computed_tokens(plan.slots)
 
     def of(self, slot: int) -> dict[str, str]:
-        """What a log line about a slot's request carries."""
+        """Extra fields of a log line about a slot's request."""
         return {"request_id": self._request_ids.get(slot, "-")}
 
 
@@ -72,7 +72,7 @@ class StageRunner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan, before: StageState | None = None) -> StageState:
-        """What the next stage needs of the plan's tokens; `before` comes from the stage before, if there is one.
+        """Executes a plan for the next stage; `before` comes from the stage before, if there is one.
 
         Raises:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
@@ -80,7 +80,7 @@ class StageRunner:
         self._clock.start()
         batch = self._slots.batch
         self._slots.apply(plan)
-        for slot, token_id in plan.appended:
+        for slot, token_id in plan.new_tokens:
             batch.append(slot, token_id)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
         self._clock.ended("prepare")
@@ -203,7 +203,7 @@ class Runner:
         )
 
     def _compute(self, counts: dict[int, int], hidden: Tensor | None) -> tuple[Sampled, list[int]]:
-        """What the slots drew, and how many tokens went to each expert."""
+        """Computes the slots together; returns their results and the tokens that went to each expert."""
         if not counts:
             self._clock.ended("prepare")
             return Sampled(), self.model.take_expert_tokens()

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Sampling: logits become tokens.
 
 A row's token depends on its own logits, parameters, seed and position only, in every bit: what is done for
 several rows at once works on each row by itself, and what might not is done row by row.

@@ -1,4 +1,4 @@
-"""From stage to stage: the hidden states of a step, from each rank to that of the same number one stage on.
+"""Links between pipeline stages: hidden states of a step, from each rank to the same rank of the next stage.
 
 A message is the number of the step, the raw elements [n, hidden] of the step's tokens, and the rest in msgpack;
 both sides know width and dtype from the model.
@@ -24,18 +24,18 @@ _STEP_BYTES = 8
 
 @dataclass(frozen=True)
 class StageState:
-    """What a stage hands to the next one for a step."""
+    """Result of a stage for a step, as the next stage needs it."""
 
     hidden: Tensor
     """[n, hidden] of the step's tokens."""
     expert_tokens: list[int]
     """Tokens given to each expert, in all layers so far; empty without experts."""
     times: StepTimes
-    """Of this stage and all before it, without the ways between them."""
+    """Times of this stage and all before it, without the ways between them."""
 
 
 class StageInput:
-    """What the stage before has computed. `address` is where it is awaited."""
+    """Receiver of hidden states, bound to `address`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class StageInput:
 
 
 class StageOutput:
-    """Where the next stage awaits what this one computes."""
+    """Sender of hidden states to the next stage."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Clock of the phases of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from pagoda.telemetry.tracer import Tracer
 
 Phase = Literal["prepare", "forward", "sample"]
-"""From the plan to the input of the forward pass; the pass; from its hidden states to tokens."""
+"""Phases of a step: making the input, the forward pass, and from its hidden states to tokens."""
 
 
 class StepTimes(NamedTuple):
@@ -22,7 +22,7 @@ class StepTimes(NamedTuple):
         return sum(self)
 
     def behind(self, earlier: StepTimes) -> StepTimes:
-        """Of the stages of a pipeline together."""
+        """Sum of these times and those of an earlier pipeline stage."""
         return StepTimes(*map(sum, zip(earlier, self, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""How the worker's OpenMP threads wait for each other. OpenMP reads this once, when torch loads it."""
+"""Waiting of the worker's OpenMP threads for each other. OpenMP reads the policy once, when torch loads it."""
 
 from __future__ import annotations
 

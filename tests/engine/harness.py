@@ -1,4 +1,4 @@
-"""What the scheduler and engine tests share: requests, and an engine that runs in virtual time."""
+"""Shared by the tests of scheduler and engine: requests, and an engine that runs in virtual time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_request(
 
 
 def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
-    """What the simulated model answers, computed without any engine."""
+    """Tokens that the simulated model answers, computed without any engine."""
     sampling = request.sampling
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
@@ -93,6 +93,7 @@ class Harness:
         max_model_len: int = 64,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
+        max_num_waiting: int = 4096,
         prefix_caching: bool = True,
         num_stages: int = 1,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
@@ -108,6 +109,8 @@ class Harness:
         trace: StartTrace | None = None,
     ) -> None:
         self.clock = clock or VirtualClock()
+        self.late_s: Callable[[], float] = lambda: 0.0
+        """Seconds by which the loop is late at a tick, so that several events meet in one turn."""
         self.disk = disk
         directories = () if disk is None else (KVDirectory("/nowhere", 1),)
         sim = SimConfig(
@@ -140,6 +143,7 @@ class Harness:
             sim=sim,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting=max_num_waiting,
             enable_prefix_caching=prefix_caching,
             kv_events=KVEventsConfig("127.0.0.1", 5557),
             kv_tiers=kv_tiers,
@@ -170,12 +174,13 @@ class Harness:
         assert self.core.scheduler is not None
         return self.core.scheduler
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, *, steps: bool = True) -> None:
         self.tokens[request.request_id] = list(request.output_token_ids)
         answer = self.core.add(request)
         assert isinstance(answer, list)
         self.record(answer)
-        self.step()
+        if steps:
+            self.step()
 
     def step(self) -> list[TokenChunk]:
         chunks = self.core.step()
@@ -184,7 +189,7 @@ class Harness:
         return chunks
 
     def _apply_kv_events(self) -> None:
-        """Whoever applies the events knows exactly what is cached, after every step."""
+        """A subscriber that applies the events knows exactly what is cached, after every step."""
         batch = KVEventBatch(self.clock.now(), self.core.drain_kv_events(), 0)
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
@@ -211,7 +216,7 @@ class Harness:
         wakeup = min((instant for instant in instants if instant is not None), default=None)
         if wakeup is None:
             return False
-        self.clock.advance_to(wakeup)
+        self.clock.advance_to(wakeup + self.late_s())
         self.step()
         return True
 
@@ -257,7 +262,8 @@ def check_books(scheduler: Scheduler) -> None:
     awaiting = in_state(scheduler, RequestState.AWAITING_KV)
     assert scheduler.num_running + len(loading) <= scheduler.limits.max_num_seqs
     assert len(awaiting) <= scheduler.limits.max_num_seqs
-    waiting = loading | awaiting
+    loading -= tiers.ended
+    waiting = loading | (awaiting - tiers.ended)
     if any(tier.has_own_timeout for tier in tiers.connectors):
         assert set(tiers.timed) <= waiting
     else:
@@ -266,7 +272,7 @@ def check_books(scheduler: Scheduler) -> None:
 
 
 def check_sums(scheduler: Scheduler) -> None:
-    """What the scheduler counts as it goes is what there is."""
+    """The sums that the scheduler keeps are right."""
     requests = scheduler.requests.values()
     holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
     assert scheduler.reserved.num_seqs == len(holders)

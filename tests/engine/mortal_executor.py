@@ -1,4 +1,4 @@
-"""What whole lives of an engine are made of: requests of all kinds, and a worker that is lost now and then."""
+"""Material of whole lives of an engine: requests of all kinds, and a worker that is lost now and then."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        """Of the clients."""
+        """Context of the clients."""
         self.port = free_ports(2)
         self.subscribers: list[Subscriber] = []
         self._start()
@@ -63,7 +63,7 @@ class Stage:
         return socket
 
     def turn(self) -> None:
-        """What the engine's loop does while it has nothing else to do."""
+        """Work that the engine's loop does while it has nothing else to do."""
         if not self.publisher.is_replaying:
             self.publisher.replay_socket.poll(1000)
         self.publisher.replay()

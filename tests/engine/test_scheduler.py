@@ -390,16 +390,16 @@ def test_decoding_requests_are_spread_over_the_stages() -> None:
 def test_stages_that_do_not_sample_are_told_what_was_sampled() -> None:
     scheduler = decoding(2, num_stages=2)
     first, second = plan_of(scheduler), plan_of(scheduler)
-    assert (first.appended, second.appended) == ([(0, 7)], [(1, 7)])
+    assert (first.new_tokens, second.new_tokens) == ([(0, 7)], [(1, 7)])
     scheduler.update(answer(first, first.slots, token_id=9))
-    assert plan_of(scheduler).appended == [(0, 9)]
+    assert plan_of(scheduler).new_tokens == [(0, 9)]
 
 
 def test_a_single_stage_is_told_nothing_and_runs_ahead() -> None:
     scheduler = decoding(2)
     plans = [plan_of(scheduler) for _ in range(3)]
     assert [plan.slots for plan in plans] == [[0, 1]] * 3
-    assert not any(plan.appended for plan in plans)
+    assert not any(plan.new_tokens for plan in plans)
 
 
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
@@ -421,7 +421,7 @@ def test_a_preempted_request_comes_back_with_all_its_tokens() -> None:
     scheduler.preempt(next(iter(scheduler.requests.values())))
     plan = plan_of(scheduler)
     assert [start.token_ids for start in plan.starts] == [[0, 1, 2, 7]]
-    assert plan.appended == []
+    assert plan.new_tokens == []
 
 
 def test_stages_work_at_the_same_time() -> None:

@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(held) + scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
 
     def teardown(self) -> None:
-        """Whatever happened, everything that is left completes: nothing is stuck and nothing stays behind."""
+        """All requests that are left complete, nothing is stuck and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):

@@ -1,4 +1,4 @@
-"""Who looks on is told of every step, in few messages of bounded size; while nobody does, nothing is kept."""
+"""Statistics of steps: a subscriber learns how long each took and what was in it, at a bounded rate."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DISK = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
 
 
 class Fates:
-    """What becomes of transfers to the device, and all that were begun."""
+    """Fates of transfers to the device, and all transfers that were begun."""
 
     def __init__(self) -> None:
         self.load = TransferFate()
@@ -181,7 +181,7 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
 
 
 def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed() -> None:
-    """What the request samples in such a step counts, though it has lost its blocks."""
+    """A sample of such a step counts, though its request has lost its blocks."""
     it = Tiered()
     it.fill_tiers()
     low = make_request("low", [9] * 40, max_tokens=20, priority=5)
@@ -414,7 +414,7 @@ def test_blocks_are_brought_nearer_as_soon_as_they_are_found_and_as_there_is_a_p
 
 
 def test_a_request_that_was_loaded_is_not_loaded_again_before_it_runs() -> None:
-    """Else two that evict each other's blocks would never run."""
+    """Two requests that evict each other's blocks would never run."""
     it = Tiered()
     it.fill_tiers()
     it.fates.load = TransferFate(failed=(0,))

@@ -21,6 +21,7 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.transfers import KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, StepResult, WorkerReady
+from pagoda.pd.connector import Failed
 
 MAX_MODEL_LEN = 32
 BLOCK_SIZE = 4
@@ -129,6 +130,7 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.num_in_flight < 3)
     @rule()
     def schedule(self) -> None:
+        self.turn()
         plan = self.scheduler.schedule()
         if plan is not None:
             self.results.append(self.worker.execute(plan, 0.0))
@@ -173,15 +175,17 @@ class TiersMachine(RuleBasedStateMachine):
         self.tell(data.draw(st.sampled_from(self.told)))
 
     def tell(self, end: TransferEnd) -> None:
+        """The scheduler hears of the end in the next turn, with whatever happens until then."""
         self.tiers.transfer_ended(end)
+
+    @rule()
+    def turn(self) -> None:
         self.take(self.scheduler.apply_kv_events())
         self.submit_transfers()
 
     @rule(seconds=st.sampled_from([0.5, 1.5, LOAD_TIMEOUT_S + 1]))
     def wait(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
-        self.take(self.scheduler.apply_kv_events())
-        self.submit_transfers()
 
     @rule(rounds=st.integers(1, 12))
     def run(self, rounds: int) -> None:
@@ -193,6 +197,20 @@ class TiersMachine(RuleBasedStateMachine):
             for transfer in list(self.transfers):
                 if transfer.after_step <= self.executed_step:
                     self.end(transfer)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """Another engine fails the request, twice, in a turn with all that has happened before."""
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        events = [Failed(request_id, "it is gone")] * 2
+        chunks = self.scheduler.apply_kv_events(events)
+        assert [c.error for c in chunks if c.request_id == request_id] == [
+            "KV of this request could not be fetched: it is gone."
+        ]
+        self.take([c for c in chunks if c.request_id != request_id])
+        del self.requests[request_id]
+        self.submit_transfers()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -231,7 +249,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert (request.prefix is None) == (request.slot is not None)
 
     def teardown(self) -> None:
-        """Whatever happened, everything that is left completes: nothing is stuck and nothing stays behind."""
+        """All requests that are left complete, nothing is stuck and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(2000):
@@ -239,6 +257,7 @@ class TiersMachine(RuleBasedStateMachine):
                 break
             self.run(1)
             self.wait(1.5)
+            self.turn()
         assert not self.scheduler.has_requests()
         assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
         assert_nothing_under_way(self.tiers)

@@ -22,7 +22,7 @@ SEEDS_PER_TEST = 50
 
 
 class FaultyTransfers:
-    """Between engine and simulated worker: transfers are slow, fail, and end more than once."""
+    """A link between engine and simulated worker on which transfers are slow, fail, and end more than once."""
 
     def __init__(self, rng: random.Random, met: Counter[str]) -> None:
         self._rng = rng
@@ -91,7 +91,7 @@ class FaultyExecutor(MortalExecutor):
 
 
 class Life:
-    """What one seed made, and which faults it met."""
+    """One seed's engines, and the faults that they met."""
 
     def __init__(self, seed: int, *, host: bool, disk: bool) -> None:
         self.met: Counter[str] = Counter()
@@ -143,6 +143,8 @@ class Life:
             fails=self._fails,
             transfer_fate=faults.fate,
         )
+        lateness = rng.choice([(0.0,), (0.0, 0.02, 0.2)])
+        harness.late_s = lambda: rng.choice(lateness)
         self.harnesses.append(harness)
         faults.tiers = harness.tiers
         first = len(self._requests)
@@ -182,7 +184,7 @@ class Life:
                 priority=request.priority,
             )
         self._requests[request.request_id] = request
-        self._harness.add(request)
+        self._harness.add(request, steps=rng.random() < 0.7)
         return request.request_id
 
     def _watch(self, request_id: str) -> None:
@@ -208,7 +210,8 @@ class Life:
         else:
             return
         harness.core.abort(victim)
-        harness.step()
+        if rng.random() < 0.5:
+            harness.step()
         check_books(harness.scheduler)
         self._aborted.add(victim)
 

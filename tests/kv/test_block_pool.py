@@ -76,10 +76,11 @@ def test_a_discarded_block_is_found_no_longer_and_free_when_its_readers_are_gone
 
 def test_steps_of_lost_workers_write_no_more() -> None:
     pool = BlockPool(2)
-    for block in pool.allocate(2):
+    blocks = pool.allocate(2)
+    for block in blocks:
         block.used_by = 7
     pool.clear_cache()
-    assert [block.used_by for block in pool._blocks] == [-1, -1]
+    assert [block.used_by for block in blocks] == [-1, -1]
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""What may lie on disk: admission, pauses of writing, eviction, and the quota."""
+"""Policies of the disk tier: admission, pauses of writing, eviction, and the quota."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_no_more_than_two_generations_are_kept() -> None:
     counter = AdmissionFilter(2, generation=10)
     for number in range(1000):
         counter.touch(key(number))
-        assert len(counter._younger) + len(counter._older) < 20
+        assert len(counter) < 20
 
 
 def chain(counter: AdmissionFilter, numbers: range, **fields: bool) -> list[bool]:

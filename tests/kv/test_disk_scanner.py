@@ -19,7 +19,7 @@ from pagoda.kv import disk_scanner
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
-    DiskScannerThread,
+    DiskScanner,
     FanOutListed,
     News,
     ObjectsFound,
@@ -39,7 +39,7 @@ class Keeper:
 
     def __init__(self, *directories: KVDirectory) -> None:
         self.clock = VirtualClock()
-        self.thread = DiskScannerThread(directories, self.clock)
+        self.thread = DiskScanner(directories, self.clock)
         self.poller = select.poll()
         self.poller.register(self.thread.fileno(), select.POLLIN)
 
@@ -525,4 +525,4 @@ def test_closing_ends_the_thread_in_the_middle_of_a_scan(
     keeper = Keeper(own)
     assert keeper.poller.poll(30_000)
     keeper.thread.close()
-    assert not keeper.thread._thread.is_alive()
+    assert not keeper.thread.thread.is_alive()

@@ -187,7 +187,7 @@ class EventsMachine(RuleBasedStateMachine):
                     self.cached.difference_update(event.block_hashes)
                 case AllBlocksCleared():
                     self.cached.clear()
-        assert self.cached == self.kv.pool._by_key.keys()
+        assert self.cached == self.kv.pool.keys()
 
     def store(self, event: BlockStored) -> None:
         parent = event.parent_block_hash

@@ -209,8 +209,8 @@ def test_reads_in_parts_go_on(files: ObjectFiles, monkeypatch: pytest.MonkeyPatc
         assert offset % 4096 == 0
         return whole(descriptor, [buffers[0][: next(sizes)]], offset)
 
-    buffered = ObjectFiles(files.directory, files._manifest)
-    buffered._direct = 0
+    buffered = ObjectFiles(files.directory, files.manifest)
+    buffered.direct = 0
     monkeypatch.setattr(os, "preadv", part)
     assert read(buffered) == content(files, 1)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
@@ -266,7 +266,7 @@ def test_a_directory_that_was_removed_is_made_again(files: ObjectFiles) -> None:
         read(files)
     write(files, OTHER, 3)
     assert read(files, OTHER) == content(files, 3)
-    assert open_directory(files.directory.parent, files._manifest) == files.directory
+    assert open_directory(files.directory.parent, files.manifest) == files.directory
 
 
 def test_read_only_objects_are_read_and_none_is_written(

@@ -11,7 +11,14 @@ from scripted_tier import ScriptedTier
 from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.tiered_connector import LOAD_TIMEOUT_S, LoadEnd, PendingLookup, TieredKVConnector
+from pagoda.kv.tiered_connector import (
+    LOAD_TIMEOUT_S,
+    LoadEnd,
+    PendingLookup,
+    Segment,
+    TieredKVConnector,
+    TierMatch,
+)
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.transfers import DeviceBlocks, DiskObjects, Transfer
 
@@ -45,13 +52,17 @@ class Stack:
         return None if isinstance(found, PendingLookup) else found.num_blocks
 
     def load(self, count: int, start: int = 0, prefix: PrefixRequest = PREFIX) -> list[Transfer]:
-        """As a request does that holds the blocks only while it waits."""
+        """Loads like a request that holds the blocks only while it waits."""
         found = self.stack.lookup(prefix, start)
         assert not isinstance(found, PendingLookup)
         end = start + count
-        segments = [s._replace(end=min(s.end, end)) for s in found.segments if s.start < end]
+        segments = [
+            Segment(it.connector, it.start, min(it.end, end))
+            for it in found.segments
+            if it.start < end
+        ]
         self.blocks = self.pool.allocate(count)
-        self.stack.load(found._replace(segments=segments), self.blocks)
+        self.stack.load(TierMatch(prefix, start, segments), self.blocks)
         return self.stack.drain_transfers()
 
     def end(self, transfer: Transfer, failed: list[int] | None = None, error: str = "") -> None:
@@ -264,7 +275,7 @@ def test_a_block_that_is_gone_is_not_offered_again() -> None:
 
 
 def test_offers_wait_in_line_even_for_a_connector_that_wants_none() -> None:
-    """It counts them, in their order."""
+    """The connector counts them, in their order."""
     it = Stack()
     it.far.stores = False
     cached_blocks = cached_blocks_of(it.pool, 0, 12)

@@ -1,3 +1,5 @@
+"""Transfers of the ledger in `pagoda.kv.transfers`, and the blocks that they hold."""
+
 from __future__ import annotations
 
 from pagoda.kv.block_pool import Block, BlockPool

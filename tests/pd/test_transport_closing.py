@@ -67,7 +67,7 @@ def test_closing_shortens_patience_and_never_lengthens_it() -> None:
 
 
 class Agent:
-    """Of NIXL, with a read that does not end by itself."""
+    """An agent of NIXL with a read that does not end by itself."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -131,7 +131,7 @@ def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
 
 
 class Engine:
-    """Of Mooncake: a read ends when it is told to, with a status."""
+    """An engine of Mooncake: a read ends when the test says so, with a status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -155,7 +155,7 @@ class Engine:
 @pytest.mark.parametrize("status", [0, -1])
 def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
     engine = Engine(status)
-    abandoned = mooncake._Abandoned()
+    abandoned = mooncake.AbandonedStaging()
     descriptor = msgspec.msgpack.encode(MooncakeDescriptor("host:1", [REGION]))
     link = MooncakeLink(engine, descriptor, abandoned)
     target = ctypes.create_string_buffer(8)
@@ -169,9 +169,9 @@ def test_closing_a_link_of_mooncake_waits_for_nobody(status: int) -> None:
         engine.is_over.set()
         with pytest.raises(TransportError):
             reading.result(20)
-    late = time.monotonic() + mooncake._LATE_WRITES_S
+    late = time.monotonic() + mooncake.LATE_WRITES_S
     assert len(engine.registered) == (1 if status else 0), "a read that failed may write later"
-    abandoned.close_old(late - mooncake._LATE_WRITES_S)
+    abandoned.close_old(late - mooncake.LATE_WRITES_S)
     assert len(engine.registered) == (1 if status else 0)
     abandoned.close_old(late)
     assert not engine.registered

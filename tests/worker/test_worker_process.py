@@ -27,6 +27,7 @@ from pagoda.messages.worker import (
     StepResult,
     WorkerFailed,
     WorkerMessage,
+    WorkerProgress,
     WorkerReady,
 )
 from pagoda.messages.worker_config import WorkerConfig
@@ -51,11 +52,13 @@ class _Worker:
         self.child = ChildProcess("pagoda.worker.main", [address], config=encoded)
 
     def receive(self) -> WorkerMessage:
-        """The next message that is not about transfers."""
+        """Returns the next message that is neither about transfers nor a sign of progress."""
         while True:
             identity, payload = self._socket.recv_multipart()
             if identity == b"0":
-                return self._codec.decode(payload)
+                message = self._codec.decode(payload)
+                if not isinstance(message, WorkerProgress):
+                    return message
 
     def send(self, plan: StepPlan) -> None:
         self._socket.send_multipart([b"0", msgspec.msgpack.encode(plan)])

@@ -76,7 +76,7 @@ class CpuBackend:
     """Native kernels of one instruction set."""
 
     def __init__(self, instruction_set: str, group: Collectives | None = None) -> None:
-        """Without a group, alone.
+        """Loads the kernels; without a group the backend computes alone.
 
         Raises:
         BackendUnavailableError: the kernels are not installed.
@@ -267,7 +267,7 @@ class CpuBackend:
         return x if x.stride(1) == 1 else x.contiguous()
 
     def _multiply(self, x: Tensor, segment: Segment, out: Tensor) -> None:
-        """To the first columns of `out`."""
+        """Writes x times a segment to the first columns of `out`."""
         num_tokens, inputs = x.shape
         panels, bias = segment.panels.data_ptr(), address(segment.bias)
         to = (out.data_ptr(), out.stride(0), DTYPES[out.dtype])
@@ -299,7 +299,7 @@ class CpuBackend:
     def _rows(
         self, token_ids: Tensor, first_id: int, segment: Segment, weight: PackedLinear
     ) -> Tensor:
-        """Of one segment."""
+        """Rows of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
         panels, rows = (

@@ -24,7 +24,7 @@ class SharedMemory:
     """
 
     def __init__(self, size: int) -> None:
-        """For a group of so many ranks.
+        """Allocates memory for a group of `size` ranks.
 
         Raises:
             BackendUnavailableError: the kernels are not installed.
@@ -45,11 +45,11 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """Where processes of the same user open it until it is closed."""
+        """Path that processes of the same user can open until `close`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Once all ranks have opened it. May be called twice."""
+        """Closes the memory here, once all ranks have opened it. May be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -73,7 +73,7 @@ class SharedMemoryCollectives:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self.native: _native.Collectives = native.Collectives(descriptor, rank, size)
-            """What a recorded forward pass meets the other ranks with, and keeps."""
+            """Native group, which recorded forward passes use and keep."""
         finally:
             os.close(descriptor)
 

@@ -14,7 +14,7 @@ INSTRUCTION_SET_ENV = "PAGODA_CPU_ISA"
 
 
 def available_instruction_sets() -> list[str]:
-    """Those that kernels exist for on this CPU, from the lowest to the highest.
+    """Instruction sets that kernels exist for on this CPU, from the lowest to the highest.
 
     Raises:
         BackendUnavailableError: the kernels are not installed, or the CPU has none of their instruction sets.
@@ -45,7 +45,7 @@ def choose_instruction_set() -> str:
 
 
 def load_native() -> ModuleType:
-    """Of a process that has loaded torch first, which brings the OpenMP library along, so that there is one.
+    """Loads the kernels in a process that has loaded torch first, so that both share one OpenMP library.
 
     Raises:
         BackendUnavailableError: it is not installed, or cannot be loaded.

@@ -60,7 +60,7 @@ class _Recorder:
         self.operations: list[Operation] = []
         """One for each of the program's."""
         self.kept: list[object] = []
-        """What the program has only the address of."""
+        """Objects that the program has only addresses of."""
 
     def input(self, width: int, dtype: torch.dtype) -> Value:
         return Value(self._program.input(DTYPES[dtype], width), dtype, width)
@@ -78,7 +78,7 @@ class _Recorder:
         return out
 
     def _multiply(self, x: Value, segment: Segment, out: Value, column: int) -> None:
-        """To the columns of `out` from `column` on."""
+        """Records a product to the columns of `out` from `column` on."""
         where = (x.index, out.index, column)
         panels, bias = segment.panels.data_ptr(), address(segment.bias)
         if isinstance(segment, DenseSegment):
@@ -201,7 +201,7 @@ class _Recorder:
     def _note(
         self, kind: Kind, weight: object = None, weight_bytes: int = 0, flops_per_token: int = 0
     ) -> None:
-        """What the operation is that was recorded last."""
+        """Describes the operation that was recorded last."""
         name = self._namer.name(kind, weight)
         self.operations.append(Operation(name, kind, weight_bytes, flops_per_token))
 
@@ -288,7 +288,7 @@ class CompiledForward:
         return out
 
     def _checked_hidden(self, hidden: Tensor | None, num_tokens: int) -> Tensor | None:
-        """As the program reads them."""
+        """Hidden states as the program reads them."""
         if self._hidden is None:
             return None
         if hidden is None:

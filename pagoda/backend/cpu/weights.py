@@ -1,4 +1,4 @@
-"""What the native kernels are told of weights, caches and steps."""
+"""Weights, caches and steps as the native kernels take them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ Segment = DenseSegment | QuantizedSegment
 
 
 def segment_bytes(segment: Segment) -> int:
-    """Of weights and bias."""
+    """Bytes of weights and bias."""
     return segment.panels.nbytes + (0 if segment.bias is None else segment.bias.nbytes)
 
 
 @dataclass(frozen=True)
 class PackedLinear:
     segments: tuple[Segment, ...]
-    """Their outputs follow one another."""
+    """Segments whose outputs follow one another."""
     dtype: torch.dtype
     outputs: int
     inputs: int

@@ -70,9 +70,9 @@ class _Pass:
     last_positions: Tensor
     """[tiles]."""
     num_active: list[int]
-    """For each key tile, how many of the query tiles reach it."""
+    """Number of query tiles that reach each key tile."""
     kv_rows: list[Tensor]
-    """For each key tile, where its blocks lie for the query tiles that reach it; see `_kv_rows`."""
+    """Rows of each key tile's blocks, for the query tiles that reach it; see `_kv_rows`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ReferenceBackend:
     """Plain PyTorch."""
 
     def __init__(self, group: Collectives | None = None) -> None:
-        """Without a group, alone."""
+        """Creates a backend for one rank of the group; without a group it computes alone."""
         self.device = torch.device("cpu")
         self.group = group or Alone()
         self.capabilities = Capabilities(
@@ -376,7 +376,7 @@ def _prepared(part: LinearWeight, dtype: torch.dtype) -> Tensor | Int8Weight | P
 
 
 def _routed(logits: Tensor, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
-    """Of each token the numbers of its experts, ascending, and their weights: two of [n, experts_per_token]."""
+    """Numbers of each token's experts, ascending, and their weights: two of [n, experts_per_token]."""
     # By logits: two that differ may have the same probability.
     ranked = logits.float().sort(dim=1, descending=True, stable=True).indices
     chosen = ranked[:, : routing.experts_per_token].sort(dim=1).values
@@ -420,7 +420,7 @@ def _plan_pass(tiles: slice, positions: Tensor, last_positions: Tensor, kv_rows:
 
 
 def _kv_rows(tables: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
-    """Where the blocks of each key tile lie in a cache flattened to [num_blocks * kv_heads, ...].
+    """Rows of each key tile's blocks in a cache flattened to [num_blocks * kv_heads, ...].
 
     Returns [tiles, key_tiles, kv_heads, blocks_per_tile].
     """

@@ -25,7 +25,7 @@ class PackedGroups:
     """A `GroupedWeight` that takes as little memory as is reckoned for it."""
 
     weight: GroupedWeight
-    """Of 4 bits, its codes are [out, in / 2]: that of an odd input is in the high half of a byte."""
+    """The weight; 4-bit codes are [out, in / 2], the code of an odd input in the high half of a byte."""
 
     @classmethod
     def of(cls, weight: GroupedWeight) -> PackedGroups:
@@ -87,7 +87,7 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int8_product(rounded: Tensor, scales: Tensor, weight: Int8Weight) -> Tensor:
-    """Of integers [n, in] with scales [n, 1]."""
+    """Product of integers [n, in] with scales [n, 1] and a weight."""
     total = torch.zeros(len(rounded), len(weight.values), dtype=torch.float64)
     for start in range(0, rounded.shape[1], _EXACT_INPUTS):
         inputs = slice(start, start + _EXACT_INPUTS)
@@ -96,7 +96,7 @@ def _int8_product(rounded: Tensor, scales: Tensor, weight: Int8Weight) -> Tensor
 
 
 def _grouped_product(rounded: Tensor, scales: Tensor, weight: GroupedWeight) -> Tensor:
-    """Of integers [n, groups, group_size] with scales [n, groups, 1]; groups are added up in order."""
+    """Product of integers [n, groups, group_size] with scales [n, groups, 1]; groups are added up in order."""
     total = torch.zeros(len(rounded), len(weight.codes))
     for group in range(rounded.shape[1]):
         inputs = slice(group * weight.group_size, (group + 1) * weight.group_size)

@@ -14,7 +14,7 @@ _WEIGHTS_AT_ONCE = 2**18
 
 
 def quantize_int8(values: Tensor) -> Int8Weight:
-    """Of [out, in]; the weight of highest magnitude of each output becomes 127 or -127, ties go to even."""
+    """Int8 codes of a weight [out, in]: each output's highest magnitude becomes 127 or -127, ties go to even."""
     codes = torch.empty(values.shape, dtype=torch.int8)
     scales = torch.empty(len(values))
     for rows in _pieces(values):
@@ -25,7 +25,7 @@ def quantize_int8(values: Tensor) -> Int8Weight:
 
 
 def quantize_int4(values: Tensor, group_size: int) -> GroupedWeight:
-    """Of [out, in], as llama.cpp's Q4_0: of each group, the weight of highest magnitude becomes code 0.
+    """Int4 codes of a weight [out, in], as llama.cpp's Q4_0: each group's highest magnitude becomes code 0.
 
     The scale is that weight over -8, rounded to float16; the codes are those of the rounded scale.
     """
@@ -52,7 +52,7 @@ def _signed_peaks(groups: Tensor) -> Tensor:
 
 
 def _divisors(scales: Tensor) -> Tensor:
-    """Where the scale is zero all codes shall be that of zero."""
+    """Scales as divisors; a scale of zero becomes infinity, so that all codes are that of zero."""
     return scales.masked_fill(scales == 0, torch.inf)
 
 

@@ -25,7 +25,7 @@ from pagoda.pd.transport.remote_memory import Piece, Readers, batches, find_piec
 _STAGING_BYTES = 2**24
 _BATCH_PIECES = 2**9
 """Pieces of a batch. Mooncake queues some thousands for one host, of all batches together."""
-_LATE_WRITES_S = 120.0
+LATE_WRITES_S = 120.0
 """Seconds for which Mooncake may write to staging memory after a failure."""
 
 
@@ -50,7 +50,7 @@ class MooncakeTransport:
         self._kind = _load()
         self._engine = _new_engine(self._kind, access.host)
         """Engine of all links."""
-        self._abandoned = _Abandoned()
+        self._abandoned = AbandonedStaging()
 
     def export(self) -> MooncakeListener:
         return MooncakeListener(self._kind, self._host, self._memory.regions)
@@ -72,11 +72,7 @@ class MooncakeListener:
             if self._engine.register_memory(region.address, region.num_bytes):
                 raise TransportError("Mooncake does not take the memory of the KV cache")
         session = f"{host}:{self._engine.get_rpc_port()}"
-        self._descriptor = msgspec.msgpack.encode(MooncakeDescriptor(session, list(regions)))
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._descriptor
+        self.descriptor = msgspec.msgpack.encode(MooncakeDescriptor(session, list(regions)))
 
     def close(self) -> None:
         if self._engine is not None:
@@ -99,7 +95,7 @@ class _Staging:
         self._engine.unregister_memory(self.address)
 
 
-class _Abandoned:
+class AbandonedStaging:
     """Memory that something may still be written to, for a while."""
 
     def __init__(self) -> None:
@@ -112,12 +108,12 @@ class _Abandoned:
 
     def close_old(self, now: float) -> None:
         with self._lock:
-            while self._since and self._since[0][0] <= now - _LATE_WRITES_S:
+            while self._since and self._since[0][0] <= now - LATE_WRITES_S:
                 self._since.popleft()[1].close()
 
 
 class MooncakeLink:
-    def __init__(self, engine: Any, descriptor: bytes, abandoned: _Abandoned) -> None:
+    def __init__(self, engine: Any, descriptor: bytes, abandoned: AbandonedStaging) -> None:
         remote = read_descriptor(descriptor, MooncakeDescriptor)
         self._engine = engine
         self._session = remote.session

@@ -30,7 +30,7 @@ Connect = Callable[[KVRank, float], MemoryLink]
 """A link to one rank of a peer, by the best transport that works, before a deadline. Raises TransportError."""
 
 _PAUSE_S = 1.0
-"""After a rank could not be reached, how long nobody tries again."""
+"""Seconds for which a rank that could not be reached is not tried again."""
 _FAREWELL_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class KVConnectorWorker:
                 self._peers[peer.peer_id] = self._plan(peer)
 
     def remove_peers(self, peer_ids: Sequence[str]) -> None:
-        """What still runs from these fails."""
+        """Forgets peers; running transfers from them fail."""
         for peer_id in peer_ids:
             peer = self._peers.pop(peer_id, None)
             if peer is not None:
@@ -148,7 +148,7 @@ class _Peer:
         self._num_blocks = num_blocks
 
     def problem(self, block_ids: Sequence[int]) -> str:
-        """Why these cannot be read; empty if they can."""
+        """Reason why these blocks cannot be read; empty if they can."""
         if self._misfit:
             return self._misfit
         if any(not 0 <= block_id < self._num_blocks for block_id in block_ids):
@@ -209,7 +209,7 @@ class _Job:
 
 
 class _Lane:
-    """What is read of one rank, by a thread that lives from the first transfer until the peer parts."""
+    """Reads from one rank, in a thread that lives from the first transfer until the peer parts."""
 
     def __init__(
         self, name: str, rank: KVRank, slices: list[Slice], connect: Connect, steps: Steps
@@ -224,7 +224,7 @@ class _Lane:
         """Belongs to the thread, but may be closed by others while it reads."""
         self._refused = ""
         self._retry_at = 0.0
-        """Until then the rank cannot be reached, for the reason `_refused`."""
+        """Time until which the rank counts as unreachable, for the reason `_refused`."""
         self._state = threading.Condition()
         """Guards all that follows."""
         self._jobs: deque[_Job] = deque()
@@ -243,7 +243,7 @@ class _Lane:
             self._state.notify_all()
 
     def close(self) -> None:
-        """What is under way fails, and then the thread ends."""
+        """Fails running transfers, and ends the thread."""
         with self._state:
             self._is_closed = True
             link = self._link if self._is_reading else None  # an idle one is closed by the thread

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KVHandoff:
-    """What one rank offers, and how it reaches what others do."""
+    """One rank's side of the handoff: the memory that it exports, and its way to the memory of others."""
 
     parts: tuple[OwnPart, ...]
     rank: int
@@ -69,7 +69,7 @@ class KVHandoff:
         )
 
     def described(self, ready: WorkerReady) -> WorkerReady:
-        """What the engine is told of it."""
+        """Adds what the engine needs to know of the handoff to `ready`."""
         rank = KVRank(
             parts=tuple(own.part for own in self.parts),
             num_blocks=self.parts[0].num_blocks,

@@ -8,7 +8,7 @@ import mmap
 import threading
 
 _ALIGNMENT = 64
-"""Of slots: a line of the processor's cache."""
+"""Alignment of slots in bytes: a line of the processor's cache."""
 _MADV_POPULATE_WRITE = 23
 """Takes all memory at once (Linux 5.14, `madvise(2)`); `mmap` has no name for it."""
 
@@ -53,5 +53,5 @@ class HostArena:
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """What a block takes in an arena."""
+    """Bytes that a block takes in an arena."""
     return -(-block_bytes // _ALIGNMENT) * _ALIGNMENT

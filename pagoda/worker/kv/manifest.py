@@ -1,4 +1,4 @@
-"""What makes two blocks under one key the same bytes: model, arithmetic and layout, as a manifest."""
+"""Manifest of all that makes two blocks under one key the same bytes: model, arithmetic and layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagoda.worker.loading import WorkerPlan
 
 
 def make_manifest(plan: WorkerPlan, memory: KVMemory, arithmetic: str) -> Manifest:
-    """Of the objects of one rank.
+    """Manifest of the objects of one rank.
 
     Raises:
         ConfigError: the model's files cannot be read.

@@ -15,11 +15,11 @@ class _Part(NamedTuple):
     address: int
     block_bytes: int
     offset: int
-    """Of its part within the bytes of a block."""
+    """First byte of the part within the bytes of a block."""
 
 
 class KVMemory:
-    """A `BlockMemory` over tensors in this process's own memory.
+    """The KV tensors of one rank, in this process's own memory.
 
     Copies by `memmove`, which lets other threads run: the one that computes does not wait.
     """

@@ -1,4 +1,4 @@
-"""Which bytes of whose memory a rank needs, to have the KV of blocks that another engine has computed.
+"""Plan of a handoff: the bytes of other ranks' memory that hold the KV of blocks which another engine computed.
 
 Both engines may have cut the model into any number of stages and tensor-parallel ranks; with more ranks than KV
 heads several have the same one. What counts is what each rank says of itself: tensors by layer, kind and heads.
@@ -40,7 +40,7 @@ def block_bytes(part: KVPart) -> int:
 
 
 def own_parts(caches: Sequence[KVCache], shard: Shard) -> tuple[OwnPart, ...]:
-    """What the KV tensors of a rank's layers are.
+    """Parts of the KV tensors of a rank's layers.
 
     Raises:
         ValueError: a tensor is not in this process's memory, or not contiguous.
@@ -65,20 +65,20 @@ class Slice:
     """Heads that a tensor there and one here have in common: of each block, one piece."""
 
     region: int
-    """Of the other rank."""
+    """Index of the other rank's memory region."""
     source_offset: int
-    """In a block there."""
+    """First byte within a block there."""
     source_stride: int
-    """From block to block."""
+    """Bytes from block to block."""
     target: int
     """Address in block 0 here."""
     target_stride: int
     num_bytes: int
-    """Of each block."""
+    """Bytes of each block."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether blocks that follow one another are one piece, there and here."""
+        """True if blocks that follow one another are contiguous, there and here."""
         return self.source_stride == self.target_stride == self.num_bytes
 
 
@@ -102,7 +102,7 @@ class _Offer(NamedTuple):
 
 
 def plan_slices(parts: Iterable[OwnPart], own_rank: int, peer: KVPeer) -> dict[int, list[Slice]]:
-    """What to read of which of the peer's ranks. Where several ranks have a head, `own_rank` chooses among them.
+    """Slices to read, by rank of the peer. Where several ranks have a head, `own_rank` chooses among them.
 
     Raises:
         PlanError: a head is nowhere, or is not of the same size there.

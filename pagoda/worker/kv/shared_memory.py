@@ -16,7 +16,7 @@ _LARGE_PAGE = 2**21
 
 
 def shares_kv(config: WorkerConfig) -> bool:
-    """Whether workers of other engines may map this one's KV."""
+    """True if workers of other engines may map this one's KV."""
     handoff = config.kv_handoff
     return (
         handoff is not None
@@ -60,6 +60,6 @@ class SharedKVMemory:
         return tensor.view(dtype).view(shape)
 
     def file(self, regions: tuple[Region, ...]) -> MemoryFile:
-        """Where tensors of this memory lie in it."""
+        """Describes the file and the offsets of `regions` in it."""
         offsets = tuple(region.address - self._memory.data_ptr() for region in regions)
         return MemoryFile(self._descriptor, self._num_bytes, offsets)

@@ -1,4 +1,4 @@
-"""Which steps a worker has executed, for threads that may touch blocks only behind one of them."""
+"""Counter of executed steps, for threads that may touch blocks only after one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Steps:
             self._state.notify_all()
 
     def wake(self) -> None:
-        """Whoever waits looks again whether it is to go on."""
+        """Makes all waiting threads check again if their wait is over."""
         with self._state:
             self._state.notify_all()
 
@@ -29,7 +29,7 @@ class Steps:
             self._state.notify_all()
 
     def wait_for(self, step: int, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Until no step that is under way may use the blocks any more; whether it has come to that."""
+        """Waits until no running step may use the blocks any more; False if the wait ended without that."""
         with self._state:
             self._state.wait_for(lambda: self._executed >= step or self._is_closed or is_over())
             return self._executed >= step

@@ -1,4 +1,4 @@
-"""What a worker holds of the KV tiers: places in host memory, a directory on disk, and who copies between them."""
+"""KV tiers of a worker: slots in host memory, a directory on disk, and the threads that copy between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KVTiers:
         return Transfers(self.memory, self.arena, self.files, on_end)
 
     def described(self, ready: WorkerReady) -> WorkerReady:
-        """What the engine is told of them."""
+        """Adds what the engine needs to know of the tiers to `ready`."""
         directories: tuple[KVDirectory, ...] = ()
         if self.files is not None:
             directories = (KVDirectory(str(self.files.directory), self.files.object_bytes),)

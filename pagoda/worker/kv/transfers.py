@@ -17,7 +17,6 @@ from contextlib import suppress
 from queue import Empty, PriorityQueue
 from typing import NamedTuple
 
-from pagoda.kv.connector import BlockMemory
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import ObjectError, ObjectUnreadableError
 from pagoda.messages.transfers import (
@@ -30,16 +29,16 @@ from pagoda.messages.transfers import (
     TransferPlace,
 )
 from pagoda.worker.kv.host_arena import HostArena
-from pagoda.worker.kv.memory import copy_bytes
+from pagoda.worker.kv.memory import KVMemory, copy_bytes
 from pagoda.worker.kv.steps import Steps
 
 NUM_READERS = 2
 NUM_WRITERS = 2
-"""Of each, one copies and checks while the other's object is with the disk."""
+"""Threads of each kind: one copies and checks while the other's object is with the disk."""
 _WRITE_PATIENCE_S = 10.0
-"""How old a transfer is that lets reads go first no more: the blocks that it holds are wanted back some time."""
+"""Seconds after which a write no longer lets reads go first: its blocks are wanted back some time."""
 _WARNING_INTERVAL_S = 10.0
-"""Of errors that nobody foresaw: what breaks one block may break thousands."""
+"""Seconds between warnings of unforeseen errors: what breaks one block may break thousands."""
 _FAREWELL_S = 5.0
 _FIRST, _LATER, _LAST = range(3)
 """Urgency: a request waits for it, one will, the thread is to end."""
@@ -55,7 +54,7 @@ class _Job:
         self.num_left = num_blocks
         self.failures: dict[int, str] = {}
         self.unreadable: set[int] = set()
-        """Those of `failures` that say nothing against an object."""
+        """Blocks among `failures` whose failure says nothing against an object."""
         self.begun_at = time.monotonic()
 
     def end(self) -> TransferEnd:
@@ -77,7 +76,7 @@ class _Task(NamedTuple):
     job: _Job | None
     """None ends the thread."""
     block: int
-    """Its index in the job."""
+    """Index of the block in the job."""
 
 
 class _Lane:
@@ -117,7 +116,7 @@ class Transfers:
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: KVMemory,
         arena: HostArena | None,
         files: ObjectFiles | None,
         on_end: Callable[[], None],
@@ -160,7 +159,7 @@ class Transfers:
             self._lanes[lane].put(urgency, job, index)
 
     def _route(self, transfer: Transfer) -> tuple[str, int]:
-        """Which threads do it.
+        """Chooses the threads that carry out a transfer.
 
         Raises:
             ValueError: this worker has no such places; engine and worker disagree.
@@ -261,12 +260,12 @@ class Transfers:
             self._state.wait_for(lambda: self._num_reads == 0 or self._is_closing, patience_s)
 
     def _await_step(self, step: int) -> None:
-        """Until no step that is under way may use the blocks any more."""
+        """Waits until no running step may use the blocks any more."""
         if not self._steps.wait_for(step):
             raise ObjectUnreadableError("the worker is ending")
 
     def _attempt(self, work: Callable[..., None], job: _Job, index: int, *places: object) -> str:
-        """Why the block was not copied; empty if it was."""
+        """Copies one block; returns the reason why it was not copied, empty if it was."""
         try:
             work(job, index, *places)
         except ObjectUnreadableError as error:
@@ -309,7 +308,7 @@ class Transfers:
 
 
 def num_blocks(transfer: Transfer) -> int:
-    """How many blocks a transfer has.
+    """Number of blocks of a transfer.
 
     Raises:
         ValueError: its source has more or fewer than its target.
