@@ -54,7 +54,7 @@ class Rank:
         ]
 
     def whole(self, layer: int, kind: str, like: Tensor) -> Tensor:
-        """What the KV of these blocks is, of this rank's heads."""
+        """KV of these blocks, of this rank's heads."""
         heads = self.plan.shard.kv_heads
         all_heads = self.plan.shard.config.num_kv_heads
         shape = (NUM_BLOCKS, all_heads, *like.shape[2:])

@@ -374,7 +374,7 @@ def test_an_idle_link_is_closed_by_the_thread_that_reads(
 def test_a_peer_that_dies_in_the_middle(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came before is good, what did not is told, and nothing is left that writes."""
+    """Blocks that came before are good, the others are reported, and nothing is left that writes."""
     monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     prefill, engine = both(make, model, topology(tp=2), topology())
     (exchange,) = engine.exchanges

@@ -75,7 +75,7 @@ def peer_of(replica: Replica) -> KVPeer:
 
 
 def same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
-    """But for the order in which ranks add up."""
+    """Equality but for the order in which ranks add up."""
     return one.top_token_ids == other.top_token_ids and one.top_logprobs == pytest.approx(
         other.top_logprobs, abs=1e-4
     )
