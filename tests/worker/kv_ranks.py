@@ -155,12 +155,12 @@ class Engine:
                     expected[list(targets)] = rank.whole(layer, kind, tensor)[list(sources)]
                 assert torch.equal(tensor, expected), (rank.plan.config.place, layer, kind)
 
-    def close_doors(self) -> None:
+    def close_exports(self) -> None:
         for rank in self.ranks:
             rank.handoff.close()
 
     def close(self) -> None:
-        self.close_doors()
+        self.close_exports()
         for exchange in self.exchanges:
             exchange.close()
 

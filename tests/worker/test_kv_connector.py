@@ -174,7 +174,7 @@ def test_a_peer_that_nobody_knows(make: MakeEngine, model: Path) -> None:
 def test_a_peer_that_has_gone(make: MakeEngine, model: Path) -> None:
     prefill, engine = both(make, model)
     engine.read([0], [0])
-    prefill.close_doors()
+    prefill.close_exports()
     error = all_failed(engine, SOURCES, TARGETS)
     assert "shm: " in error, error
     assert "tcp: " in error
@@ -385,7 +385,7 @@ def test_a_peer_that_dies_in_the_middle(
         nonlocal num_reads
         num_reads += 1
         if num_reads == 3:
-            prefill.close_doors()
+            prefill.close_exports()
         read(sources, targets, deadline)
 
     monkeypatch.setattr(lane, "_read", read_until_the_third)

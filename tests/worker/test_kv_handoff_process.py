@@ -118,7 +118,7 @@ def test_prefill_that_was_killed_fails_the_transfer_alone(start: Start, transpor
     expected = holder.answer(PROMPT, [0, 1, 2])
     (rank,) = holder.ready.kv_ranks
     only = type(rank)(
-        parts=rank.parts, num_blocks=16, doors={transport: rank.descriptors[transport]}
+        parts=rank.parts, num_blocks=16, descriptors={transport: rank.descriptors[transport]}
     )
     added_peers = (KVPeer(peer_id="prefill-1", ranks=(only,)),)
     remote, here = RemoteBlocks("prefill-1", [0, 1]), DeviceBlocks([5, 4])
