@@ -26,7 +26,7 @@ from pagoda.cli import output
 from pagoda.ipc.clock import MonotonicClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import DiskScannerThread
+from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.objects import FAN_OUTS, Manifest, object_name, open_directory
 from pagoda.kv.transfers import TransferLedger
@@ -161,7 +161,7 @@ def measure(directory: Path, objects: int) -> None:
         [KVDirectory(str(directory), _MANIFEST.object_bytes)],
         TransferLedger(BlockPool(1)),
         clock,
-        DiskScannerThread,
+        DiskScanner,
         quota_bytes=2 * objects * _MANIFEST.object_bytes,
         min_touches=2,
         epoch_s=time.time() - clock.now(),

@@ -37,7 +37,7 @@ def chat(
     Args:
         model: The model to load, by default the embedded one; with --base-url its name there.
         base_url: Talk with the model of a running server instead of loading one.
-        api_key: Sent to that server as a bearer token.
+        api_key: The bearer token for that server.
         system: A system message to begin with.
     """
     general.apply()

@@ -41,11 +41,11 @@ def generate(
     """Answer prompts, or all requests of an OpenAI batch file.
 
     Args:
-        prompts: What to answer; by default what standard input holds.
+        prompts: Prompts to answer; by default standard input is one.
         model: A model directory, GGUF file, hub id or preset; by default the embedded model.
         raw: Continue the prompt as it stands, instead of putting it into the chat template.
         input_file: A JSONL file of requests in OpenAI's batch format.
-        output_file: Where the results of --input go, in the same order.
+        output_file: The file for the results of --input, in the same order.
         concurrency: Requests of --input under way at once.
     """
     general.apply()

@@ -72,7 +72,7 @@ def ls(root: Root, /, *, general: GeneralOptions = GeneralOptions()) -> int:
     """List the models whose KV blocks are in a directory, and what they take.
 
     Args:
-        root: What a server was given as --kv-disk-path.
+        root: The directory given to a server as --kv-disk-path.
     """
     general.apply()
     directories = _look_into(root)
@@ -91,8 +91,8 @@ def verify(
     The exit code is 1 if there is any. Servers never use a damaged block: they remove it and compute it again.
 
     Args:
-        root: What a server was given as --kv-disk-path.
-        remove: Remove what is damaged.
+        root: The directory given to a server as --kv-disk-path.
+        remove: Remove damaged blocks.
     """
     general.apply()
     directories = _look_into(root)
@@ -128,8 +128,8 @@ def clear(
     """Remove the KV blocks in a directory. Servers that use it go on, and compute again what they need.
 
     Args:
-        root: What a server was given as --kv-disk-path.
-        model: Remove the blocks of one model only: its name, or how the name of its directory begins.
+        root: The directory given to a server as --kv-disk-path.
+        model: Remove the blocks of one model only: its name, or the beginning of its directory's name.
         yes: Do not ask.
     """
     general.apply()

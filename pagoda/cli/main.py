@@ -26,10 +26,10 @@ _ENV_PREFIX = "PAGODA_"
 
 _COMMANDS = {
     "serve": "Serve a model over the OpenAI API.",
-    "route": "Serve a model with the hosts that join this router.",
+    "route": "Serve a model over the OpenAI API with the hosts that join this router.",
     "generate": "Answer prompts, or the lines of an OpenAI batch file.",
     "chat": "Talk with a model in the terminal.",
-    "doctor": "Say what this machine has, and what will be used.",
+    "doctor": "Show what this machine has, and what Pagoda will use.",
     "demo": "Start a server, ask it a few questions over HTTP, show answers and figures.",
 }
 _BENCHMARKS = {
@@ -40,12 +40,12 @@ _BENCHMARKS = {
 }
 _KV = {
     "ls": "List the models whose KV blocks are in a directory, and what they take.",
-    "verify": "Read every KV block in a directory, and name those that are damaged.",
+    "verify": "Read every KV block in a directory, and list damaged ones.",
     "clear": "Remove the KV blocks in a directory.",
 }
 _TRACE = {
     "merge": "Make one file for Perfetto out of the fragments that processes traced.",
-    "report": "Say where the time of requests and steps went.",
+    "report": "Show where the time of requests and steps went.",
 }
 
 

@@ -35,11 +35,11 @@ class RouterOptions:
     join_listen: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
     """The address at which hosts join with --join; port 0 takes a free one; by default 127.0.0.1:5600."""
     discovery: Annotated[str | None, Parameter(metavar="FILE|etcd://HOST:PORT/PREFIX")] = None
-    """Look for hosts elsewhere: in a file with a HOST:PORT a line, or where they join an etcd."""
+    """Find hosts elsewhere: in a file with one HOST:PORT a line, or in an etcd that hosts join."""
     policy: PolicyName = DEFAULT_POLICY
     """The rule that chooses a host for each request; see --data-parallel-policy of pagoda serve."""
     remote_prefill_min_tokens: Count = DEFAULT_MIN_TOKENS
-    """Tokens of a prompt, without those believed to be cached, from which on prefill hosts compute it."""
+    """Prompts of at least this many tokens, without the tokens believed to be cached, go to prefill hosts."""
     no_replica_timeout: Seconds = DEFAULT_NO_REPLICA_TIMEOUT_S
     """Seconds that a request waits while no host takes requests; then it is refused with 503."""
 
@@ -65,7 +65,7 @@ def route(
     """Serve a model over the OpenAI API with several hosts, until SIGTERM or Ctrl-C.
 
     Args:
-        model: As the hosts have it, for its tokenizer and chat template; by default the embedded pagoda-tiny.
+        model: The hosts' model, for its tokenizer and chat template; by default the embedded pagoda-tiny.
     """
     hold_lifeline()
     general.apply(default_level="info")

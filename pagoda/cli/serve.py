@@ -59,7 +59,7 @@ class ServerOptions:
     """The address and the behaviour of the API."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 is every one of this machine."""
+    """The address to listen on; 0.0.0.0 means all addresses of this machine."""
     port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8000
     """The port to listen on; 0 takes a free one."""
     served_model_name: str | None = None
@@ -75,7 +75,7 @@ class ServerOptions:
     drain_timeout: Seconds = 30.0
     """Seconds that running requests may take to finish after SIGTERM or Ctrl-C."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
-    """A further Host header to answer to when listening on this machine only; may be repeated."""
+    """Another Host header to accept while listening on this machine only; may be repeated."""
 
     def spans(self, files: ModelFiles) -> RequestSpans | None:
         """None if they are not asked for.
@@ -107,7 +107,7 @@ class JoinOptions:
     join: Annotated[str | None, Parameter(metavar="HOST:PORT,...|etcd://HOST:PORT/PREFIX")] = None
     """Routers (pagoda route) that may send requests here, or an etcd in which they look for hosts."""
     cluster_key_file: Path | None = None
-    """A file with a secret that hosts and routers have in common."""
+    """A file with the secret that hosts and routers share."""
     advertise: Annotated[str, Parameter(metavar="HOST[:PORT]")] = "127.0.0.1"
     """The address of this machine at which routers reach it; without a port a free one is taken."""
 

@@ -38,7 +38,7 @@ def merge(
     """Make one file for Perfetto (ui.perfetto.dev) out of the fragments that processes traced.
 
     Args:
-        directories: What a server was given as --profile-dir; of a trace of several hosts, a copy of each.
+        directories: The directory given to a server as --profile-dir; for several hosts, a copy of each host's.
         output: The file; .gz compresses it. By default trace.json in the first directory.
     """
     general.apply()
@@ -74,14 +74,14 @@ def report(
     flops: Rate | None = None,
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
-    """Say where the time of requests and steps went, and why the slowest requests were slow.
+    """Show where the time of requests and steps went, and why the slowest requests were slow.
 
     Args:
         recorded: A trace that `pagoda trace merge` made, or a directory of fragments.
         html: Write the report to this file as well, as a page that needs nothing else.
         limits: Measure the memory bandwidth of this machine now, and compare.
-        bandwidth: What memory can give, in GB/s; compare with this.
-        flops: What the processor can compute, in TFLOP/s; compare with this.
+        bandwidth: Memory bandwidth to compare with, in GB/s.
+        flops: Speed of the processor to compare with, in TFLOP/s.
     """
     general.apply()
     found = report_of(load_trace(recorded))

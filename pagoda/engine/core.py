@@ -269,7 +269,7 @@ class EngineCore:
         return self._tracing.drain_end()
 
     def drain_kv_events(self) -> list[KVEvent]:
-        """What happened to cached blocks since the last call; nothing unless the configuration asks for it."""
+        """Events of cached blocks since the last call; none unless the configuration asks for them."""
         if self.parts is None or self.parts.kv_events is None:
             return []
         return self.parts.kv_events.drain()
@@ -294,7 +294,7 @@ class EngineCore:
         return [*cache_updates, *self._step_reporter.drain()]
 
     def next_wakeup(self) -> float | None:
-        """When there is something to do even if no event comes, on the clock; None for never."""
+        """The next instant, on the clock, with something to do even if no event comes; None for never."""
         timed: list[Timed] = [
             self._restarts,
             self.executor,

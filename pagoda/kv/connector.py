@@ -142,23 +142,6 @@ class KVConnector(TransferOwner, Protocol):
     def close(self) -> None: ...
 
 
-class BlockMemory(Protocol):
-    """The KV tensors of one rank, as the worker's half uses them."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in all layers of this rank."""
-        ...
-
-    def read(self, block_id: int, into: memoryview) -> None:
-        """Copies a block out; `into` has `block_bytes`."""
-        ...
-
-    def write(self, block_id: int, source: memoryview) -> None:
-        """Copies a block in."""
-        ...
-
-
 class TransferWorker(Protocol):
     """The worker's half. Copies beside the steps, in threads of its own."""
 

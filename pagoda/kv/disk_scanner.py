@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pagoda.ipc.clock import Clock
 from pagoda.kv.objects import (
@@ -101,44 +101,6 @@ class Removed(NamedTuple):
 News = DirectoryFound | ObjectsFound | FanOutListed | ScanEnded | ProbeAnswer | Removed
 
 
-class DiskScanner(Protocol):
-    """Scans directories of objects for the engine, which never waits for a disk itself.
-
-    Rank 0's directory stands for all ranks: an object that another rank lacks fails to load, and is removed
-    then. Directories of other models under the same root are scanned too, since all share one quota. The first
-    scan begins at once. No method waits for the disk, or raises for what is on it.
-    """
-
-    def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
-        """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
-        ...
-
-    def cancel_probe(self, probe_id: int) -> None:
-        """No request waits for the answer any more; it may still come."""
-        ...
-
-    def remove(self, directory: int, keys: Sequence[bytes]) -> None:
-        """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
-        ...
-
-    def rescan(self) -> None:
-        """Starts a scan after something was written, unless one is running or has just ended."""
-        ...
-
-    def poll(self) -> list[News]:
-        """Returns news in order, except that a `ProbeAnswer` may come early; only as many as can be read
-        quickly."""
-        ...
-
-    def fileno(self) -> int:
-        """File descriptor that is readable while there are news."""
-        ...
-
-    def close(self) -> None:
-        """Stops."""
-        ...
-
-
 class _Removal(NamedTuple):
     directory: int
     keys: Sequence[bytes]
@@ -165,8 +127,14 @@ class _Directory:
         """Times at which they were listed, in seconds since 1970."""
 
 
-class DiskScannerThread:
-    """A `DiskScanner` with a thread, which ends with the process if not before."""
+class DiskScanner:
+    """Scans directories of objects for the engine, which never waits for a disk itself.
+
+    Rank 0's directory stands for all ranks: an object that another rank lacks fails to load, and is removed
+    then. Directories of other models under the same root are scanned too, since all share one quota. The first
+    scan begins at once. No method waits for the disk, or raises for what is on it. The thread ends with the
+    process if not before.
+    """
 
     def __init__(self, directories: Sequence[KVDirectory], clock: Clock) -> None:
         self._clock = clock
@@ -196,26 +164,31 @@ class DiskScannerThread:
     # ---- the engine's side
 
     def probe(self, probe_id: int, keys: Sequence[bytes]) -> None:
+        """Looks for keys that have not been found so far; a `ProbeAnswer` follows."""
         with self._changed:
             self._probes[probe_id] = keys
             self._changed.notify()
 
     def cancel_probe(self, probe_id: int) -> None:
+        """No request waits for the answer any more; it may still come."""
         with self._changed:
             self._probes.pop(probe_id, None)
 
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
+        """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
         with self._changed:
             self._removals.append(_Removal(directory, keys))
             self._changed.notify()
 
     def rescan(self) -> None:
+        """Starts a scan after something was written, unless one is running or has just ended."""
         with self._changed:
             if not self._is_scanning and self._clock.now() >= self._next_scan_at:
                 self._is_scanning = True
                 self._changed.notify()
 
     def poll(self) -> list[News]:
+        """Returns news in order, except that a `ProbeAnswer` may come early; as many as can be read quickly."""
         with self._changed:
             news = list(self._answers)
             self._answers.clear()
@@ -230,6 +203,7 @@ class DiskScannerThread:
         return news
 
     def fileno(self) -> int:
+        """File descriptor that is readable while there are news."""
         return self._readable
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pagoda.engine.config import KVTiersConfig
 from pagoda.ipc.clock import Clock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import KVConnector
-from pagoda.kv.disk_scanner import DiskScanner, DiskScannerThread
+from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.disk_tier import DiskTier
 from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.host_tier import HostTier
@@ -61,7 +61,7 @@ def build_tiers(
     remote: RemoteOpener | None = None,
     *,
     fail_on_load_failure: bool = False,
-    open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner] = DiskScannerThread,
+    open_scanner: Callable[[Sequence[KVDirectory], Clock], DiskScanner] = DiskScanner,
     epoch_s: float | None = None,
 ) -> TieredKVConnector | None:
     """Returns the tiers below `pool`; None if the workers have none and there is no `remote` one.

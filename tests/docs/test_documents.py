@@ -26,7 +26,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_paths_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for path in re.findall(r"`((?:pagoda|tests|benchmarks|tools|docs)/[\w./]*)`", text):
+    for path in re.findall(r"`((?:pagoda|tests|benchmarks|tools|docs)/[\w./-]*)`", text):
         assert (ROOT / path).exists(), f"{document.name} names {path}"
 
 

@@ -46,8 +46,13 @@ async def stream_all(
             *(_stream(session, body, text) for body, text in zip(requests, texts, strict=True))
         )
         if disturb is not None:
-            await disturb(lambda: sum(map(len, texts)))
-            assert not streams.done()
+            try:
+                await disturb(lambda: sum(map(len, texts)))
+                assert not streams.done()
+            except BaseException:
+                streams.cancel()
+                await asyncio.gather(streams, return_exceptions=True)
+                raise
         reasons = await streams
     return [("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
 

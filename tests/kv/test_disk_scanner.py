@@ -19,7 +19,7 @@ from pagoda.kv import disk_scanner
 from pagoda.kv.disk_scanner import (
     OWN,
     DirectoryFound,
-    DiskScannerThread,
+    DiskScanner,
     FanOutListed,
     News,
     ObjectsFound,
@@ -39,7 +39,7 @@ class Keeper:
 
     def __init__(self, *directories: KVDirectory) -> None:
         self.clock = VirtualClock()
-        self.thread = DiskScannerThread(directories, self.clock)
+        self.thread = DiskScanner(directories, self.clock)
         self.poller = select.poll()
         self.poller.register(self.thread.fileno(), select.POLLIN)
 

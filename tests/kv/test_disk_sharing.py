@@ -26,7 +26,7 @@ from pagoda.ipc.clock import VirtualClock
 from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.connector import PrefixRequest, CachedBlock
 from pagoda.kv.disk_tier import DiskTier
-from pagoda.kv.disk_scanner import DiskScannerThread
+from pagoda.kv.disk_scanner import DiskScanner
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import Manifest, ObjectError
 from pagoda.kv.transfers import TransferLedger
@@ -42,7 +42,7 @@ tier = DiskTier(
     [KVDirectory(str(directory), files.object_bytes)],
     ledger,
     clock,
-    DiskScannerThread,
+    DiskScanner,
     quota_bytes=quota,
     min_touches=1,
     epoch_s=time.time(),

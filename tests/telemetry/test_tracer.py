@@ -216,13 +216,25 @@ def test_a_disk_that_hangs_fills_no_memory(
     until_written()
 
 
-def test_a_writer_of_an_earlier_fragment_says_nothing_about_this_one(tmp_path: Path) -> None:
+def test_a_writer_of_an_earlier_fragment_says_nothing_about_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = threading.Event()
+    mkdir = Path.mkdir
+
+    def slow_mkdir(path: Path, *args: bool, **options: bool) -> None:
+        if path.name == "earlier":
+            fails.wait()
+            raise OSError("late news")
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", slow_mkdir)
     tracer = Tracer("frontend")
-    tracer.start(session(tmp_path))
-    earlier = tracer._writer
-    assert earlier is not None
-    tracer.start(session(tmp_path))
-    tracer._fail(earlier, "late news.")
+    tracer.start(session(tmp_path / "earlier"))
+    earlier = next(it for it in threading.enumerate() if it.name == "trace-writer")
+    tracer.start(session(tmp_path / "later"))
+    fails.set()
+    earlier.join()
     assert tracer.session is not None
     tracer.stop()
     assert tracer.problems == []

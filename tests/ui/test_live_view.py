@@ -166,7 +166,7 @@ def test_the_key_is_asked_for_and_kept(page: Page) -> None:
         expect(dialog).to_be_visible()
         dialog.get_by_label("Key").fill("wrong")
         page.keyboard.press("Enter")
-        expect(dialog).to_contain_text("does not take this key")
+        expect(dialog).to_contain_text("does not accept this key")
         dialog.get_by_label("Key").fill("open sesame")
         dialog.get_by_role("button", name="Use this key").click()
         expect(page.locator("#status")).to_contain_text("Live")
@@ -190,7 +190,7 @@ def test_the_page_reconnects_to_a_server_that_was_started_again(page: Page) -> N
         open_live(page, server)
         port = server.base_url.rpartition(":")[2]
     expect(page.locator("#status")).to_contain_text("Reconnecting")
-    expect(page.locator("#notice")).to_contain_text("goes on by itself")
+    expect(page.locator("#notice")).to_contain_text("reconnects when the server is back")
     command = [sys.executable, "-m", "pagoda", "serve", *SLOW, "--port", port]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as again:
         expect(page.locator("#status")).to_contain_text("Live", timeout=20_000)

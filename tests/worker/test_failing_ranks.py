@@ -46,7 +46,7 @@ class _Ranks:
 
     def step(self, plan: StepPlan) -> StepResult:
         appended = [(s, token) for s, token in self.drawn.items() if s not in plan.freed_slots]
-        self.executor.submit(msgspec.structs.replace(plan, appended=appended))
+        self.executor.submit(msgspec.structs.replace(plan, new_tokens=appended))
         (result,) = self.executor.poll()
         assert isinstance(result, StepResult)
         self.drawn = dict(zip(result.slots, result.token_ids, strict=True))

@@ -14,7 +14,7 @@ const REASONS = {
   stopped: "stopped here",
 };
 
-// What an answer is made of, for the messages that follow it.
+// The parts of an answer, for the messages that follow it.
 class Choice {
   constructor() {
     this.text = "";
@@ -150,7 +150,7 @@ export class Answer {
     return this.choices[index];
   }
 
-  // However it ended; `error` is a sentence, empty if there was none.
+  // Shows how the answer ended; `error` is a sentence, or empty.
   end(error, reason = "") {
     this.endedAt = performance.now();
     this.setBusy(false);

@@ -1,4 +1,4 @@
-// How the page talks to its server: with the API key, errors as sentences, events as they come.
+// Requests to the server: the API key, errors as sentences, events as they come.
 
 import { Stored } from "./storage.js";
 
@@ -20,7 +20,7 @@ function headers(extra) {
   return key.get() ? { ...extra, Authorization: `Bearer ${key.get()}` } : extra;
 }
 
-// The response, if it is one that succeeded. Throws ApiFailure, or whatever `fetch` does.
+// A successful response. Throws ApiFailure, and the errors of `fetch`.
 export async function request(path, { body, method = body ? "POST" : "GET", signal } = {}) {
   const options = { method, signal, cache: "no-store", headers: headers({}) };
   if (body !== undefined) {
@@ -76,7 +76,7 @@ function parse(part) {
   return found;
 }
 
-// What went wrong, as a sentence.
+// An error as a sentence.
 export function sentence(error) {
   if (error instanceof ApiFailure) return error.message;
   if (error instanceof TypeError) return "The server cannot be reached.";

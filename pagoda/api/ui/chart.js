@@ -88,7 +88,7 @@ export class LineChart {
     this.draw(true);
   }
 
-  // `isAsked`: whoever has the focus chose a point.
+  // `isAsked`: the user chose a point with the keyboard.
   draw(isAsked = false) {
     if (!this.width || !this.points.length) return;
     const inView = this.inView;

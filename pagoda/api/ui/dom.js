@@ -24,7 +24,7 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Sets text only where it is another one, so that nothing is drawn or read out for nothing.
+// Sets text only if it differs, so that nothing is drawn or read out without need.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -37,7 +37,7 @@ export function onResize(element, draw) {
   }).observe(element);
 }
 
-// Has a screen reader say something, also what it has said before: it speaks of what changes.
+// Makes a screen reader say a text, even the same text again (screen readers speak changes).
 export function announce(text) {
   $("announce").textContent = "";
   setTimeout(() => ($("announce").textContent = text), 100);
@@ -45,13 +45,13 @@ export function announce(text) {
 
 const MOVES = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -10, PageUp: 10 };
 
-// Where a key leads on a slider of `length` places, from `at`; null if it is no such key.
+// The place that a key leads to on a slider of `length` places, from `at`; null for other keys.
 export function placeAfter(key, at, length) {
   const next = { Home: 0, End: length - 1 }[key] ?? at + MOVES[key];
   return Number.isNaN(next) ? null : Math.min(length - 1, Math.max(0, next));
 }
 
-// What a slider over times says to a screen reader. While it has the focus, only a key makes it say more.
+// Texts of a slider for a screen reader. While the slider has the focus, only a key changes them.
 export function tellSlider(slider, { at, length, text }, isAsked) {
   if (slider === document.activeElement && !isAsked) return;
   slider.setAttribute("aria-valuemax", String(Math.max(0, length - 1)));

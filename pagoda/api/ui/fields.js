@@ -1,4 +1,4 @@
-// The fields of a request that a pane can set, and how what is typed becomes their values.
+// The fields of a request that a pane can set, and the conversion of typed text to their values.
 
 const number = (name, label, hint = "") => ({ name, label, hint, kind: "number" });
 const text = (name, label, hint = "") => ({ name, label, hint, kind: "text" });
@@ -72,7 +72,7 @@ export const GROUPS = [
 
 const ALL = GROUPS.flatMap((group) => group.fields.map((field) => ({ only: group.only, ...field })));
 
-// The fields of a body, from what is typed. Throws Error with a sentence that names the field.
+// The fields of a body, from typed text. Throws Error with a sentence that names the field.
 export function readFields(typed, mode) {
   const body = {};
   for (const field of ALL) {
@@ -103,7 +103,7 @@ function valueOf(field, value) {
   return field.options === YES_NO ? value === "true" : value;
 }
 
-// What JavaScript's numbers cannot hold would be sent as another number, or as null.
+// JavaScript would send a number that it cannot hold as another number, or as null.
 function exact(number, field, text) {
   if (Number.isFinite(number) && (!Number.isInteger(number) || Number.isSafeInteger(number))) return number;
   throw new Error(`${field.label} must be at most ${Number.MAX_SAFE_INTEGER} here, got ${text}.`);

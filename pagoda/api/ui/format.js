@@ -14,14 +14,14 @@ export function ms(value) {
   return `${value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2)} ms`;
 }
 
-// For what is known to a few percent: two figures.
+// Two digits, for values known to a few percent.
 export function roughMs(value) {
   if (value === null || value === undefined) return "–";
   const rough = +value.toPrecision(2);
   return rough >= 1000 ? `${rough / 1000} s` : `${rough} ms`;
 }
 
-// For the side of a chart: as short as can be.
+// Short labels for the side of a chart.
 export function axisMs(value) {
   if (value === 0) return "0";
   return value >= 1000 ? `${+(value / 1000).toPrecision(3)} s` : `${+value.toPrecision(3)} ms`;

@@ -12,7 +12,7 @@ const KINDS = [
   ["free", "free"],
 ];
 
-// How many of `cells` each part gets; what is not empty gets one at least.
+// The number of `cells` for each part; a part that is not empty gets at least one.
 export function shareOut(parts, total, cells) {
   const shares = parts.map((part) => (part > 0 ? Math.max(1, Math.floor((part / total) * cells)) : 0));
   shares[parts.indexOf(Math.max(...parts))] += cells - shares.reduce((sum, share) => sum + share, 0);

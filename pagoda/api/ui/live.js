@@ -77,7 +77,7 @@ export function startLive() {
     draw();
   }
 
-  // Nobody sees what is drawn while the other view is there.
+  // Nothing is drawn while the other view is shown.
   function draw() {
     if (!last || $("live").hidden) return;
     const snapshot = last;
@@ -122,10 +122,10 @@ const replicaRow = () =>
     h("div", { class: "row" }, h("span", { class: "name" }), h("span", { class: "badge" }), h("span", { class: "muted" })),
   );
 
-// Why the stream was closed: there is nobody to look at it.
+// The reason for closing the stream: the page is hidden.
 class Hidden extends Error {}
 
-// Keeps the stream open while somebody can see the page; when the server goes away, waits for it and says so.
+// Keeps the stream open while the page is visible; when the server is gone, says so and reconnects.
 class Follower {
   constructor(onSnapshot) {
     this.onSnapshot = onSnapshot;
@@ -149,7 +149,7 @@ class Follower {
       }
       try {
         await this.follow();
-        this.say("wait", "Server is ending", "The server has ended the connection.");
+        this.say("wait", "Server is stopping", "The server closed the connection.");
       } catch (error) {
         const reason = this.stream.signal.aborted ? this.stream.signal.reason : error;
         if (reason instanceof Hidden) continue;
@@ -189,7 +189,7 @@ class Follower {
     const isNew = this.started !== snapshot.started;
     if (isNew) this.meet(snapshot);
     this.failures = 0;
-    if (snapshot.draining) this.say("wait", "Shutting down", "The server is shutting down; it finishes what runs.");
+    if (snapshot.draining) this.say("wait", "Shutting down", "The server is shutting down; running requests finish.");
     else this.say("on", "Live", this.restarted);
     this.onSnapshot(snapshot, isNew);
   }
@@ -208,11 +208,11 @@ class Follower {
   explain(error) {
     if (error instanceof ApiFailure && error.status === 401) {
       this.needsKey = true;
-      this.say("off", "Key needed", "This server asks for an API key.");
+      this.say("off", "Key needed", "This server needs an API key.");
     } else if (error instanceof ApiFailure && error.status === 503) {
       this.say("wait", "Waiting", error.message);
     } else {
-      this.say("off", "Reconnecting", `${sentence(error)} This page goes on by itself when it is back.`);
+      this.say("off", "Reconnecting", `${sentence(error)} This page reconnects when the server is back.`);
     }
   }
 

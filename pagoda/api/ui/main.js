@@ -78,8 +78,8 @@ function startKey(onChange) {
     $("key").value = key.get();
     $("key-reason").textContent =
       refused && key.get()
-        ? "The server does not take this key."
-        : "This server asks for an API key. It is kept until this tab is closed.";
+        ? "The server does not accept this key."
+        : "This server needs an API key. The key is kept until this tab is closed.";
     dialog.showModal();
   };
   $("key-button").hidden = !key.get();

@@ -49,7 +49,7 @@ export class Pane {
     this.drawEmpty();
   }
 
-  // ---- what is asked for
+  // ---- parameters
 
   setModels(models) {
     const chosen = this.model.value;
@@ -211,7 +211,7 @@ export class Pane {
     const text =
       this.mode === "chat"
         ? "Ask something below. Each pane answers with its own model and parameters."
-        : "Begin a text below; the model goes on with it.";
+        : "Begin a text below; the model continues it.";
     const examples = EXAMPLES[this.mode].map((example) =>
       h("button", { type: "button", class: "small", onclick: () => this.onExample(example) }, example),
     );

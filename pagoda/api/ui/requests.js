@@ -1,4 +1,4 @@
-// The table of answers that are being given, with a way to end each.
+// The table of running answers, each with a button that cancels it.
 
 import { request, sentence } from "./api.js";
 import { announce, h, setText } from "./dom.js";
@@ -32,12 +32,12 @@ export class RequestTable {
     this.table.hidden = true;
   }
 
-  // `numRunning` counts what routers have sent here too, of which they alone know more.
+  // `numRunning` includes requests that routers have sent, which only the routers can list.
   show(answers, total, numRunning) {
     setText(
       this.empty,
       numRunning > 0
-        ? "What runs here was sent by a router; its page shows it."
+        ? "A router sent the requests that run here; the router's page lists them."
         : "Nothing is running. Ask something in the Playground.",
     );
     const ids = new Set(answers.map((answer) => answer.id));
@@ -65,7 +65,7 @@ export class RequestTable {
     setText(this.more, hidden > 0 ? `the oldest ${answers.length} of ${total}` : total ? String(total) : "");
   }
 
-  // Whoever is at the button of an answer that has ended goes on at the next one.
+  // When an answer ends whose button has the focus, the next button gets it.
   keepFocus(row) {
     if (!row.element.contains(document.activeElement)) return;
     const next = row.element.nextElementSibling ?? row.element.previousElementSibling;

@@ -18,7 +18,7 @@ export class StepTimeline {
     this.plot = svg("svg", { class: "plot", "aria-hidden": "true" });
     this.slider = slider("Steps of the last minute", "steps", this.plot);
     this.readout = h("p", { class: "readout muted" }, "No steps in the last minute.");
-    this.select = h("select", { "aria-label": "Whose steps", hidden: true });
+    this.select = h("select", { "aria-label": "Replica whose steps are shown", hidden: true });
     root.append(
       h(
         "div",
@@ -53,7 +53,7 @@ export class StepTimeline {
     this.slider.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  // Without drawing them. `steps`: { replica: [[age_s, step, num_steps, step_time_s, prefill, decode, seqs], ...] }
+  // Adds steps without drawing them. `steps`: { replica: [[age_s, step, num_steps, step_time_s, prefill, decode, seqs], ...] }
   add(steps, now) {
     this.now = now;
     for (const [replica, bins] of Object.entries(steps)) {
@@ -91,7 +91,7 @@ export class StepTimeline {
     return right - ((this.now - t) / SPAN_S) * (right - LEFT);
   }
 
-  // One bar for all that falls on the same few pixels: as high as the longest.
+  // Steps on the same few pixels share one bar, as high as the longest step.
   bars() {
     const bars = new Map();
     for (const step of this.shown) {
@@ -105,7 +105,7 @@ export class StepTimeline {
     return bars;
   }
 
-  // `isAsked`: whoever has the focus chose a step.
+  // `isAsked`: the user chose a step with the keyboard.
   draw(isAsked = false) {
     this.listReplicas();
     if (!this.size) return;

@@ -1,4 +1,4 @@
-// What the browser remembers. It may refuse to, even to say so; the page then remembers until it is left.
+// Values that the browser keeps. If it refuses, the page keeps them until it is left.
 
 export class Stored {
   // `area` is localStorage or sessionStorage, by name: to touch one may throw.

@@ -1,4 +1,4 @@
-// An answer token by token: how likely each was, and what else it could have been.
+// An answer token by token: the probability of each, and the alternatives.
 
 import { $, h } from "./dom.js";
 
@@ -21,7 +21,7 @@ export function tokensOf(logprobs) {
   }));
 }
 
-// Tokens that are signs to the model, and no text: they end an answer or part turns.
+// Special tokens, which are no text: they end an answer or a turn.
 const SPECIAL = /^(<\|[^|]+\|>|<\/?s>|<(bos|eos|pad|unk|start_of_turn|end_of_turn)>)$/;
 
 export class TokenView {
@@ -103,7 +103,7 @@ function showTip(span, token) {
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const { width, height } = tip.getBoundingClientRect();
   const left = Math.max(8, Math.min(at.left, innerWidth - width - 8));
-  // Below, where the eye goes on from; what was said before stays in sight.
+  // The popup opens below the token, so that the text before it stays in sight.
   const top_ = at.bottom + height + 12 < innerHeight ? at.bottom + 6 : at.top - height - 6;
   tip.style.left = `${left}px`;
   tip.style.top = `${top_}px`;
@@ -115,7 +115,7 @@ export function hideTip() {
 
 const code = (character) => `\\x${character.charCodeAt(0).toString(16).padStart(2, "0")}`;
 
-// White space and control characters as signs that can be seen.
+// White space and control characters as visible signs.
 function visible(text) {
   const plain = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
   return plain.replace(/[\x00-\x1f\x7f]/g, code) || "∅";

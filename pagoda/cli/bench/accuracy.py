@@ -61,7 +61,7 @@ def accuracy(
     Args:
         model: The model to load, by default the embedded one; with --base-url its name there.
         base_url: Ask a running server instead of loading a model.
-        api_key: Sent to that server as a bearer token.
+        api_key: The bearer token for that server.
         questions: A JSONL file of questions; by default the embedded model's held-out ones.
         skill: Ask only about this skill; may be given several times.
         concurrency: Questions under way at once.

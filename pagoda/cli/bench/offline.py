@@ -65,7 +65,7 @@ def offline(
 
     Args:
         model: The model to load; by default the embedded one.
-        num_prompts: How many prompts.
+        num_prompts: Number of prompts.
         input_len: Random tokens in a prompt.
         output_len: Tokens to generate for each prompt.
         prefix_len: Further tokens with which all prompts begin.

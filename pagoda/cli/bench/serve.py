@@ -136,7 +136,7 @@ def serve(
     Args:
         base_url: The server's address.
         model: The model's name there; by default the first that the server lists.
-        api_key: Sent as a bearer token.
+        api_key: The bearer token for the server.
         output_file: Write the figures as JSON to this file too.
     """
     general.apply()

@@ -72,11 +72,7 @@ class MooncakeListener:
             if self._engine.register_memory(region.address, region.num_bytes):
                 raise TransportError("Mooncake does not take the memory of the KV cache")
         session = f"{host}:{self._engine.get_rpc_port()}"
-        self._descriptor = msgspec.msgpack.encode(MooncakeDescriptor(session, list(regions)))
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._descriptor
+        self.descriptor = msgspec.msgpack.encode(MooncakeDescriptor(session, list(regions)))
 
     def close(self) -> None:
         if self._engine is not None:

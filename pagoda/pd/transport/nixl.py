@@ -67,7 +67,7 @@ class NixlListener:
 
     def __init__(self, nixl: Any, regions: Sequence[Region]) -> None:
         agent = _new_agent(nixl, regions)
-        self._descriptor = msgspec.msgpack.encode(
+        self.descriptor = msgspec.msgpack.encode(
             NixlDescriptor(agent.get_agent_metadata(), list(regions))
         )
         self._is_closed = False
@@ -82,10 +82,6 @@ class NixlListener:
             if agent.get_new_notifs():
                 awake_until = time.monotonic() + _AWAKE_S
             time.sleep(_PAUSE_S if time.monotonic() < awake_until else _IDLE_PAUSE_S)
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._descriptor
 
     def close(self) -> None:
         self._is_closed = True

@@ -109,12 +109,8 @@ class ShmListener:
         except OSError as error:
             raise TransportError(f"memory cannot be shared here: {error}") from None
         descriptor = ShmDescriptor(_boot_id(), name, export_id)
-        self._descriptor = msgspec.msgpack.encode(descriptor)
+        self.descriptor = msgspec.msgpack.encode(descriptor)
         self._server = StreamServer(listener, self._admit, self._serve, "kv-shm-export")
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._descriptor
 
     def close(self) -> None:
         self._server.close()

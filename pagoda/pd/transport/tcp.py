@@ -99,14 +99,10 @@ class TcpListener:
         self.prover = Prover(access.secret, export_id)
         listener = _listen(access.host)
         port: int = listener.getsockname()[1]
-        self._descriptor = msgspec.msgpack.encode(
+        self.descriptor = msgspec.msgpack.encode(
             TcpDescriptor(access.host, port, export_id, access.encrypts)
         )
         self._server = StreamServer(listener, self._admit, self._serve, "kv-tcp-export")
-
-    @property
-    def descriptor(self) -> bytes:
-        return self._descriptor
 
     def close(self) -> None:
         self._server.close()

@@ -19,7 +19,7 @@ class _Part(NamedTuple):
 
 
 class KVMemory:
-    """A `BlockMemory` over tensors in this process's own memory.
+    """The KV tensors of one rank, in this process's own memory.
 
     Copies by `memmove`, which lets other threads run: the one that computes does not wait.
     """

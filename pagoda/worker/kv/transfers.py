@@ -17,7 +17,6 @@ from contextlib import suppress
 from queue import Empty, PriorityQueue
 from typing import NamedTuple
 
-from pagoda.kv.connector import BlockMemory
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import ObjectError, ObjectUnreadableError
 from pagoda.messages.transfers import (
@@ -30,7 +29,7 @@ from pagoda.messages.transfers import (
     TransferPlace,
 )
 from pagoda.worker.kv.host_arena import HostArena
-from pagoda.worker.kv.memory import copy_bytes
+from pagoda.worker.kv.memory import KVMemory, copy_bytes
 from pagoda.worker.kv.steps import Steps
 
 NUM_READERS = 2
@@ -117,7 +116,7 @@ class Transfers:
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: KVMemory,
         arena: HostArena | None,
         files: ObjectFiles | None,
         on_end: Callable[[], None],

@@ -5,125 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 from fragment_files import read_fragments
-from worker_double import kv_rank
+from worker_group import NAMES, PAIR, PLAN, SQUARE, MakeExecutor, assert_gone, next_event, pids
 
 from pagoda.engine.config import SimConfig
 from pagoda.executor import group
 from pagoda.executor.base import ExecutorEvent, WorkerLost
 from pagoda.executor.group import GroupExecutor
-from pagoda.executor.local import LocalLauncher, LocalWorkers
 from pagoda.executor.sim import SimExecutor
-from pagoda.ipc.clock import Clock, MonotonicClock, VirtualClock
+from pagoda.ipc.clock import MonotonicClock, VirtualClock
 from pagoda.ipc.curve import encrypt_client, new_keys
-from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import TraceStopped
 from pagoda.messages.transfers import (
-    DeviceBlocks,
-    HostSlots,
-    KVDirectory,
-    KVPeer,
-    RemoteBlocks,
-    Transfer,
-    TransferEnd,
     TransferLink,
 )
 from pagoda.messages.worker import (
     PROTOCOL_VERSION,
-    SlotStart,
     StepPlan,
     StepResult,
     WorkerFailed,
     WorkerReady,
 )
-from pagoda.messages.worker_config import CurveKeys, KVHandoffConfig, Role, WorkerConfig
+from pagoda.messages.worker_config import CurveKeys, WorkerConfig
 from pagoda.parallel.config import ParallelConfig, RankPlace
 from pagoda.telemetry.tracer import TraceLevel, TraceSession
 from pagoda.worker.engine_link import EngineLink
-
-PLAN = StepPlan(
-    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SamplingParams(seed=1, max_tokens=4))]
-)
-PAIR = ParallelConfig(tensor_parallel_size=2)
-SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-NAMES = ["worker pp0 tp0", "worker pp0 tp1", "worker pp1 tp0", "worker pp1 tp1"]
-
-MakeExecutor = Callable[..., GroupExecutor]
-
-
-@pytest.fixture(params=["ipc", "tcp"])
-def make_executor(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakeExecutor]:
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
-    address = f"ipc://{tmp_path / 'w'}" if request.param == "ipc" else "tcp://127.0.0.1"
-    made: list[GroupExecutor] = []
-
-    def make(
-        model: str,
-        parallel: ParallelConfig | None = None,
-        step_timeout_s: float = 30.0,
-        start_timeout_s: float = 30.0,
-        clock: Clock | None = None,
-        kv_host_bytes: int = 0,
-        kv_disk_path: str | None = None,
-        kv_handoff: KVHandoffConfig | None = None,
-    ) -> GroupExecutor:
-        executor = GroupExecutor(
-            WorkerConfig(
-                model=model,
-                parallel=parallel or ParallelConfig(),
-                kv_host_bytes=kv_host_bytes,
-                kv_disk_path=kv_disk_path,
-                kv_handoff=kv_handoff,
-            ),
-            LocalLauncher("worker_double"),
-            address=address,
-            step_timeout_s=step_timeout_s,
-            start_timeout_s=start_timeout_s,
-            clock=clock or MonotonicClock(),
-        )
-        made.append(executor)
-        executor.start()
-        return executor
-
-    yield make
-    for executor in made:
-        executor.close()
-
-
-def next_event(executor: GroupExecutor) -> ExecutorEvent:
-    """Sleeps as the engine does: in one poll, woken by the executor's own sources and deadline."""
-    clock = MonotonicClock()
-    while True:
-        events = executor.poll()
-        if events:
-            assert len(events) == 1
-            return events[0]
-        wakeup = executor.next_event_at()
-        timeout_ms = 20_000 if wakeup is None else max(0, int((wakeup - clock.now()) * 1000) + 1)
-        assert (
-            zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], timeout_ms) or wakeup
-        ), "no event"
-
-
-def pids(executor: GroupExecutor) -> dict[str, int]:
-    workers = executor.workers
-    assert isinstance(workers, LocalWorkers)
-    return workers.pids
-
-
-def assert_gone(several: Sequence[int]) -> None:
-    for pid in several:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
 
 # ---- one worker
 
@@ -238,7 +150,7 @@ def test_one_rank_answers_for_all(make_executor: MakeExecutor) -> None:
     executor.submit(PLAN)
     first = next_event(executor)
     assert isinstance(first, StepResult)
-    executor.submit(StepPlan(1, [0], [1], appended=[(0, first.token_ids[0])]))
+    executor.submit(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0])]))
     second = next_event(executor)
     assert isinstance(second, StepResult)
     assert (first.step, second.step) == (0, 1)
@@ -332,156 +244,6 @@ def test_a_rank_that_cannot_start_ends_the_start(
     assert next_event(executor) == loss
     assert_gone(started)
     assert executor.pollables() == []
-
-
-# ---- transfers
-
-
-def transfer(number: int, generation: int = 0) -> Transfer:
-    """Of four blocks."""
-    slots = list(range(4 * number, 4 * number + 4))
-    return Transfer(number, generation, DeviceBlocks([3, 1, 2, 0]), HostSlots(slots))
-
-
-def with_tiers(make_executor: MakeExecutor, model: str, **options: object) -> GroupExecutor:
-    """Two ranks that are ready."""
-    executor = make_executor(model, PAIR, kv_host_bytes=1, **options)
-    assert isinstance(next_event(executor), WorkerReady)
-    return executor
-
-
-def test_tiers_of_all_ranks_are_told_as_one(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", SQUARE, kv_host_bytes=1, kv_disk_path="/kv")
-    ready = next_event(executor)
-    assert isinstance(ready, WorkerReady)
-    assert ready.kv_host_slots == 13  # what the rank with the least room has
-    assert ready.kv_directories == tuple(
-        KVDirectory(f"/kv/rank{rank}", 4096 + rank) for rank in range(4)
-    )
-
-
-def test_workers_without_tiers_have_one_connection(make_executor: MakeExecutor) -> None:
-    ready = next_event(make_executor("obeys", PAIR))
-    assert isinstance(ready, WorkerReady)
-    assert (ready.kv_host_slots, ready.kv_directories) == (0, ())
-
-
-def test_a_transfer_of_one_worker_ends(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", kv_host_bytes=1)
-    next_event(executor)
-    executor.submit_transfers([transfer(0, generation=5)])
-    assert next_event(executor) == TransferEnd(0, 5)
-
-
-def test_a_transfer_ends_once_when_all_ranks_have_ended_it(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "ends-late@1")
-    for number in range(3):
-        executor.submit_transfers([transfer(number)])
-        if number > 0:  # rank 0 has ended this one as well
-            assert next_event(executor) == TransferEnd(number - 1, 0)
-    assert executor.next_event_at() is not None, "the last is under way on rank 1"
-
-
-def test_transfers_go_on_beside_steps(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "ends-late")
-    executor.submit_transfers([transfer(0)])
-    executor.submit(PLAN)
-    assert isinstance(next_event(executor), StepResult)
-    executor.submit_transfers([transfer(1)])
-    assert next_event(executor) == TransferEnd(0, 0)
-
-
-def test_a_block_that_one_rank_has_not_copied_has_failed(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "fails-copying@1")
-    executor.submit_transfers([transfer(0)])
-    assert next_event(executor) == TransferEnd(0, 0, [1, 3], "rank 1 has no room")
-
-
-def test_failures_of_all_ranks_are_told_together(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "fails-copying")
-    executor.submit_transfers([transfer(0)])
-    assert next_event(executor) == TransferEnd(0, 0, [0, 1, 3], "rank 0 has no room")
-    assert executor.next_event_at() is None
-
-
-@pytest.mark.parametrize("model", ["ends-twice@1", "ends-twice", "ends-what-nobody-began"])
-def test_ends_of_nothing_under_way_are_not_told(make_executor: MakeExecutor, model: str) -> None:
-    executor = with_tiers(make_executor, model)
-    for number in range(3):
-        executor.submit_transfers([transfer(number)])
-        assert next_event(executor) == TransferEnd(number, 0)
-    assert executor.next_event_at() is None
-
-
-@pytest.mark.parametrize("model", ["never-ends", "never-ends@1"])
-def test_a_transfer_that_hangs_is_the_end_of_all(make_executor: MakeExecutor, model: str) -> None:
-    executor = with_tiers(make_executor, model, step_timeout_s=0.2)
-    started = list(pids(executor).values())
-    executor.submit_transfers([transfer(0)])
-    assert next_event(executor) == WorkerLost("no KV transfer ended within 0.2 s")
-    assert_gone(started)
-    assert executor.next_event_at() is None
-
-
-def test_transfers_of_lost_workers_are_forgotten(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "dies-copying@1")
-    executor.submit_transfers([transfer(0)])
-    assert next_event(executor) == WorkerLost("worker pp0 tp1 was killed by SIGKILL")
-    executor.start(num_blocks=7)
-    assert isinstance(next_event(executor), WorkerReady)
-    assert executor.next_event_at() is None
-
-
-def test_a_rank_whose_link_hangs_up_is_lost(make_executor: MakeExecutor) -> None:
-    executor = with_tiers(make_executor, "hangs-up-copying@1")
-    events: list[ExecutorEvent] = []
-    for number in range(12):  # until the engine's socket has noticed, and a second more
-        executor.submit_transfers([transfer(number)])
-        time.sleep(0.2)
-        events += executor.poll()
-        if events:
-            break
-    assert events == [WorkerLost("worker pp0 tp1 hung up")]
-
-
-HANDOFF = KVHandoffConfig(role=Role.BOTH, transports=("tcp",), host="127.0.0.1", secret=b"s")
-
-
-def test_kv_of_all_ranks_is_described_in_their_order(make_executor: MakeExecutor) -> None:
-    ready = next_event(make_executor("obeys", SQUARE, kv_handoff=HANDOFF))
-    assert isinstance(ready, WorkerReady)
-    assert ready.kv_ranks == tuple(kv_rank(rank) for rank in range(4))
-    assert ready.kv_digest == "KV"
-
-
-def test_ranks_whose_kv_means_something_else_do_not_start(make_executor: MakeExecutor) -> None:
-    loss = next_event(make_executor("means-other@1", PAIR, kv_handoff=HANDOFF))
-    assert isinstance(loss, WorkerLost)
-    assert loss.is_user_error
-    assert "does not mean the same" in loss.reason
-
-
-def test_workers_are_told_of_peers(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", PAIR, kv_handoff=HANDOFF)
-    next_event(executor)
-    transfers = [
-        Transfer(number, 0, RemoteBlocks("p", [5]), DeviceBlocks([7])) for number in range(3)
-    ]
-    executor.submit_transfers(
-        [transfers[0]], added_peers=[KVPeer(peer_id="p", ranks=(kv_rank(0),))]
-    )
-    assert next_event(executor) == TransferEnd(0, 0)
-    executor.submit_transfers([transfers[1]], removed_peers=["p"])
-    assert next_event(executor) == TransferEnd(1, 0)
-    executor.submit_transfers([transfers[2]])
-    assert next_event(executor) == TransferEnd(2, 0, [0], "who is that?")
-
-
-def test_nobody_takes_transfers_before_the_start(make_executor: MakeExecutor) -> None:
-    executor = make_executor("obeys", kv_host_bytes=1)
-    executor.close()
-    with pytest.raises(RuntimeError, match="without a worker"):
-        executor.submit_transfers([transfer(0)])
 
 
 # ---- who is heard

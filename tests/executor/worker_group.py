@@ -1,0 +1,56 @@
+"""What tests of `GroupExecutor` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+import zmq
+
+from pagoda.executor.base import ExecutorEvent
+from pagoda.executor.group import GroupExecutor
+from pagoda.executor.local import LocalWorkers
+from pagoda.ipc.clock import MonotonicClock
+from pagoda.messages.sampling_params import SamplingParams
+from pagoda.messages.worker import (
+    SlotStart,
+    StepPlan,
+)
+from pagoda.parallel.config import ParallelConfig
+
+PLAN = StepPlan(
+    0, [0], [3], [SlotStart(0, [1, 2, 3], 3, 0, [0], SamplingParams(seed=1, max_tokens=4))]
+)
+PAIR = ParallelConfig(tensor_parallel_size=2)
+SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+NAMES = ["worker pp0 tp0", "worker pp0 tp1", "worker pp1 tp0", "worker pp1 tp1"]
+
+MakeExecutor = Callable[..., GroupExecutor]
+
+
+def next_event(executor: GroupExecutor) -> ExecutorEvent:
+    """Sleeps as the engine does: in one poll, woken by the executor's own sources and deadline."""
+    clock = MonotonicClock()
+    while True:
+        events = executor.poll()
+        if events:
+            assert len(events) == 1
+            return events[0]
+        wakeup = executor.next_event_at()
+        timeout_ms = 20_000 if wakeup is None else max(0, int((wakeup - clock.now()) * 1000) + 1)
+        assert (
+            zmq.zmq_poll([(s, zmq.POLLIN) for s in executor.pollables()], timeout_ms) or wakeup
+        ), "no event"
+
+
+def pids(executor: GroupExecutor) -> dict[str, int]:
+    workers = executor.workers
+    assert isinstance(workers, LocalWorkers)
+    return workers.pids
+
+
+def assert_gone(several: Sequence[int]) -> None:
+    for pid in several:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,95 @@
+"""A router's connection to one host, over real sockets; the host is a socket that a test answers at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import zmq.asyncio
+from linked_hosts import KEYS
+
+from pagoda.errors import ConfigError, EngineDeadError, EngineLostError
+from pagoda.frontend.endpoint import ReplicaState
+from pagoda.frontend.host_client import HostClient, Identity
+from pagoda.ipc.curve import encrypt_server, start_authenticator
+from pagoda.messages.frontend import EngineFailed, EngineReady, GenerateRequest
+from pagoda.messages.hosts import HostMessage
+from pagoda.messages.sampling_params import SamplingParams
+
+ROUTER = Identity("router", "m", "digest", is_router=True)
+READY = EngineReady(
+    max_model_len=64,
+    vocab_size=8,
+    num_blocks=8,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_waiting=8,
+    summary="silent",
+)
+
+
+class Host:
+    """The other end of a `HostClient`."""
+
+    def __init__(self, **options: float) -> None:
+        self.context = zmq.Context()
+        start_authenticator(self.context, KEYS)
+        self.socket = zmq.asyncio.Socket(self.context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        encrypt_server(self.socket, KEYS)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        self.client = HostClient(self.context, self.address, KEYS, ROUTER, **options)
+
+    async def answer(self, payload: HostMessage | bytes) -> None:
+        """Answers the next message of the router."""
+        router, _ = await self.socket.recv_multipart()
+        if not isinstance(payload, bytes):
+            payload = msgspec.msgpack.encode(payload)
+        await self.socket.send_multipart([router, payload])
+
+
+@asynccontextmanager
+async def host(**options: float) -> AsyncIterator[Host]:
+    peer = Host(**options)
+    try:
+        yield peer
+    finally:
+        await peer.client.close()
+        peer.socket.close()
+        peer.context.term()
+
+
+async def test_a_host_that_hangs_is_lost_though_its_sockets_answer_heartbeats() -> None:
+    async with host(hang_timeout_s=0.4) as peer:
+        await asyncio.gather(peer.client.start(), peer.answer(READY))
+        request = GenerateRequest(
+            request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2)
+        )
+        stream = peer.client.generate(request)
+        with pytest.raises(EngineLostError, match=r"host at .* did not answer for 0.4 s"):
+            await anext(stream)
+        assert peer.client.state is ReplicaState.FAILED
+        assert "did not answer" in str(await peer.client.wait_failed())
+
+
+async def test_a_host_that_does_not_say_hello_is_given_up() -> None:
+    async with host(hello_timeout_s=0.05) as peer:
+        with pytest.raises(EngineDeadError, match="does not answer; it is not there"):
+            await peer.client.start()
+
+
+async def test_a_host_that_refuses_the_router_says_why() -> None:
+    async with host() as peer:
+        refusal = EngineFailed("Another model.", is_user_error=True)
+        with pytest.raises(ConfigError, match="Another model"):
+            await asyncio.gather(peer.client.start(), peer.answer(refusal))
+
+
+async def test_a_host_that_sends_nonsense_is_given_up() -> None:
+    async with host() as peer:
+        with pytest.raises(EngineDeadError, match="sent what is not a message"):
+            await asyncio.gather(peer.client.start(), peer.answer(b"nonsense"))
