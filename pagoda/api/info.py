@@ -103,7 +103,7 @@ async def tokenize(context: RequestContext) -> web.StreamResponse:
         "tokens": token_ids,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [generator.text.tokenizer.token(i) for i in token_ids]
+        answer["token_strs"] = await generator.spell(token_ids)
     return context.json(answer)
 
 

@@ -298,15 +298,12 @@ def _tiers(report: LoadReport) -> list[TierState]:
 
 
 def _replica(replica: ReplicaLoad) -> ReplicaState:
+    state = ReplicaState(name=replica.name, state=replica.state, num_requests=replica.num_requests)
     report = replica.report
     if report is None:
-        return ReplicaState(
-            name=replica.name, state=replica.state, num_requests=replica.num_requests
-        )
-    return ReplicaState(
-        name=replica.name,
-        state=replica.state,
-        num_requests=replica.num_requests,
+        return state
+    return msgspec.structs.replace(
+        state,
         num_running=report.num_running,
         num_waiting=report.num_waiting + report.num_awaiting_kv,
         num_blocks=report.num_blocks,

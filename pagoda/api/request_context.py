@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -89,30 +89,27 @@ class RequestContext:
             return parse_body(body, kind)
         return await generator.long_texts.run(lambda: parse_body(body, kind))
 
-    def json(self, value: object, *, status: int = 200) -> web.Response:
+    def json(self, value: object) -> web.Response:
         """An answer in one piece."""
-        return web.Response(
-            body=msgspec.json.encode(value),
-            status=status,
-            content_type="application/json",
-            headers={"X-Request-Id": self.request_id},
-        )
+        return self._response(msgspec.json.encode(value), "application/json")
 
     def text(self, text: str, content_type: str) -> web.Response:
         """An answer in one piece, of a type with its parameters such as `text/plain; version=0.0.4`."""
-        return web.Response(
-            body=text.encode(),
-            headers={"Content-Type": content_type, "X-Request-Id": self.request_id},
-        )
+        return self._response(text.encode(), content_type)
 
     def error(self, error: ApiError) -> web.Response:
         """An answer that is an error."""
-        return web.Response(
-            body=error.encode(),
-            status=error.status,
-            content_type="application/json",
-            headers={"X-Request-Id": self.request_id, **error.headers},
-        )
+        return self._response(error.encode(), "application/json", error.status, error.headers)
+
+    def _response(
+        self,
+        body: bytes,
+        content_type: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> web.Response:
+        own = {"Content-Type": content_type, "X-Request-Id": self.request_id}
+        return web.Response(body=body, status=status, headers={**own, **(headers or {})})
 
     async def stream(self, produce: Callable[[EventStream], Awaitable[None]]) -> web.StreamResponse:
         """An answer as events. Errors before the first event are raised; later errors become an `error` event."""

@@ -1,4 +1,4 @@
-"""Which request computes how many tokens in the next step.
+"""Plans of steps: the requests that compute in the next step, and their numbers of tokens.
 
 There is no prefill phase and no decode phase. A request has tokens and computed tokens; a step gives each
 chosen request some of those not yet computed, within a token budget. Chunked prefill, prefix hits, preemption
@@ -30,7 +30,7 @@ _BLOCKED_STEPS = 16
 """Steps after which a request that did not fit is looked at again, when nothing became free."""
 
 _NO_KEY: OrderKey = (-(2**63), -1)
-"""In front of every order key."""
+"""A key that sorts in front of every order key."""
 
 
 class _Blocked(NamedTuple):
@@ -44,7 +44,7 @@ class _Blocked(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """What the scheduler has done since the start."""
+    """Sums since the start, under the names of the fields of `LoadReport`."""
 
     num_steps: int = 0
     """Steps whose results were applied."""
@@ -82,7 +82,7 @@ class Batcher:
         self._quarantine = quarantine
         self._blocked: _Blocked | None = None
         self._last_was_decodes = False
-        """With `mixed_steps` off: the kind of the last step."""
+        """The kind of the last step, where `mixed_steps` is off."""
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing that can be computed now."""
@@ -102,13 +102,13 @@ class Batcher:
         return None
 
     def _kinds(self) -> tuple[bool | None, ...]:
-        """What the step may hold: anything, or where steps are of one kind, single tokens and chunks in turn."""
+        """Kinds to try for the step: None for any tokens; else single tokens (True) and chunks (False) in turn."""
         if self._limits.mixed_steps:
             return (None,)
         return (not self._last_was_decodes, self._last_was_decodes)
 
     def _max_decodes(self) -> int:
-        """How many decoding requests the step may take, so that every stage gets an equal part of them.
+        """The most decoding requests in the step, so that every stage gets an equal part of them.
 
         0 while as many parts are in flight as there are stages: requests left over join a part that comes back,
         since a step costs much that does not depend on its size.

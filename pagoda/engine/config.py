@@ -1,4 +1,4 @@
-"""What an engine is told at its start. One frozen value, checked once, written as msgpack to the process."""
+"""The configuration of an engine: one frozen value, checked once, written as msgpack to the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True):
-    """Where the engines of a server publish what happens to their cached blocks.
+    """The address at which the engines of a server publish events of their cached blocks.
 
     Of n replicas, replica i publishes at `port + i` and answers requests for a replay at `port + n + i`.
     """
@@ -60,7 +60,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
 
 
 class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where blocks are kept besides the device. At least one tier has room for some."""
+    """Places for blocks besides the device. At least one tier has room for some."""
 
     host_bytes: int = 0
     """Memory of all workers of all replicas together; each has an equal part of it."""
@@ -79,10 +79,10 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     """The address of this host at which other engines reach it."""
     port: int = 0
-    """Of the door of the first replica, the next one is that of the second, and so on; 0 takes free ones."""
+    """Port of the first replica's listener; each further replica takes the next one. 0 takes free ports."""
     keys: CurveKeys
     lease_s: float = 30.0
-    """How long KV is held for someone who says nothing."""
+    """Seconds for which KV is held for an engine that says nothing."""
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     executor: str = "local"
     """`local` (worker processes), `ray` (workers on a cluster) or `sim` (a cost model, no weights)."""
     ray_address: str | None = None
-    """Of the cluster, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host has joined."""
+    """Address of the cluster, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host has joined."""
     sim: SimConfig = SimConfig()
     max_num_seqs: int = 256
     """The most requests that run at once."""
@@ -126,8 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     handoff: HandoffConfig | None = None
     """None neither holds KV for other engines nor fetches it."""
     fail_on_load_failure: bool = False
-    """Whether a request fails when KV that was found for it, or is said to be at its source, cannot be loaded;
-    else it is computed."""
+    """True if a request fails when KV that was found for it, or is said to be at its source, cannot be loaded;
+    False computes the KV."""
     engine_timeout_s: float = 30.0
     """Seconds of silence after which the frontend kills an engine that owes an answer, and starts another."""
     step_timeout_s: float = 300.0
@@ -135,4 +135,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_start_timeout_s: float = 600.0
     """Seconds without progress after which workers that start are killed and started again."""
     trace: StartTrace | None = None
-    """What is being traced when the engine starts."""
+    """The trace that runs when the engine starts."""

@@ -30,7 +30,7 @@ _MAX_UNSENT = 1000
 _BATCHES_PER_TURN = 64
 _REQUESTS_PER_TURN = 16
 _MAX_REQUEST_BYTES = 4096
-"""Whoever sends more is disconnected."""
+"""A client that sends more is disconnected."""
 
 
 class KVEventPublisher:
@@ -74,7 +74,7 @@ class KVEventPublisher:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether `replay` has more to do without any new request."""
+        """True if `replay` has more to do without any new request."""
         return bool(self._replays)
 
     def publish(self, events: Sequence[KVEvent]) -> None:

@@ -26,7 +26,7 @@ _order_key = attrgetter("order_key")
 
 
 class LoadStart(Enum):
-    """What becomes of a request for which there is room."""
+    """Outcomes for a request for which there is room."""
 
     AWAITING = auto()
     """A place for KV has yet to answer."""

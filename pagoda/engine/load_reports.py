@@ -1,4 +1,4 @@
-"""When an engine reports its load without being asked."""
+"""Load reports that an engine sends without being asked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoadReportSchedule:
         self._num_steps = 0
         """Steps that were reported."""
         self._is_worker_ready = True
-        """As reported; `EngineReady` reports that there is a worker."""
+        """Value in the last report; `EngineReady` counts as one that is True."""
         self._due_at: float | None = None
 
     def is_due(self, num_steps: int, *, is_worker_ready: bool) -> bool:

@@ -83,9 +83,9 @@ class EngineProcess:
         self._routes = RequestRoutes()
         self._tracer = Tracer(f"engine dp{config.worker.place.dp}")
         self._clocks: ClockComparison | None = None
-        """With the frontend that asked for a trace, as long as it takes."""
+        """The comparison with the frontend that asked for a trace; None when it is done."""
         self._stops_trace = False
-        """Whether the trace is to end as soon as clocks are compared."""
+        """True if the trace is to end as soon as clocks are compared."""
         self._stopping = False
 
     def run(self) -> None:
@@ -264,7 +264,7 @@ class EngineProcess:
         self._send_chunks(answer)
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
-        """Those of this host, with the memory that they take now."""
+        """Processes on this host, with the memory that they take now."""
         pids = {self._tracer.role: os.getpid(), **self._executor.pids()}
         return tuple(
             ProcessMemory(role, pid, resident_bytes)

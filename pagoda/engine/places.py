@@ -1,4 +1,4 @@
-"""Where requests are: in line, running in a slot, or loading; and the blocks that they still need."""
+"""Places of requests: in line, running in a slot, or loading; and the blocks that they still need."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Places:
         self._kv = kv
         self._max_num_seqs = max_num_seqs
         self.running: list[Request] = []
-        """In order."""
+        """Sorted by `order_key`."""
         self.waiting = WaitingQueue()
         self._num_loading = 0
         self._num_reserved_blocks = 0
@@ -45,7 +45,7 @@ class Places:
 
     @property
     def reserved(self) -> Reserved:
-        """What the requests that run or load keep."""
+        """Sequences and blocks that running and loading requests keep."""
         return Reserved(len(self.running) + self._num_loading, self._num_reserved_blocks)
 
     @property

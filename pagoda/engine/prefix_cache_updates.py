@@ -15,9 +15,9 @@ from pagoda.kv.block_pool import BlockPool
 from pagoda.messages.frontend import PrefixCacheUpdate
 
 INTERVAL_S = 0.05
-"""From one piece of news to the next; after a longer pause they come at once."""
+"""Seconds between two updates; after a longer pause an update is sent at once."""
 MAX_KEYS = 8192
-"""In one piece of news, which takes some milliseconds to put together; what is left comes with the next."""
+"""Most keys in one update, which takes some milliseconds to put together; what is left comes with the next."""
 
 
 class CacheReporter:
@@ -28,7 +28,7 @@ class CacheReporter:
         self._pools = pools
         self._clock = clock
         self._untold: dict[bytes, dict[bytes, None]] = {}
-        """By frontend, keys of which it may believe something else than what holds, longest ago first."""
+        """Keys changed since the last update sent to each frontend, oldest first."""
         self._newcomers: set[bytes] = set()
         self._next_at = clock.now()
 
@@ -41,7 +41,7 @@ class CacheReporter:
         self._newcomers.add(frontend)
 
     def drain(self) -> list[tuple[bytes, PrefixCacheUpdate]]:
-        """What is to be told now, and whom."""
+        """Updates that are due, each with its frontend."""
         if not self._has_news or self._clock.now() < self._next_at:
             return []
         self._next_at = self._clock.now() + INTERVAL_S
@@ -57,7 +57,7 @@ class CacheReporter:
         ]
 
     def next_event_at(self) -> float | None:
-        """When `drain` has something to give; None if there is nothing."""
+        """The instant at which `drain` returns an update; None if nothing has changed."""
         return self._next_at if self._has_news else None
 
     @property

@@ -22,12 +22,12 @@ def order_key(message: GenerateRequest, arrival: int) -> OrderKey:
 
 
 class RequestState(enum.Enum):
-    """Where a request is."""
+    """Stages of a request's life in the scheduler."""
 
     NEW = enum.auto()
-    """In no place yet."""
+    """The request has no place yet."""
     WAITING = enum.auto()
-    """In line for a slot. A preempted request waits again, with its tokens."""
+    """The request is in line for a slot. A preempted request waits again, with its tokens."""
     AWAITING_KV = enum.auto()
     """Another place for KV has not answered yet whether it has some; the request holds no blocks."""
     LOADING = enum.auto()
@@ -87,7 +87,7 @@ class Request:
         self.order_key = order_key
         self.state = RequestState.NEW
         self.added_at = added_at
-        """When the request came, in seconds on the engine's clock."""
+        """Arrival, in seconds on the engine's clock."""
         self.queue_time_s: float | None = None
         """Seconds until the first admission; None before it, and once it was sent to the frontend."""
         self.sampling = message.sampling
@@ -129,7 +129,7 @@ class Request:
 
         # KV from and for other places
         self.prefix: PrefixRequest | None = None
-        """What connectors were told of the request, from when it is queued until it is admitted."""
+        """Prefix that connectors know, from when the request is queued until it is admitted."""
         self.kv_source = message.kv_source
         """The engine to fetch KV from; None once that was tried, or there is no need."""
         self.load_tried = False
@@ -162,7 +162,7 @@ class Request:
         return self.state in (RequestState.AWAITING_KV, RequestState.LOADING)
 
     def finish_reason(self) -> tuple[FinishReason | None, int | None]:
-        """Why the last output token ends the answer, if it does, and the stop token if one was asked for."""
+        """Reason why the last output token ends the answer, if it does, and the stop token named by the client."""
         token_id, is_full = self.token_ids[-1], len(self.token_ids) >= self.max_total_tokens
         if not is_full and token_id not in self.end_token_ids:
             return None, None

@@ -1,4 +1,4 @@
-"""Which frontend each running request belongs to."""
+"""Routes of chunks: each running request belongs to one frontend."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class _Row:
     phase: str
     phase_began: int
     waits_as: str
-    """Its phase when it waits for a step: why it does."""
+    """The phase that waiting for a step counts as."""
     num_preemptions: int = 0
 
 

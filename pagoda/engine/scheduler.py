@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def reserved(self) -> Reserved:
-        """What the requests that run or load keep."""
+        """Sequences and blocks that running and loading requests keep."""
         return self._places.reserved
 
     @property
@@ -381,7 +381,7 @@ class Scheduler:
         ]
 
     def _wait_again(self, request: Request) -> None:
-        """What the request had computed, or waited for, is lost."""
+        """The request waits: its KV, or the KV on its way, is lost."""
         self._places.forget_computed(request)
         self._places.enter(request, RequestState.WAITING, is_lost=True)
 

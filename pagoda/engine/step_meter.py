@@ -1,4 +1,4 @@
-"""How large the steps of an engine are, and where their time goes."""
+"""Sizes of an engine's steps, and the time of each phase of a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tells those who look on how long steps took and what was in them. While nobody looks there is nothing to do.
+"""Statistics of steps for frontends that subscribe. Without a subscriber nothing is recorded.
 
-Steps that end close together are told as one, so that what is told in a second is bounded.
+Steps that end close together share a bin, so that the messages of one second are bounded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pagoda.messages.frontend import StepBin, StepStatistics
 from pagoda.messages.worker import StepPlan, StepResult
 
 INTERVAL_S = 0.5
-"""From one piece of news to the next; after a longer pause they come at once."""
+"""Seconds between two messages; after a longer pause a message is sent at once."""
 MAX_BINS = 64
-"""In one piece of news."""
+"""Most bins in one message."""
 BIN_S = INTERVAL_S / (MAX_BINS - 1)
 
 
 class _Planned(NamedTuple):
-    """What is in a step under way."""
+    """Contents of a step in flight."""
 
     num_prefill_tokens: int
     num_decode_tokens: int
@@ -34,10 +34,10 @@ class StepReporter:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._followers: set[bytes] = set()
-        self._planned: dict[int, _Planned] = {}
-        """By number, in their order. Those of lost workers stay until a later one ends."""
+        self.in_flight: dict[int, _Planned] = {}
+        """Steps in flight by number, in order. Steps of lost workers stay until a later step ends."""
         self._bins: dict[int, StepBin] = {}
-        """By when their steps ended, counted in `BIN_S`; `age_s` is that time until they are told."""
+        """Bins by the end of their steps, in units of `BIN_S`; until a bin is sent, `age_s` is that time."""
         self._next_at = clock.now()
 
     def follow(self, frontend: bytes) -> None:
@@ -47,7 +47,7 @@ class StepReporter:
     def unfollow(self, frontend: bytes) -> None:
         self._followers.discard(frontend)
         if not self._followers:
-            self._planned.clear()
+            self.in_flight.clear()
             self._bins.clear()
 
     def begin(self, plan: StepPlan) -> None:
@@ -55,17 +55,17 @@ class StepReporter:
         if not self._followers:
             return
         num_decodes = plan.num_tokens.count(1)
-        self._planned[plan.step] = _Planned(
+        self.in_flight[plan.step] = _Planned(
             sum(plan.num_tokens) - num_decodes, num_decodes, len(plan.slots)
         )
 
     def end(self, result: StepResult) -> None:
         """The result of a step is there."""
-        if not self._planned:
+        if not self.in_flight:
             return
-        for number in [number for number in self._planned if number < result.step]:
-            del self._planned[number]
-        planned = self._planned.pop(result.step, None)
+        for number in [number for number in self.in_flight if number < result.step]:
+            del self.in_flight[number]
+        planned = self.in_flight.pop(result.step, None)
         if planned is None:
             return
         now = self._clock.now()
@@ -77,7 +77,7 @@ class StepReporter:
             del self._bins[next(iter(self._bins))]
 
     def drain(self) -> list[tuple[bytes, StepStatistics]]:
-        """What is to be told now, and whom."""
+        """Messages that are due, each with its frontend."""
         now = self._clock.now()
         if not self._bins or now < self._next_at:
             return []
@@ -89,7 +89,7 @@ class StepReporter:
         return [(frontend, news) for frontend in self._followers]
 
     def next_event_at(self) -> float | None:
-        """When `drain` has something to give; None if there is nothing."""
+        """The instant at which `drain` returns a message; None if no step has ended."""
         return self._next_at if self._bins else None
 
 

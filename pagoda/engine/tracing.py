@@ -1,4 +1,4 @@
-"""What an engine writes into the trace: its loop, the steps under way, and the rows of requests."""
+"""The engine's part of a trace: its loop, the steps under way, and the rows of requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTERS_NS = 50_000_000
 
 
 class EngineTracing:
-    """Of one engine, on or off. What takes `began`, from `tracer.e2e()`, is called only if that is not 0."""
+    """Tracing of one engine. Methods with `began`, from `tracer.e2e()`, are called only if it is not 0."""
 
     def __init__(self, tracer: Tracer, max_in_flight: int) -> None:
         self.tracer = tracer
@@ -25,14 +25,14 @@ class EngineTracing:
         self._max_in_flight = max_in_flight
         self._step_rows: list[int] = []
         self._steps: dict[int, tuple[int, dict[str, Any]]] = {}
-        """Under way: when each was handed over, and what is said of it."""
+        """Steps in flight: when each was handed over, and its arguments in the trace."""
         self._scheduler: Scheduler | None = None
         self._steps_left: int | None = None
         self._number = 0
         """`StartTrace.number` of the trace."""
         self._awaits_workers = False
         self._workers_problems: list[str] = []
-        """Why fragments of workers lack something."""
+        """Reasons why fragments of workers lack something."""
         self._num_hit_tokens = 0
         self._counted_at: int | None = None
         self._counted_idle = False
@@ -170,7 +170,7 @@ class EngineTracing:
             self.tracer.span("step", handed_over, args, row=row, ended=ended)
 
     def count(self, scheduler: Scheduler) -> None:
-        """How many requests and blocks there are, if that was not said just now; and when no request is left."""
+        """Writes the numbers of requests and blocks, at most every 50 ms and when no request is left."""
         now, is_idle = self.tracer.clock_ns(), not scheduler.has_requests()
         is_recent = self._counted_at is not None and now - self._counted_at < _COUNTERS_NS
         if is_recent and (not is_idle or self._counted_idle):

@@ -14,7 +14,7 @@ _key = attrgetter("order_key")
 
 
 class Reserved(NamedTuple):
-    """What some requests keep, or will need."""
+    """Sequences and blocks that some requests keep, or will need."""
 
     num_seqs: int
     num_blocks: int
@@ -70,7 +70,7 @@ class WaitingQueue:
                 yield from chunk
 
     def ahead_of(self, key: OrderKey) -> Reserved:
-        """How many requests are in front of `key`, and the blocks they need."""
+        """Requests in front of `key`, and the blocks they need."""
         index = self._chunk_of(key)
         num_seqs = sum(len(chunk) for chunk in self._chunks[:index])
         num_blocks = sum(self._block_sums[:index])

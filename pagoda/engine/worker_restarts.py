@@ -1,4 +1,4 @@
-"""When lost workers are started again, and when the engine gives up."""
+"""Restarts of lost workers, and the point at which the engine gives up."""
 
 from __future__ import annotations
 

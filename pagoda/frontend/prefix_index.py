@@ -1,4 +1,4 @@
-"""What a dispatcher believes to be in the prefix cache of one replica.
+"""The blocks that a dispatcher believes to be in the prefix cache of one replica.
 
 Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.block_keys`) as a number.
 """
@@ -15,7 +15,7 @@ from pagoda.messages.frontend import PrefixCacheUpdate
 
 
 class Holders:
-    """Which replicas, by their numbers, have a block: a multimap that stores the only holder of a key bare."""
+    """The numbers of the replicas that have each block: a multimap that stores the only holder of a key bare."""
 
     def __init__(self) -> None:
         self._by_key: dict[int, int | set[int]] = {}
@@ -75,13 +75,13 @@ class PrefixIndex:
         self._sent_holders = Holders() if sent_holders is None else sent_holders
         self.told: set[int] = set()
         self.sent: OrderedDict[int, int] = OrderedDict()
-        """By key, the number of the last call of `add` with it."""
+        """The number of the last call of `add` by key."""
         self.num_running: dict[int, int] = {}
-        """By key, how many of the requests at the replica begin with it."""
+        """Requests at the replica that begin with each key."""
         self.num_added = 0
         """Calls of `add` so far."""
         self.ended: OrderedDict[int, int] = OrderedDict()
-        """By key that the last request with it has left in `sent`, the value of `num_updates` then; oldest
+        """Keys that the last request with them has left in `sent`, with `num_updates` at that time; oldest
         first."""
         self.num_updates = 0
         """Updates from the replica since its cache was last lost."""

@@ -153,6 +153,12 @@ class TextGenerator:
         work = partial(self.text.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self.long_texts.run(work) if len(token_ids) > LONG_TEXT_CHARS else work()
 
+    async def spell(self, token_ids: Sequence[int]) -> list[str]:
+        """The spelling of each token in the vocabulary."""
+        work = partial(map, self.text.tokenizer.token, token_ids)
+        is_long = len(token_ids) > LONG_TEXT_CHARS
+        return await self.long_texts.run(lambda: list(work())) if is_long else list(work())
+
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
 

@@ -123,7 +123,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     new_blocks: list[tuple[int, list[int]]] = []
     """(slot, block ids appended to its block table)."""
     freed_slots: list[int] = []
-    appended: list[tuple[int, int]] = []
+    new_tokens: list[tuple[int, int]] = []
     """(slot, token id) sampled by the last of several stages; the others learn of it here, before computing."""
 
 

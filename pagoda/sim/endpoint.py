@@ -70,15 +70,15 @@ class SimEndpoint:
         self._is_worker_ready = True
         self.connection = connection = EngineConnection("the engine", self._send, _now_ns)
         self.name = ""
-        self.watch = connection.watch
-        self.generate = connection.generate
         self.abort = connection.abort
-        self.load = connection.load
-        self.health = connection.health
         self.drain = connection.drain
+        self.generate = connection.generate
+        self.health = connection.health
+        self.load = connection.load
         self.subscribe_cache = connection.subscribe_cache
         self.subscribe_steps = connection.subscribe_steps
         self.wait_failed = connection.wait_failed
+        self.watch = connection.watch
 
     @property
     def limits(self) -> EngineReady:

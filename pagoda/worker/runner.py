@@ -80,7 +80,7 @@ class StageRunner:
         self._clock.start()
         batch = self._slots.batch
         self._slots.apply(plan)
-        for slot, token_id in plan.appended:
+        for slot, token_id in plan.new_tokens:
             batch.append(slot, token_id)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
         self._clock.ended("prepare")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operations import assert_linear
 
 from pagoda.api.protocol import ChatRequest, CompletionRequest, parse_body
 from pagoda.errors import InvalidRequestError
@@ -245,3 +247,39 @@ def test_whatever_comes_is_a_body_or_an_error_that_names_a_field(
 def test_whatever_bytes_come_are_a_body_or_an_error(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         parse_body(body, CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (rb'{"prompt": "a", "user": "", "prompt": "b"}', "prompt"),
+        (rb'{"prompt": "a", "\u0070rompt": "b"}', "prompt"),
+        (rb'{"prompt": "\\", "metadata": {"a\"": "x", "b": "", "a\"" : "y"}}', 'a"'),
+        (rb'{"prompt": "a", "metadata": {"\\": "", "\\": ""}}', "\\"),
+        (rb'{"metadata": {"a": "}"}, "prompt": "x", "metadata": {}}', "metadata"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(body: bytes, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is given twice") as caught:
+        parse_body(body, CompletionRequest)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"prompt": "prompt", "user": "\"prompt\": {", "metadata": {"prompt": "}", "a": "\\"}}',
+        rb'{"prompt": ["\"", ":", "\\\"", "{"], "metadata": {}}',
+        rb' { "prompt" : "a" , "stop" : [ ":" , "prompt" ] } ',
+    ],
+)
+def test_keys_that_only_look_as_if_they_were_given_twice(body: bytes) -> None:
+    assert parse_body(body, CompletionRequest).prompt
+
+
+def test_decoding_a_body_takes_linear_work() -> None:
+    def parse(size: int) -> Callable[[], object]:
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}] * size}).encode()
+        return lambda: parse_body(body, ChatRequest)
+
+    assert_linear(parse, [100, 200, 400])

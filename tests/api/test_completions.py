@@ -235,6 +235,18 @@ async def test_a_client_that_goes_away_aborts(serve_api, stream: bool, n: int) -
     assert sorted(api.endpoint.aborted) == sorted(r.request_id for r in api.endpoint.requests)
 
 
+async def test_a_client_of_http_1_0_gets_the_events_without_chunks(api) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    body = b'{"prompt": "hi", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+    writer.write(head + body)
+    _, _, events = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
+    writer.close()
+    *first, last, rest = events.split(b"\n\n")
+    assert text_of([json.loads(event.removeprefix(b"data: ")) for event in first]) == "ok"
+    assert (last, rest) == (b"data: [DONE]", b"")
+
+
 async def test_an_idle_stream_gets_comments(serve_api) -> None:
     api = await serve_api("ok", keep_alive_s=0.02)
     api.endpoint.pause_after = 1

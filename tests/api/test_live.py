@@ -46,11 +46,9 @@ async def until(condition) -> None:
 # ---- snapshots
 
 
-async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
-    zeros = await api.endpoint.load()
+async def test_a_snapshot_says_all_of_a_server(api) -> None:
     tier = TierLoad(name="host", num_blocks=3, num_total_blocks=8, is_indexed=False)
-    own = msgspec.structs.replace(
-        zeros,
+    own = LoadReport(
         num_running=2,
         num_waiting=1,
         num_awaiting_kv=4,
@@ -66,11 +64,7 @@ async def test_a_snapshot_says_all_of_a_server(api, monkeypatch) -> None:
     )
     ready = ReplicaLoad(name="0", state="ready", num_requests=2, weighed_tokens=9, report=own)
     gone = ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0)
-
-    async def load() -> LoadReport:
-        return msgspec.structs.replace(own, replicas=(ready, gone))
-
-    monkeypatch.setattr(api.endpoint, "load", load)
+    api.endpoint.report = msgspec.structs.replace(own, replicas=(ready, gone))
     async with watching(api) as snapshots:
         told = await anext(snapshots)
     assert told["started"] == api.service.created
@@ -95,12 +89,7 @@ async def test_replicas_that_are_not_told_one_by_one_are_counted(api, monkeypatc
         ReplicaLoad(name=name, state="starting", num_requests=0, weighed_tokens=0)
         for name in ("0", "1")
     )
-    report = msgspec.structs.replace(await api.endpoint.load(), replicas=(one, other))
-
-    async def load() -> LoadReport:
-        return report
-
-    monkeypatch.setattr(api.endpoint, "load", load)
+    api.endpoint.report = LoadReport(replicas=(one, other))
     async with watching(api) as snapshots:
         told = await anext(snapshots)
     assert [replica["name"] for replica in told["replicas"]] == ["0"]

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from debian_programs import debian_program
 from metrics_text import names, series, value
-from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.keys import ApiKeys
 from pagoda.api.request_metrics import HISTOGRAMS, RequestMetrics
@@ -47,18 +46,12 @@ async def scrape(api: Any, path: str = "/metrics") -> str:
     return answer.body.decode()
 
 
-async def report_with(api: Any, replicas: Sequence[ReplicaLoad] = (), **fields: Any) -> LoadReport:
-    """Lets the endpoint say this of one replica, and of others."""
-    zeros = await ScriptedEndpoint().load()
-    own = msgspec.structs.replace(zeros, **fields)
+def report_with(api: Any, replicas: Sequence[ReplicaLoad] = (), **fields: Any) -> Any:
+    """Makes the endpoint report `fields` of replica 0, and other replicas."""
+    own = LoadReport(**fields)
     first = ReplicaLoad(name="0", state="ready", num_requests=0, weighed_tokens=0, report=own)
-    whole = msgspec.structs.replace(own, replicas=(first, *replicas))
-
-    async def load() -> LoadReport:
-        return whole
-
-    api.endpoint.load = load
-    return whole
+    api.endpoint.report = msgspec.structs.replace(own, replicas=(first, *replicas))
+    return api.endpoint.report
 
 
 async def full_report(api: Any) -> None:
@@ -66,7 +59,7 @@ async def full_report(api: Any) -> None:
     counts = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
     counts[0], counts[2] = 3, 1
     steps = StepTotals(15, 5, counts, [3, 1], 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    await report_with(
+    report_with(
         api,
         tiers=TIERS,
         steps=steps,
@@ -81,7 +74,7 @@ async def full_report(api: Any) -> None:
 
 async def test_replicas(api) -> None:
     other = ReplicaLoad(name="1", state="starting", num_requests=0, weighed_tokens=0, num_losses=2)
-    await report_with(
+    report_with(
         api,
         [other],
         num_prompt_tokens=7,
@@ -107,13 +100,13 @@ async def test_replicas(api) -> None:
         found = series(text, f"pagoda_{name}_tokens_total")
         assert [(labels[label], count) for labels, count in found] == [("0", 4), ("1", 9)]
     assert [labels["replica"] for labels, _ in series(text, "pagoda_num_requests_running")] == ["0"]
-    await report_with(api)
+    report_with(api)
     assert "expert" not in await scrape(api)
 
 
 async def test_tiers(api) -> None:
     assert "kv_tier" not in await scrape(api)
-    await report_with(api, num_awaiting_kv=4, tiers=TIERS)
+    report_with(api, num_awaiting_kv=4, tiers=TIERS)
     text = await scrape(api)
     assert value(text, "pagoda_num_requests_awaiting_kv", replica="0") == 4
     expected = {
@@ -371,13 +364,9 @@ async def test_the_names_of_vllm(serve_api) -> None:
         headers = {"Authorization": f"Bearer {key}"}
         await api.post("/v1/completions", {"prompt": "hi", "max_tokens": 3}, headers=headers)
     fields = {"num_waiting": 2, "num_awaiting_kv": 1, "num_blocks": 8, "num_free_blocks": 2}
-    whole = await report_with(api, **fields)
-    whole = msgspec.structs.replace(whole, num_waiting=6)  # four of them at no replica
-
-    async def load() -> LoadReport:
-        return whole
-
-    api.endpoint.load = load
+    whole = report_with(api, **fields)
+    # Four of six waiting requests are at no replica.
+    api.endpoint.report = msgspec.structs.replace(whole, num_waiting=6)
     text = await scrape(api, "/metrics/vllm")
     engine = {"model_name": "tiny", "engine": "0"}
     assert value(text, "vllm:num_requests_waiting", **engine) == 3

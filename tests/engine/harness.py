@@ -1,4 +1,4 @@
-"""What the scheduler and engine tests share: requests, and an engine that runs in virtual time."""
+"""Shared by the tests of scheduler and engine: requests, and an engine that runs in virtual time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_request(
 
 
 def expected_tokens(request: GenerateRequest, max_model_len: int = 2**31) -> list[int]:
-    """What the simulated model answers, computed without any engine."""
+    """Tokens that the simulated model answers, computed without any engine."""
     sampling = request.sampling
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
@@ -93,6 +93,7 @@ class Harness:
         max_model_len: int = 64,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
+        max_num_waiting: int = 4096,
         prefix_caching: bool = True,
         num_stages: int = 1,
         wrap: Callable[[SimExecutor, VirtualClock], Executor] | None = None,
@@ -142,6 +143,7 @@ class Harness:
             sim=sim,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting=max_num_waiting,
             enable_prefix_caching=prefix_caching,
             kv_events=KVEventsConfig("127.0.0.1", 5557),
             kv_tiers=kv_tiers,
@@ -187,7 +189,7 @@ class Harness:
         return chunks
 
     def _apply_kv_events(self) -> None:
-        """Whoever applies the events knows exactly what is cached, after every step."""
+        """A subscriber that applies the events knows exactly what is cached, after every step."""
         batch = KVEventBatch(self.clock.now(), self.core.drain_kv_events(), 0)
         self.cached.apply(msgspec.msgpack.encode(batch))
         if self.core.ready is not None:
@@ -270,7 +272,7 @@ def check_books(scheduler: Scheduler) -> None:
 
 
 def check_sums(scheduler: Scheduler) -> None:
-    """What the scheduler counts as it goes is what there is."""
+    """The sums that the scheduler keeps are right."""
     requests = scheduler.requests.values()
     holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
     assert scheduler.reserved.num_seqs == len(holders)

@@ -40,14 +40,14 @@ class BatchOnTheWire(msgspec.Struct, array_like=True):
 
 
 class CacheView:
-    """What a subscriber that applies every event takes to be cached. Nothing may be stored or removed twice.
+    """State of a subscriber that applies every event takes to be cached. Nothing may be stored or removed twice.
 
     Only of what is on disk, all that was there before is not told, and may be removed.
     """
 
     def __init__(self) -> None:
         self.keys: set[bytes | int] = set()
-        """On the device."""
+        """Keys of blocks on the device."""
         self.host_keys: set[bytes | int] = set()
         self.disk_keys: set[bytes | int] = set()
         self.ranks: set[int | None] = set()

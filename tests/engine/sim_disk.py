@@ -86,7 +86,7 @@ class SimScanner:
         self._later(answer)
 
     def rescan(self) -> None:
-        """What is there is known from the first scan on."""
+        """Nothing to do: all objects are known from the first scan on."""
 
     def poll(self) -> list[News]:
         news: list[News] = []

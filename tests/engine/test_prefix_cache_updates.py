@@ -1,4 +1,4 @@
-"""Who asks is told soon, not too often and in the end exactly; who does not ask costs nothing."""
+"""A frontend that asks is told soon, not too often and in the end exactly; who does not ask costs nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reporter(*pools: BlockPool) -> tuple[VirtualClock, CacheReporter]:
 
 
 def store(pool: BlockPool, *keys: bytes) -> None:
-    """In blocks that may be evicted at once."""
+    """Tokens in blocks that may be evicted at once."""
     blocks = pool.allocate(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         pool.publish(block, key)

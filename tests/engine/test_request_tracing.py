@@ -1,4 +1,4 @@
-"""The rows of requests, by what their observer is told."""
+"""The rows of requests in a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 @dataclass
 class Seen:
-    """What rows show of a request."""
+    """Rows of a request."""
 
     request_id: str = "r"
     slot: int | None = 3

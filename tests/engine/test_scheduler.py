@@ -357,7 +357,7 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
     assert not scheduler.quarantined
 
 
-def test_strikes_are_forgotten_once_a_request_gets_further() -> None:
+def test_crash_counts_start_anew_once_a_request_gets_further() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     scheduler.add(make_request("a", list(range(8)), max_tokens=50))
     for _ in range(3 * MAX_CRASHES):
@@ -390,16 +390,16 @@ def test_decoding_requests_are_spread_over_the_stages() -> None:
 def test_stages_that_do_not_sample_are_told_what_was_sampled() -> None:
     scheduler = decoding(2, num_stages=2)
     first, second = plan_of(scheduler), plan_of(scheduler)
-    assert (first.appended, second.appended) == ([(0, 7)], [(1, 7)])
+    assert (first.new_tokens, second.new_tokens) == ([(0, 7)], [(1, 7)])
     scheduler.update(answer(first, first.slots, token_id=9))
-    assert plan_of(scheduler).appended == [(0, 9)]
+    assert plan_of(scheduler).new_tokens == [(0, 9)]
 
 
 def test_a_single_stage_is_told_nothing_and_runs_ahead() -> None:
     scheduler = decoding(2)
     plans = [plan_of(scheduler) for _ in range(3)]
     assert [plan.slots for plan in plans] == [[0, 1]] * 3
-    assert not any(plan.appended for plan in plans)
+    assert not any(plan.new_tokens for plan in plans)
 
 
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
@@ -421,7 +421,7 @@ def test_a_preempted_request_comes_back_with_all_its_tokens() -> None:
     scheduler.preempt(next(iter(scheduler.requests.values())))
     plan = plan_of(scheduler)
     assert [start.token_ids for start in plan.starts] == [[0, 1, 2, 7]]
-    assert plan.appended == []
+    assert plan.new_tokens == []
 
 
 def test_stages_work_at_the_same_time() -> None:
@@ -480,3 +480,18 @@ def test_waiting_after_a_preemption_is_not_waiting_for_the_first_step() -> None:
             told[chunk.request_id] += [] if chunk.queue_time_s is None else [chunk.queue_time_s]
     assert harness.scheduler.counters.num_preemptions > 0
     assert [len(times) for times in told.values()] == [1, 1]
+
+
+def test_only_requests_of_the_steps_in_flight_are_in_quarantine() -> None:
+    """A request that waits while the worker crashes again and again is not tried alone."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in ("a", "b", "waits", "waits too"):
+        scheduler.add(make_request(name, [ord(name[0]), len(name)]))
+    for _ in range(2):
+        plan_of(scheduler)
+        assert scheduler.recover() == []
+    counts = {name: request.crash_count for name, request in scheduler.requests.items()}
+    assert counts == {"a": 2, "b": 2, "waits": 0, "waits too": 0}
+    assert {request.request_id for request in scheduler.quarantined} == {"a", "b"}
+    alone = [plan_of(scheduler) for _ in range(2)]
+    assert [start.request_id for plan in alone for start in plan.starts] == ["a"]

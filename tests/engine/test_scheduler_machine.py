@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         scheduler.kv.pool.check()
         self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
-        assert self.cached.keys == scheduler.kv.pool._by_key.keys()
+        assert self.cached.keys == scheduler.kv.pool.keys()
         check_sums(scheduler)
         assert set(scheduler.requests) == set(self.requests)
         held: dict[int, int] = {}
@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(held) + scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
 
     def teardown(self) -> None:
-        """Whatever happened, everything that is left completes: nothing is stuck and nothing stays behind."""
+        """All requests that are left complete, nothing is stuck and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):

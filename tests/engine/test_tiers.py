@@ -23,7 +23,7 @@ DISK = KVTiersConfig(disk_path="/nowhere", disk_bytes=1000, disk_min_touches=1)
 
 
 class Fates:
-    """What becomes of transfers to the device, and all that were begun."""
+    """Fates of transfers to the device, and all transfers that were begun."""
 
     def __init__(self) -> None:
         self.load = TransferFate()
@@ -181,7 +181,7 @@ def test_a_preempted_request_is_loaded_rather_than_computed() -> None:
 
 
 def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed() -> None:
-    """What the request samples in such a step counts, though it has lost its blocks."""
+    """A sample of such a step counts, though its request has lost its blocks."""
     it = Tiered()
     it.fill_tiers()
     low = make_request("low", [9] * 40, max_tokens=20, priority=5)
@@ -414,7 +414,7 @@ def test_blocks_are_brought_nearer_as_soon_as_they_are_found_and_as_there_is_a_p
 
 
 def test_a_request_that_was_loaded_is_not_loaded_again_before_it_runs() -> None:
-    """Else two that evict each other's blocks would never run."""
+    """Two requests that evict each other's blocks would never run."""
     it = Tiered()
     it.fill_tiers()
     it.fates.load = TransferFate(failed=(0,))
@@ -470,13 +470,13 @@ def test_a_request_that_comes_while_there_is_no_worker_waits_prefetching() -> No
     assert it.num_cached("again") == 36
 
 
-def test_nobody_loads_while_a_request_is_tried_alone() -> None:
+def test_no_request_loads_while_another_is_in_quarantine() -> None:
     it = Tiered(disk=SimDisk(), kv_tiers=DISK)
     it.serve(document("a", 1))
-    suspect = make_request("suspect", [9] * 8, max_tokens=9)
-    it.add(suspect)
+    quarantined = make_request("quarantined", [9] * 8, max_tokens=9)
+    it.add(quarantined)
     for _ in range(2):
-        it.tick_until_started("suspect")
+        it.tick_until_started("quarantined")
         it.lose_the_worker()
         while not it.core.is_worker_ready:
             it.tick()
@@ -486,7 +486,7 @@ def test_nobody_loads_while_a_request_is_tried_alone() -> None:
     assert it.scheduler.quarantined
     assert it.core.load().num_awaiting_kv == 0
     it.run()
-    assert_complete(it, [suspect, again])
+    assert_complete(it, [quarantined, again])
     assert it.num_cached("again") == 36
     it.check_nothing_left()
 

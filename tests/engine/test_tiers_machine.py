@@ -249,7 +249,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert (request.prefix is None) == (request.slot is not None)
 
     def teardown(self) -> None:
-        """Whatever happened, everything that is left completes: nothing is stuck and nothing stays behind."""
+        """All requests that are left complete, nothing is stuck and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(2000):

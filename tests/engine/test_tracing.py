@@ -1,4 +1,4 @@
-"""What an engine writes of its steps and requests, in virtual time."""
+"""Events that an engine writes of its steps and requests, in virtual time."""
 
 from __future__ import annotations
 

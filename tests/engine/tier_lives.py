@@ -22,7 +22,7 @@ SEEDS_PER_TEST = 50
 
 
 class FaultyTransfers:
-    """Between engine and simulated worker: transfers are slow, fail, and end more than once."""
+    """A link between engine and simulated worker on which transfers are slow, fail, and end more than once."""
 
     def __init__(self, rng: random.Random, met: Counter[str]) -> None:
         self._rng = rng
@@ -91,7 +91,7 @@ class FaultyExecutor(MortalExecutor):
 
 
 class Life:
-    """What one seed made, and which faults it met."""
+    """One seed's engines, and the faults that they met."""
 
     def __init__(self, seed: int, *, host: bool, disk: bool) -> None:
         self.met: Counter[str] = Counter()
@@ -209,7 +209,6 @@ class Life:
             victim = rng.choice(alive)
         else:
             return
-        self.met["aborted after its load"] += victim in harness.tiers.ended
         harness.core.abort(victim)
         if rng.random() < 0.5:
             harness.step()

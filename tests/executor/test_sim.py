@@ -62,8 +62,8 @@ def test_stages_that_do_not_sample_must_be_told() -> None:
     with pytest.raises(ValueError, match="that the first stage does not know"):
         worker.execute(StepPlan(1, [0], [1]), 0.0)
     with pytest.raises(ValueError, match="was not what the last stage sampled"):
-        worker.execute(StepPlan(1, [0], [1], appended=[(0, first.token_ids[0] + 1)]), 0.0)
-    worker.execute(StepPlan(1, [0], [1], appended=[(0, first.token_ids[0])]), 0.0)
+        worker.execute(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0] + 1)]), 0.0)
+    worker.execute(StepPlan(1, [0], [1], new_tokens=[(0, first.token_ids[0])]), 0.0)
 
 
 def test_reading_another_sequences_kv_is_noticed() -> None:

@@ -47,6 +47,8 @@ class ScriptedEndpoint:
             summary="scripted",
             role=role,
         )
+        self.report: LoadReport | None = None
+        """Answers `load` if it is set."""
         self.requests: list[GenerateRequest] = []
         self.ended: list[str] = []
         self.aborted: list[str] = []
@@ -140,8 +142,7 @@ class ScriptedEndpoint:
         self.aborted.append(request_id)
 
     async def load(self) -> LoadReport:
-        zeros = {field.name: 0 for field in msgspec.structs.fields(LoadReport) if field.required}
-        return LoadReport(**{**zeros, "num_running": len(self.requests)})
+        return self.report or LoadReport(num_running=len(self.requests))
 
     async def health(self) -> Health:
         return self.healthy

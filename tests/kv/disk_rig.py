@@ -35,7 +35,7 @@ from pagoda.messages.worker import Capabilities, WorkerReady
 
 SIZE = 4
 UNIT = 100
-"""What a block takes on disk."""
+"""Bytes of a block on disk."""
 EPOCH = 1_900_000_000
 TOKENS = list(range(41 * SIZE))
 KEYS = prefix_keys(TOKENS, SIZE, None, 40)

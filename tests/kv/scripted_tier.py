@@ -1,4 +1,4 @@
-"""A connector that has what it is told to have, and remembers what it was asked."""
+"""A connector that has the blocks that a test gives it, and records its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScriptedTier:
         self.is_cache = True
         self.has: set[bytes] = set()
         self.is_unsure = False
-        """Whether it does not know what else it has."""
+        """The tier does not know yet if it has other blocks."""
         self.changed: set[str] = set()
         """Requests that `poll` names next."""
         self.stores = True

@@ -23,7 +23,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = DiskIndex()
         self.model: dict[tuple[int, bytes], tuple[int, int]] = {}
-        """To the time of the last use, and when the index learnt of it."""
+        """Time of the last use, and order in which the index learnt of it, by object."""
         self.steps = itertools.count()
         self.now = 1000
         for directory, size in SIZES.items():

@@ -1,4 +1,4 @@
-"""What may lie on disk: admission, pauses of writing, eviction, and the quota."""
+"""Policies of the disk tier: admission, pauses of writing, eviction, and the quota."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the disk tier removes to keep its quota, and what it does when writing fails."""
+"""The disk tier keeps its quota, and pauses when writing fails."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.live: list[tuple[BlockTable, list[int], list[int]]] = []
         """(table, tokens, [computed])"""
         self.contents: dict[int, list[int]] = {}
-        """What the device holds in each block: the whole prefix up to its last written cell."""
+        """Content of each block on the device: the whole prefix up to its last written cell."""
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def start(self, tokens: list[int]) -> None:

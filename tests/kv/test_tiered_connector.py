@@ -52,7 +52,7 @@ class Stack:
         return None if isinstance(found, PendingLookup) else found.num_blocks
 
     def load(self, count: int, start: int = 0, prefix: PrefixRequest = PREFIX) -> list[Transfer]:
-        """As a request does that holds the blocks only while it waits."""
+        """Loads like a request that holds the blocks only while it waits."""
         found = self.stack.lookup(prefix, start)
         assert not isinstance(found, PendingLookup)
         end = start + count
@@ -275,7 +275,7 @@ def test_a_block_that_is_gone_is_not_offered_again() -> None:
 
 
 def test_offers_wait_in_line_even_for_a_connector_that_wants_none() -> None:
-    """It counts them, in their order."""
+    """The connector counts them, in their order."""
     it = Stack()
     it.far.stores = False
     cached_blocks = cached_blocks_of(it.pool, 0, 12)

@@ -58,7 +58,7 @@ class FaultyNetwork:
 
 
 class Life:
-    """What one seed made, and which faults it met."""
+    """The lives that one seed makes, and the faults that they met."""
 
     def __init__(self, seed: int) -> None:
         self.met: Counter[str] = Counter()
@@ -214,7 +214,7 @@ class Life:
         engine.harness.step()
 
     def _states(self) -> dict[str, str]:
-        """Where each request of the decode engine stands."""
+        """State of each request of the decode engine."""
         engine = self._pair.decode
         states = {}
         for request_id, request in engine.harness.scheduler.requests.items():
@@ -275,7 +275,7 @@ class Life:
         )
 
     def _replace_decode(self) -> None:
-        """What was there goes on at another, with the tokens so far, as the frontend does."""
+        """Requests continue at another engine with the tokens so far, as the frontend lets them."""
         pair, old = self._pair, self._pair.decode
         self.met["decode engine replaced"] += 1
         self._note(old)

@@ -76,7 +76,7 @@ class Engine:
         return earliest([*instants, self.harness.core.next_wakeup()])
 
     def kill(self) -> None:
-        """Without a last word; others see that it hung up."""
+        """Ends the engine without a last message; others see that it hung up."""
         self.links.close()
         self.harness.core.executor.close()
 
@@ -127,7 +127,7 @@ class Pair:
         self.clock = VirtualClock()
         self.sent: list[Message] = []
         self.told_chunks: list[TokenChunk] = []
-        """By the last step of each."""
+        """Chunks of the last step of each engine."""
         self._fate = fate
         self._lateness = lateness
         self.network = SimNetwork(self.clock, self._remember)
@@ -140,7 +140,7 @@ class Pair:
         return self._fate(message)
 
     def told(self, kind: type[Message]) -> list[Any]:
-        """What was said of this kind."""
+        """Messages of this kind that were sent."""
         return [message for message in self.sent if isinstance(message, kind)]
 
     @property
@@ -155,7 +155,7 @@ class Pair:
         return news.kv_source
 
     def submit(self, request: GenerateRequest) -> KVSource:
-        """To both, as a router does."""
+        """Sends a request to both engines, as a router does."""
         source = self.hold(request)
         self.fetch(request, source)
         return source
@@ -183,12 +183,12 @@ class Pair:
         self.told_chunks = [chunk for engine in self.engines for chunk in engine.harness.step()]
 
     def run(self, max_ticks: int = 20_000) -> None:
-        """Until nothing happens any more."""
+        """Runs until nothing happens any more."""
         self.step()
         for _ in range(max_ticks):
             if not self.tick():
                 return
-        raise AssertionError("it goes on for ever")
+        raise AssertionError("the engines go on for ever")
 
     def run_until(self, condition: Callable[[], bool], max_ticks: int = 20_000) -> None:
         self.step()
@@ -196,7 +196,7 @@ class Pair:
             if condition():
                 return
             assert self.tick(), "it will never be so"
-        raise AssertionError("it goes on for ever")
+        raise AssertionError("the engines go on for ever")
 
     def check_nothing_left(self) -> None:
         for engine in self.engines:
@@ -208,7 +208,7 @@ def earliest(instants: Sequence[float | None]) -> float | None:
 
 
 def assert_consistent(remote: RemoteKV) -> None:
-    """Whoever is asked for is in both lists, once."""
+    """Every fetch is in both lists, once."""
     of_peers = [
         fetch for peer in remote.peers.by_address.values() for fetch in peer.fetches.values()
     ]

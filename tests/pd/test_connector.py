@@ -1,4 +1,4 @@
-"""What the decode engine's half says and believes, word by word."""
+"""Messages that the decode engine's half sends, and its answers to those that it receives."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_decode_aborts_and_prefill_lets_go_at_once(state) -> None:  # type: igno
 
 @pytest.mark.parametrize("why", ["too long", "already complete", "no room", "twice"])
 def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
-    pair = Pair()
+    pair = Pair(decode={"max_num_seqs": 1, "max_num_waiting": 0} if why == "no room" else {})
     pair.submit(make_request("before", documents(1)[0]))
     pair.run()
     request = make_request("r", PROMPT)
@@ -74,7 +74,7 @@ def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
             whole = expected_tokens(request)
             refused = msgspec.structs.replace(refused, output_token_ids=whole)
         case "no room":
-            core._config = msgspec.structs.replace(core._config, max_num_waiting=-8)
+            pair.decode.add(make_request("busy", documents(1)[0]))
         case "twice":
             pair.decode.add(request)
     core.add(refused)
@@ -306,7 +306,7 @@ def test_kv_of_another_prompt_is_not_used() -> None:
 
 
 def test_the_token_of_another_prompt_is_not_used() -> None:
-    """Its full blocks are the same, what is behind them is not."""
+    """Both prompts have the same full blocks, and other tokens behind them."""
     pair = Pair()
     request = make_request("r", PROMPT)
     source = pair.hold(make_request("other", [*PROMPT[:-1], 0]))

@@ -245,8 +245,8 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
 
 
 def test_engines_that_wait_for_each_others_room_get_on() -> None:
-    """Of those that are first in line at the decode engine, one waits for the prefill engine, which has no room
-    for it: all of that is held for those in line behind the second, which may not ask yet. So it gives way."""
+    """The first request at the decode engine waits for the prefill engine, whose room is all held for requests in
+    line behind the second one, which may not ask yet. So KV that no engine has asked for gives way."""
     pair = Pair(prefill={"num_blocks": 22}, decode={"max_num_seqs": 1})
     *first, third, fourth = (
         make_request(f"r{n}", document, max_tokens=4, priority=n > 1)

@@ -19,7 +19,7 @@ IDS = st.sampled_from([f"t{number}" for number in range(6)])
 
 
 class Leases(RuleBasedStateMachine):
-    """Against a model that says of each lease which blocks it holds, and when it runs out."""
+    """Compares leases with a model of their blocks and ends."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ class Asker:
         self.peers = self.links.links.peers
 
     def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
-        """What comes next."""
+        """Waits for messages and returns them."""
         while True:
             messages = self.peers.receive()
             if messages:

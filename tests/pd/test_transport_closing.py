@@ -67,7 +67,7 @@ def test_closing_shortens_patience_and_never_lengthens_it() -> None:
 
 
 class Agent:
-    """Of NIXL, with a read that does not end by itself."""
+    """An agent of NIXL with a read that does not end by itself."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -131,7 +131,7 @@ def test_closing_a_link_of_nixl_waits_for_nobody() -> None:
 
 
 class Engine:
-    """Of Mooncake: a read ends when it is told to, with a status."""
+    """An engine of Mooncake: a read ends when the test says so, with a status."""
 
     def __init__(self, status: int) -> None:
         self.status = status

@@ -1,4 +1,4 @@
-"""Whoever does not know the secret learns nothing and does no harm; nobody gets more than there is."""
+"""Strangers without the secret learn nothing and do no harm; readers get no more than is exported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises, with each of them; those of libraries have processes of their own."""
+"""Promises of the transport interface, with each transport; those of libraries have processes of their own."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from pagoda.pd.transport.choose import TRANSPORTS
 
 SECRET = b"a secret of the cluster"
 SIZES = (2**20, 2**14, 3 * 2**20 + 4096)
-"""Of the regions."""
+"""Memory of the regions."""
 
 
 class Memory:

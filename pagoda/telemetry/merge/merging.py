@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from pagoda.telemetry.merge.clocks import Shift, find_shifts
-from pagoda.telemetry.merge.model import Moment, Origin, Process, Row, Span, Trace
+from pagoda.telemetry.merge.model import Moment, Origin, Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.nesting import nest
 from pagoda.telemetry.merge.reading import Fragment, read_fragments
 from pagoda.telemetry.merge.roles import Named, in_order
-from pagoda.telemetry.merge.steps import read_step
+from pagoda.telemetry.merge.steps import StepArgs
 
 _FIRST_TID = 1_000
 """Rows beside the main one count from here, so that none has the number of a process: that marks main rows."""
@@ -131,7 +131,7 @@ class _Process:
 
     def _with_rows(self, args: bytes) -> bytes:
         """The arguments of an engine's step, with the numbers that the rows of its requests have in the trace."""
-        step = read_step(args)
+        step = read_args(args, StepArgs)
         if step is None:
             return args
         told = {**msgspec.json.decode(args), "rows": [self._tid(row) for row in step.rows]}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 ClockSource = Literal["main", "measured", "wall"]
 """The way in which the clock of a process was found: the trace's own clock; measured offsets; the time of day."""
@@ -90,13 +92,17 @@ class Process:
     instants: list[Moment] = field(default_factory=list)
     counters: list[Moment] = field(default_factory=list)
 
-    def row(self, tid: int) -> Row | None:
-        return next((row for row in self.rows if row.tid == tid), None)
-
     @property
     def main(self) -> Row | None:
         """The row of the process's own work."""
-        return self.row(self.pid)
+        return next((row for row in self.rows if row.tid == self.pid), None)
+
+    def description(self, name: str, kind: type[T]) -> T | None:
+        """A thing that the process has described, such as `forward_ops`; None if it has not."""
+        try:
+            return msgspec.convert(self.origin.descriptions.get(name), kind)
+        except msgspec.ValidationError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -120,3 +126,11 @@ def arguments(args: bytes) -> Mapping[str, Any]:
     """The arguments of an event, decoded."""
     decoded: Mapping[str, Any] = msgspec.json.decode(args) if args else {}
     return decoded
+
+
+def read_args(args: bytes, kind: type[T]) -> T | None:
+    """The arguments of an event as a struct; None if there are none, or others."""
+    try:
+        return msgspec.json.decode(args, type=kind) if args else None
+    except msgspec.DecodeError:
+        return None

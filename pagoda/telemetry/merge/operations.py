@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Row, Span, arguments
+from pagoda.telemetry.merge.model import Process, Row, Span, arguments, read_args
 
 
 class _Durations(msgspec.Struct):
@@ -28,22 +28,16 @@ class Operations(msgspec.Struct, frozen=True):
         return self.kinds[index] if index < len(self.kinds) else "operation"
 
 
-_NONE = Operations([])
-
-
 def operations_of(process: Process) -> Operations:
     """The operations that the process has described; none if it has not."""
-    described = process.origin.descriptions.get("forward_ops")
-    try:
-        return msgspec.convert(described, Operations) if described else _NONE
-    except msgspec.ValidationError:
-        return _NONE
+    return process.description("forward_ops", Operations) or Operations([])
 
 
 def operation_spans(forward: Span, operations: Operations) -> Iterator[tuple[Span, str]]:
     """The operations of one forward pass, one after the other from its start, each with its kind."""
+    durations = read_args(forward.args, _Durations) or _Durations()
     at = forward.start
-    for index, ns in enumerate(_durations(forward.args)):
+    for index, ns in enumerate(durations.ops_ns):
         end = min(at + max(0, ns), forward.end)
         yield Span(at, end, operations.name(index), b""), operations.kind(index)
         at = end
@@ -68,10 +62,3 @@ def operations_within(
             return
         kind = kinds.get(span.name) or str(arguments(span.args).get("kind", "operation"))
         yield span.name, kind, span.end - span.start
-
-
-def _durations(args: bytes) -> list[int]:
-    try:
-        return msgspec.json.decode(args, type=_Durations).ops_ns if args else []
-    except msgspec.DecodeError:
-        return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Row, Span, Trace
+from pagoda.telemetry.merge.model import Process, Row, Span, Trace, read_args
 
 _TOLERATED_NS = 100_000_000
 """The longest time between an engine's step and a worker's that can be the error of clocks."""
@@ -60,14 +60,6 @@ StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
 """The steps of a request, by `pid` and `tid` of its row in an engine."""
 
 
-def read_step(args: bytes) -> StepArgs | None:
-    """None if that is nothing an engine would say."""
-    try:
-        return msgspec.json.decode(args, type=StepArgs) if args else None
-    except msgspec.DecodeError:
-        return None
-
-
 def steps_of(trace: Trace) -> dict[int, list[Step]]:
     """The steps of each engine, in order, by the engine's `pid`."""
     engines = [it for it in trace.processes if it.origin.storey == "engine"]
@@ -98,7 +90,7 @@ def _engine_steps(engine: Process) -> list[Step]:
     for row in engine.rows:
         for span in row.spans:
             if span.name == "step" and row is not engine.main:
-                told = read_step(span.args)
+                told = read_args(span.args, StepArgs)
                 if told is not None:
                     found.append(Step(PlacedSpan(engine.pid, row.tid, span), told))
     found.sort(key=lambda step: step.place.span.start)
@@ -125,11 +117,8 @@ def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
 
 def _worker_steps(worker: Process, row: Row) -> Iterator[tuple[int, PlacedSpan]]:
     for span in row.spans:
-        if span.name == "step" and span.args:
-            try:
-                told = msgspec.json.decode(span.args, type=_WorkerStepArgs)
-            except msgspec.DecodeError:
-                continue
+        told = read_args(span.args, _WorkerStepArgs) if span.name == "step" else None
+        if told is not None:
             yield told.step, PlacedSpan(worker.pid, row.tid, span)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Row, Span, Trace
+from pagoda.telemetry.merge.model import Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.steps import Step, StepsByRow, steps_by_row
 from pagoda.telemetry.report.data import Phase, RequestReport, parts_of
 from pagoda.telemetry.report.intervals import Interval, covered, length, union
@@ -187,10 +187,7 @@ def _shown(phase: Span, whole: Span) -> Phase:
 
 
 def _told(span: Span) -> _Told:
-    try:
-        return msgspec.json.decode(span.args, type=_Told) if span.args else _Told()
-    except msgspec.DecodeError:
-        return _Told()
+    return read_args(span.args, _Told) or _Told()
 
 
 def _first_token(whole: Span, outer: Row) -> float | None:

@@ -9,7 +9,7 @@ from statistics import fmean as mean
 
 import msgspec
 
-from pagoda.telemetry.merge.model import Process, Row, Span
+from pagoda.telemetry.merge.model import Process, Row, read_args
 from pagoda.telemetry.merge.operations import Operations, operations_of, operations_within
 from pagoda.telemetry.merge.steps import Step
 from pagoda.telemetry.report.data import (
@@ -165,13 +165,13 @@ class _Kind:
 
 def _operation_reports(worker: Process, row: Row) -> tuple[OperationReport, ...]:
     """Operations by kind, the longest time first."""
-    operations, model = operations_of(worker), _model(worker)
+    operations, model = operations_of(worker), worker.description("model", _Model) or _Model()
     costs = _costs(operations)
     kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
     batch = _Batch()
     for index, span in enumerate(row.spans):
         if span.name == "step":
-            batch = _batch(span)
+            batch = read_args(span.args, _Batch) or _Batch()
         elif span.name == "forward":
             for name, kind, ns in operations_within(row, index, operations):
                 num_bytes, flops_per_token = costs.get(name, (0.0, 0.0))
@@ -211,7 +211,7 @@ def _costs(operations: Operations) -> dict[str, tuple[float, float]]:
 
 def _forward_reports(worker: Process, row: Row) -> tuple[ForwardReport, ...]:
     """Rates of steps in which every request computed one token, and of other steps."""
-    model = _model(worker)
+    model = worker.description("model", _Model) or _Model()
     if not model.weight_bytes:
         return ()
     found: defaultdict[str, list[tuple[_Batch, int]]] = defaultdict(list)
@@ -245,23 +245,9 @@ def _passes(row: Row) -> list[tuple[_Batch, int]]:
     step_end = -1
     for span in row.spans:
         if span.name == "step":
-            found.append((_batch(span), 0))
+            found.append((read_args(span.args, _Batch) or _Batch(), 0))
             step_end = span.end
         elif found and span.end <= step_end and span.name == "forward":
             batch, ns = found[-1]
             found[-1] = (batch, ns + span.end - span.start)
     return found
-
-
-def _batch(step: Span) -> _Batch:
-    try:
-        return msgspec.json.decode(step.args, type=_Batch) if step.args else _Batch()
-    except msgspec.DecodeError:
-        return _Batch()
-
-
-def _model(worker: Process) -> _Model:
-    try:
-        return msgspec.convert(worker.origin.descriptions.get("model", {}), _Model)
-    except msgspec.ValidationError:
-        return _Model()
