@@ -78,7 +78,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, dtype: torch.dtype, threads
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_rounded_inputs(kind: str) -> None:
-    """In fractions, but for the rounding of the scales of inputs."""
+    """Products agree with fractions, but for the rounding of the scales of inputs."""
     weight = KINDS[kind]
     x = _random(3, _inputs(weight))
     x[1] = 0

@@ -174,7 +174,7 @@ def test_a_peer_that_nobody_knows(make: MakeEngine, model: Path) -> None:
 def test_a_peer_that_has_gone(make: MakeEngine, model: Path) -> None:
     prefill, engine = both(make, model)
     engine.read([0], [0])
-    prefill.close_doors()
+    prefill.close_exports()
     error = all_failed(engine, SOURCES, TARGETS)
     assert "shm: " in error, error
     assert "tcp: " in error
@@ -374,7 +374,7 @@ def test_an_idle_link_is_closed_by_the_thread_that_reads(
 def test_a_peer_that_dies_in_the_middle(
     make: MakeEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came before is good, what did not is told, and nothing is left that writes."""
+    """Blocks that came before are good, the others are reported, and nothing is left that writes."""
     monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     prefill, engine = both(make, model, topology(tp=2), topology())
     (exchange,) = engine.exchanges
@@ -385,7 +385,7 @@ def test_a_peer_that_dies_in_the_middle(
         nonlocal num_reads
         num_reads += 1
         if num_reads == 3:
-            prefill.close_doors()
+            prefill.close_exports()
         read(sources, targets, deadline)
 
     monkeypatch.setattr(lane, "_read", read_until_the_third)
