@@ -1,4 +1,4 @@
-"""What large fleets cost a dispatcher (`python -m benchmarks.dispatch_scale`).
+"""The cost of large fleets for a dispatcher (`python -m benchmarks.dispatch_scale`).
 
 Replicas answer nothing by themselves, so that the figures are those of the dispatcher alone: placing a request and
 taking it off its replica again, judging replicas that are all busy, and hosts that join.

@@ -76,7 +76,8 @@ class Job:
         self._sends_usage = options is not None and bool(options.include_usage)
         self.sends_continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._num_completion_tokens = 0
-        self._num_cached_tokens: dict[int, int] = {}
+        self._num_cached_tokens = 0
+        self._cached_by_answer: dict[int, int] = {}
         self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.is_first)
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -119,7 +120,7 @@ class Job:
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_completion_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
 
     def _count(self, index: int, delta: TextDelta) -> None:
@@ -127,8 +128,10 @@ class Job:
             request_id = self.requests[index].request.request_id
             raise GenerationError(f"{request_id}: {delta.error}")
         self._num_completion_tokens += len(delta.token_ids)
-        if self.requests[index].is_first:
-            self._num_cached_tokens[index] = delta.num_cached_tokens
+        num_cached = delta.num_cached_tokens
+        if num_cached and self.requests[index].is_first:
+            self._num_cached_tokens += num_cached - self._cached_by_answer.get(index, 0)
+            self._cached_by_answer[index] = num_cached
 
     async def _collect(self, index: int, answer: Answer) -> None:
         async with aclosing(self.generator.stream(self.requests[index])) as deltas:

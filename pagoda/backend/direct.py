@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, cast
 
 from torch import Tensor
 
-from pagoda.backend.base import (
-    Experts,
-    ForwardPass,
-    HeadNorms,
-    KVCache,
-    LinearT,
-    MetadataT,
-    Operations,
-    StepInput,
-)
+from pagoda.backend.base import ForwardPass, LinearT, MetadataT, Operations, StepInput
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
 from pagoda.telemetry.tracer import Tracer
-
-ResultT = TypeVar("ResultT")
 
 
 class DirectForward(Generic[LinearT, MetadataT]):
@@ -44,85 +33,48 @@ class DirectForward(Generic[LinearT, MetadataT]):
         self, step: StepInput[Tensor, MetadataT], tracer: Tracer
     ) -> tuple[Tensor, Sequence[int]]:
         traced = _TracedOperations(self._ops, tracer, OperationNamer(self._names))
-        return self._forward(traced, step), ()
+        ops = cast("Operations[Tensor, LinearT, MetadataT]", traced)
+        return self._forward(ops, step), ()
 
 
-class _TracedOperations(Generic[LinearT, MetadataT]):
+class _Spanned(NamedTuple):
+    """How an operation appears in traces."""
+
+    kind: Kind
+    weight_at: int | None = None
+    """Position of the argument that is the weight."""
+
+
+_OPERATIONS: Mapping[str, _Spanned] = {
+    "linear": _Spanned("linear", 1),
+    "embedding": _Spanned("embedding", 1),
+    "all_reduce": _Spanned("all_reduce"),
+    "add": _Spanned("add"),
+    "rms_norm": _Spanned("norm", 1),
+    "add_rms_norm": _Spanned("norm", 2),
+    "silu_and_mul": _Spanned("activation"),
+    "experts": _Spanned("experts"),
+    "rotate_and_cache": _Spanned("rotary"),
+    "attention": _Spanned("attention"),
+}
+
+
+class _TracedOperations:
     """The same operations, each in a span of its own."""
 
-    def __init__(
-        self, ops: Operations[Tensor, LinearT, MetadataT], tracer: Tracer, namer: OperationNamer
-    ) -> None:
+    def __init__(self, ops: object, tracer: Tracer, namer: OperationNamer) -> None:
         self._ops = ops
         self._tracer = tracer
         self._namer = namer
 
-    def _spanned(
-        self, compute: Callable[[], ResultT], kind: Kind, weight: object = None
-    ) -> ResultT:
-        began = self._tracer.kernel()
-        result = compute()
-        self._tracer.span(self._namer.name(kind, weight), began, {"kind": kind})
-        return result
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation, (kind, weight_at) = getattr(self._ops, name), _OPERATIONS[name]
 
-    def linear(self, x: Tensor, weight: LinearT) -> Tensor:
-        return self._spanned(lambda: self._ops.linear(x, weight), "linear", weight)
+        def spanned(*args: Any, **options: Any) -> Any:
+            began = self._tracer.kernel()
+            result = operation(*args, **options)
+            weight = None if weight_at is None else args[weight_at]
+            self._tracer.span(self._namer.name(kind, weight), began, {"kind": kind})
+            return result
 
-    def embedding(
-        self,
-        token_ids: Tensor,
-        weight: LinearT,
-        first_id: int = 0,
-        vocab_size: int | None = None,
-    ) -> Tensor:
-        return self._spanned(
-            lambda: self._ops.embedding(token_ids, weight, first_id, vocab_size),
-            "embedding",
-            weight,
-        )
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._spanned(lambda: self._ops.all_reduce(x), "all_reduce")
-
-    def add(self, x: Tensor, delta: Tensor) -> Tensor:
-        return self._spanned(lambda: self._ops.add(x, delta), "add")
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._spanned(lambda: self._ops.rms_norm(x, weight, eps), "norm", weight)
-
-    def add_rms_norm(
-        self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self._spanned(lambda: self._ops.add_rms_norm(x, delta, weight, eps), "norm", weight)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return self._spanned(lambda: self._ops.silu_and_mul(gate_up), "activation")
-
-    def experts(self, x: Tensor, logits: Tensor, experts: Experts[LinearT]) -> Tensor:
-        return self._spanned(lambda: self._ops.experts(x, logits, experts), "experts")
-
-    def rotate_and_cache(
-        self,
-        qkv: Tensor,
-        cache: KVCache,
-        plan: MetadataT,
-        table: tuple[Tensor, Tensor],
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        return self._spanned(
-            lambda: self._ops.rotate_and_cache(qkv, cache, plan, table, norms), "rotary"
-        )
-
-    def attention(
-        self,
-        queries: Tensor,
-        cache: KVCache,
-        plan: MetadataT,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        return self._spanned(
-            lambda: self._ops.attention(queries, cache, plan, scale=scale, window=window),
-            "attention",
-        )
+        return spanned

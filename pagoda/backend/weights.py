@@ -1,4 +1,4 @@
-"""Weights of linear maps as a checkpoint holds them, before a backend packs them.
+"""Weights of linear layers as a checkpoint holds them, before a backend packs them.
 
 A quantized map rounds its inputs too: both sides of every product are small integers, whose sums are exact, so
 that only scales are ever rounded. A row's inputs become integers from -127 to 127 by a scale of their own

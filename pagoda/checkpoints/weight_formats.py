@@ -1,4 +1,4 @@
-"""Formats of linear maps in memory: types of numbers and the bytes that they take."""
+"""Formats of linear layers in memory: types of numbers and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WeightFormat = DenseFormat | Int8Format | GroupedFormat
 
 
 class Quantization(Protocol):
-    """Quantized linear maps of a model and their formats."""
+    """Quantized linear layers of a model and their formats."""
 
     @property
     def summary(self) -> str:
@@ -57,7 +57,7 @@ class Quantization(Protocol):
 
 
 def format_bytes(held_as: WeightFormat, outputs: int, inputs: int, dense_itemsize: int) -> int:
-    """Bytes of a linear map; `dense_itemsize` is that of the activations' dtype."""
+    """Bytes of a linear layer; `dense_itemsize` is that of the activations' dtype."""
     weights = outputs * inputs
     if isinstance(held_as, DenseFormat):
         return weights * dense_itemsize

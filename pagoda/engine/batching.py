@@ -44,7 +44,7 @@ class _Blocked(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Sums since the start."""
+    """Sums since the start, under the names of the fields of `LoadReport`."""
 
     num_steps: int = 0
     """Steps whose results were applied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -321,19 +322,16 @@ class EngineCore:
         busy = scheduler.has_requests()
         leases = None if exporter is None else exporter.leases
         return LoadReport(
+            **dataclasses.asdict(scheduler.counters),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_pending_tokens=scheduler.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
-            num_steps=scheduler.counters.num_steps,
-            num_preemptions=scheduler.counters.num_preemptions,
             num_worker_restarts=self._restarts.count,
             num_blocks_stored=scheduler.kv.pool.num_stored,
             num_blocks_removed=scheduler.kv.pool.num_removed,
-            num_prefix_hit_tokens=scheduler.counters.num_prefix_hit_tokens,
-            num_prompt_tokens=scheduler.counters.num_prompt_tokens,
             step_time_s=self._step_time_s,
             stalled_for_s=self._clock.now() - self._last_progress if busy else 0.0,
             expert_tokens=self._expert_tokens,
@@ -345,7 +343,6 @@ class EngineCore:
             num_wanted_leases=0 if exporter is None else exporter.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
-            num_generated_tokens=scheduler.counters.num_generated_tokens,
             steps=self._meter.totals(),
         )
 

@@ -34,7 +34,7 @@ class StepReporter:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._followers: set[bytes] = set()
-        self._planned: dict[int, _Planned] = {}
+        self.in_flight: dict[int, _Planned] = {}
         """Steps in flight by number, in order. Steps of lost workers stay until a later step ends."""
         self._bins: dict[int, StepBin] = {}
         """Bins by the end of their steps, in units of `BIN_S`; until a bin is sent, `age_s` is that time."""
@@ -47,7 +47,7 @@ class StepReporter:
     def unfollow(self, frontend: bytes) -> None:
         self._followers.discard(frontend)
         if not self._followers:
-            self._planned.clear()
+            self.in_flight.clear()
             self._bins.clear()
 
     def begin(self, plan: StepPlan) -> None:
@@ -55,17 +55,17 @@ class StepReporter:
         if not self._followers:
             return
         num_decodes = plan.num_tokens.count(1)
-        self._planned[plan.step] = _Planned(
+        self.in_flight[plan.step] = _Planned(
             sum(plan.num_tokens) - num_decodes, num_decodes, len(plan.slots)
         )
 
     def end(self, result: StepResult) -> None:
         """The result of a step is there."""
-        if not self._planned:
+        if not self.in_flight:
             return
-        for number in [number for number in self._planned if number < result.step]:
-            del self._planned[number]
-        planned = self._planned.pop(result.step, None)
+        for number in [number for number in self.in_flight if number < result.step]:
+            del self.in_flight[number]
+        planned = self.in_flight.pop(result.step, None)
         if planned is None:
             return
         now = self._clock.now()

@@ -129,7 +129,7 @@ class SimExecutor:
         self._neighbours = neighbours
         self._name = b""
         self._peers: dict[str, KVPeer] = {}
-        self._worker = self._new_worker()
+        self.worker = self._new_worker()
         self.max_in_flight = max_in_flight(num_stages)
 
     def _new_worker(self) -> SimWorker:
@@ -140,14 +140,14 @@ class SimExecutor:
 
     def start(self, num_blocks: int | None = None) -> None:
         config = self._config
-        self._worker = self._new_worker()
+        self.worker = self._new_worker()
         self._executed_step = -1
         self._busy_until = [self._clock.now()] * len(self._busy_until)
         self.close()
         num_blocks = num_blocks or config.num_blocks
         descriptors = {}
         if self._neighbours is not None:
-            self._name = self._neighbours.enter(self._worker)
+            self._name = self._neighbours.enter(self.worker)
             descriptors = {_NEIGHBOUR: self._name}
         ready = WorkerReady(
             capabilities=Capabilities(
@@ -177,7 +177,7 @@ class SimExecutor:
             self._busy_until[stage] = done
         self._forget_executed_steps()
         self._steps.append((done, plan.step))
-        self._foresee(done, self._worker.execute(plan, cost))
+        self._foresee(done, self.worker.execute(plan, cost))
 
     def submit_transfers(
         self,
@@ -188,7 +188,7 @@ class SimExecutor:
         self._forget_executed_steps()
         self._peers |= {peer.peer_id: peer for peer in added_peers}
         for transfer in transfers:
-            num_blocks = self._worker.begin(transfer)
+            num_blocks = self.worker.begin(transfer)
             begins = self._executed_at(transfer.after_step)
             fate = self._transfer_fate(transfer)
             cost = self._config.per_transferred_block_s * num_blocks + fate.delay_s
@@ -221,7 +221,7 @@ class SimExecutor:
     def _forget_executed_steps(self) -> None:
         while self._steps and self._steps[0][0] <= self._clock.now():
             _, self._executed_step = self._steps.popleft()
-            self._worker.step_done(self._executed_step)
+            self.worker.step_done(self._executed_step)
 
     def poll(self) -> list[ExecutorEvent]:
         now = self._clock.now()
@@ -236,17 +236,17 @@ class SimExecutor:
     def _end(self, copying: _Copying) -> TransferEnd:
         transfer, failed = copying
         if not isinstance(transfer.source, RemoteBlocks):
-            return self._worker.end(transfer, failed)
+            return self.worker.end(transfer, failed)
         block_ids = transfer.source.block_ids
         peer = self._peers.get(transfer.source.peer_id)
         if peer is None:
-            return self._worker.end(transfer, tuple(range(len(block_ids))))
+            return self.worker.end(transfer, tuple(range(len(block_ids))))
         if self._neighbours is None:
-            return self._worker.end(transfer, failed, remote={})
+            return self.worker.end(transfer, failed, remote={})
         neighbour = self._neighbours.find(peer)
         if neighbour is None:
-            return self._worker.end(transfer, tuple(range(len(block_ids))))
-        return self._worker.end(transfer, failed, remote=neighbour.device)
+            return self.worker.end(transfer, tuple(range(len(block_ids))))
+        return self.worker.end(transfer, failed, remote=neighbour.device)
 
     def pollables(self) -> list[object]:
         return []
@@ -280,7 +280,7 @@ class SimWorker:
         self._config = config
         self._num_stages = num_stages
         self._check_kv = check_kv
-        self._slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _Slot] = {}
         self.device: dict[int, Cells] = {}
         self._host: dict[int, Cells] = {}
         self._disk = {} if disk is None else disk
@@ -294,17 +294,17 @@ class SimWorker:
 
     def execute(self, plan: StepPlan, cost_s: float) -> StepResult:
         for slot_id in plan.freed_slots:
-            del self._slots[slot_id]
+            del self.slots[slot_id]
         for start in plan.starts:
-            if start.slot in self._slots:
+            if start.slot in self.slots:
                 raise ValueError(f"Slot {start.slot} is started while it is in use.")
-            self._slots[start.slot] = _Slot(start)
+            self.slots[start.slot] = _Slot(start)
         for slot_id, block_ids in plan.new_blocks:
-            self._slots[slot_id].block_ids.extend(block_ids)
+            self.slots[slot_id].block_ids.extend(block_ids)
         for slot_id, token_id in plan.new_tokens:
-            self._slots[slot_id].tell(token_id)
+            self.slots[slot_id].tell(token_id)
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
-            slot = self._slots[slot_id]
+            slot = self.slots[slot_id]
             if self._num_stages > 1 and slot.num_computed_tokens + count > slot.num_told_tokens:
                 raise ValueError(
                     f"Slot {slot_id} is to compute a token that the first stage does not know."
@@ -315,7 +315,7 @@ class SimWorker:
         sampled, token_ids = [], []
         logprobs: dict[int, TokenLogprobs] = {}
         for slot_id in plan.slots:
-            slot = self._slots[slot_id]
+            slot = self.slots[slot_id]
             if self._check_kv:
                 self._read(plan.step, slot_id, slot)
             if slot.num_computed_tokens == len(slot.token_ids):

@@ -1,4 +1,4 @@
-"""What several replicas have cached together, for a router above and for finding who has a prefix."""
+"""Blocks that several replicas have cached together, for a router above and for finding who has a prefix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CacheUnion:
         self._pass_on(index, index.apply(update))
 
     def holders(self, keys: Sequence[int], num_replicas: int) -> list[int]:
-        """Up to `num_replicas` numbers of replicas believed to have the longest prefix of `keys`, a chain.
+        """Numbers of up to `num_replicas` replicas believed to have the longest prefix of `keys`, a chain.
 
         A replica that has a block has those before it too, so that the last block that anybody has is found by
         bisection. Where fewer replicas have that block, those that have half of the prefix follow, and so on.

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 DEFAULT_NO_REPLICA_TIMEOUT_S = 30
-"""How long a router lets requests wait while it has no host that takes them."""
+"""Seconds that a router lets requests wait while it has no host that takes them."""
 _MOVED_RETRY_S = 1
 """A replica that a request was moved from is not tried again within this time."""
 _JUDGE_INTERVAL_S = 1.0
@@ -256,7 +256,7 @@ class Dispatcher:
             listener()
 
     def update_subscriptions(self) -> None:
-        """Has replicas tell what they have cached as long as that matters: to the choice of a replica, to the
+        """Subscribes to what replicas have cached as long as that matters: to the choice of a replica, to the
         offload of prompts, or to listeners."""
         matters = self._uses_prefixes or self._cache.has_listeners
         if matters is not self.is_subscribed:
@@ -376,7 +376,8 @@ class Dispatcher:
         return end
 
     def subscribe_steps(self, listener: StepListener) -> Callable[[], None]:
-        """As `Endpoint.subscribe_steps`. Replicas that come later are hosts, whose steps are told there."""
+        """Subscribes to the steps of the replicas that there are. Replicas that come later are hosts, whose steps
+        are told there."""
         ends = [
             slot.replica.subscribe_steps(partial(_pass_on, slot.name, listener))
             for slot in self.slots

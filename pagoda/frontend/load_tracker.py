@@ -1,4 +1,4 @@
-"""How much work each replica has: every request counts at one replica, from its placement until it leaves there.
+"""The work of each replica: every request counts at one replica, from its placement until it leaves there.
 
 A request's work is counted in tokens: tokens of its prompt that are not computed yet, as far as the engine says,
 and tokens of its answer that are still to come. Nobody knows how long an answer will be; until it ends it counts
@@ -29,7 +29,7 @@ class ReplicaWork:
         """Zero exactly when the replica has no request."""
         self.num_requests = 0
         self.floor = -1
-        """Below this many pending tokens `on_floor` is called."""
+        """Pending tokens below which `on_floor` is called."""
         self.on_floor: Callable[[ReplicaWork], None] = lambda _: None
         self.ticket = -1
         """Number of the valid entry in a `LeastLoaded`; -1 without one."""

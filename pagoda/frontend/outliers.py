@@ -21,9 +21,9 @@ from pagoda.ipc.clock import Clock
 SILENCE_S = 3.0
 """A replica whose requests do not get on for this long, while those of others do, gets no new ones."""
 STUCK_S = 15.0
-"""After this silence, the requests that the replica has go on elsewhere."""
+"""A replica whose requests do not get on for this long loses them to others."""
 SILENT_STEPS = 20
-"""Neither is shorter than this many times the longest step of others: large models take their time."""
+"""Both times are at least this many of the longest step of others: large models take their time."""
 REMOTE_KV_S = 30.0
 """Further silence allowed where all requests wait for KV that another engine computes and sends."""
 TIER_KV_S = 10.0
@@ -39,18 +39,18 @@ SLOWER = 5.0
 SLOW_STEP_S = 0.05
 """A replica whose steps are this short is fast enough for anybody."""
 FRESH_S = 30.0
-"""What others took longer ago is not compared with."""
+"""Times that others took longer ago are not compared with."""
 MAX_FAILURES = 2
 """A replica is left out after this many unanswered requests in a row, with no request getting on in between."""
 MAX_LOSSES = 2
 """A replica is left out after losing all that it had this many times, no more than `FORGIVEN_S` apart."""
 EJECTION_S = 5.0
-"""How long a replica is left out the first time; the second time twice as long, and so on."""
+"""Seconds that a replica is left out the first time; the second time twice as many, and so on."""
 MAX_EJECTION_S = 300.0
 FORGIVEN_S = 60.0
-"""So long without being judged again takes one ejection off the count."""
+"""Seconds without another ejection that take one off the count."""
 RETURN_S = 10.0
-"""From an ejection's end until a replica has its full share."""
+"""Seconds from an ejection's end until a replica has its full share."""
 _FIRST_SHARE = 0.05
 _MIN_SAMPLES = 16
 _WEIGHT = 0.1
@@ -68,14 +68,14 @@ class Ejection(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What clients wait for at a replica."""
+    """The requests that clients wait for at a replica."""
 
     since: float
-    """When the wait began for the first of the requests."""
+    """Instant at which the wait for the first of the requests began."""
     num_prompt_tokens: int = 0
     """Prompt tokens of the requests that are before their first tokens there."""
     kv_s: float = 0.0
-    """How long the first of the requests may take to fetch KV; 0 where one fetches none."""
+    """Seconds that the first of the requests may take to fetch KV; 0 where one fetches none."""
 
     def merge(self, other: Waiting | None) -> Waiting:
         """The wait for the requests of both, at one replica."""
@@ -89,7 +89,7 @@ class Waiting(NamedTuple):
 
     @property
     def patience_s(self) -> float:
-        """How long the replica may be silent, whatever others do."""
+        """Seconds that the replica may be silent, whatever others do."""
         most_s = ALL_CHUNKS_S if self.kv_s else CHUNK_S
         return SILENCE_S + self.kv_s + min(most_s, TOKEN_S * self.num_prompt_tokens)
 
@@ -101,7 +101,7 @@ class Verdicts(NamedTuple):
 
 
 class ReplicaHealth:
-    """What one replica has done. Records in the path of each token; `OutlierDetector` judges."""
+    """The deeds of one replica. Records in the path of each token; `OutlierDetector` judges."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -111,7 +111,7 @@ class ReplicaHealth:
         """Begins anew, as a member of `group`."""
         self.group = group
         self.heard_at = 0.0
-        """When a request at the replica last got on."""
+        """Instant at which a request at the replica last got on."""
         self.num_failures = 0
         """Unanswered requests since then."""
         self.losses: list[float] = []
@@ -121,14 +121,14 @@ class ReplicaHealth:
         """Tokens that the replica has computed since the probe's last sign of life, for all its requests."""
         self.pace = _Pace()
         self.out_until = -math.inf
-        """When the replica is back, or was."""
+        """Instant at which the replica is back, or was."""
         self.is_counted_out = False
         """True as long as the group counts the replica among those left out."""
         self.num_ejections = 0
 
     @property
     def recovered_at(self) -> float:
-        """When the replica has its full share again, or had."""
+        """Instant at which the replica has its full share again, or had."""
         return self.out_until + RETURN_S
 
     def progress(self, request_id: str, num_tokens: int, now: float, waited_s: float) -> None:
@@ -319,7 +319,7 @@ class _Paces:
     def __init__(self, replicas: list[ReplicaHealth]) -> None:
         self._replicas = set(replicas)
         self._means_s: dict[int, list[float]] = {}
-        """By class of work, sorted."""
+        """Sorted means by class of work."""
         for health in replicas:
             for work, mean_s in health.pace.means_s.items():
                 self._means_s.setdefault(work, []).append(mean_s)
@@ -354,13 +354,13 @@ class _Paces:
 
 
 class _Pace:
-    """How long a replica takes for how much work; the newest samples count most."""
+    """The time that a replica takes for its work; the newest samples count most."""
 
     def __init__(self) -> None:
         self.means_s: dict[int, float] = {}
-        """By class of work: powers of two of tokens."""
+        """Means by class of work: powers of two of tokens."""
         self.shares: dict[int, float] = {}
-        """By class, how much of the latest work was of it."""
+        """The share of each class in the latest work."""
         self.num_samples = 0
 
     def add(self, num_tokens: int, duration_s: float) -> None:

@@ -38,7 +38,7 @@ class Placer:
         self.load_tracker = LoadTracker()
         self.quarantine = Quarantine()
         self.failure: EngineDeadError | None = None
-        """Why no replica will ever take requests again; None as long as one may."""
+        """The reason that no replica will ever take requests again; None as long as one may."""
         self._waiting: dict[TrackedRequest, None] = {}
         """Requests that wait for a replica, longest first."""
 

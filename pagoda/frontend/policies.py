@@ -1,4 +1,5 @@
-"""Which replica takes a request: pure functions of the request and of what is known about the replicas.
+"""Policies that choose the replica for a request: pure functions of the request and of what is known about the
+replicas.
 
 A policy neither asks for the time nor draws random numbers: the same arguments give the same choice in every
 process and in every simulation. Ties go round by the number of the request, so that idle replicas share the work.
@@ -24,7 +25,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
     request_id: str
     number: int
-    """How many requests were placed before this one."""
+    """Number of requests placed before this one."""
     num_tokens: int
     """Prompt and output so far: tokens to compute where none of them is cached."""
     session: str | None = None

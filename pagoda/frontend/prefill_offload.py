@@ -1,4 +1,4 @@
-"""Has long prompts computed on prefill hosts, between the choice of a replica for a request and its going
+"""Sends long prompts to prefill hosts, between the choice of a replica for a request and its going
 there."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_MIN_TOKENS = 128
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
 PATIENCE_S = 1.0
-"""How long a request waits to hear where its KV will be: a prefill host says so at once."""
+"""Seconds that a request waits to hear where its KV will be: a prefill host says so at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PrefillOffload:
     async def prepare(
         self, request: GenerateRequest, replica: ReplicaInfo
     ) -> AsyncIterator[GenerateRequest]:
-        """What the replica is to be given; what was done for the request lasts until the context ends.
+        """The request as its replica is to be given it; what was done for it lasts until the context ends.
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
@@ -97,7 +97,7 @@ class PrefillOffload:
         return pending_tokens is not None and not is_better_here(num_left, replica, pending_tokens)
 
     async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
-        """Has a prefill host compute `copy`, and sets `source` as soon as that is known."""
+        """Sends `copy` to a prefill host, and sets `source` as soon as that is known."""
         chunks = cast(AsyncGenerator[TokenChunk, None], self._prefill.generate(copy))
         try:
             async with aclosing(chunks):

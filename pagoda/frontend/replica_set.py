@@ -25,8 +25,8 @@ from pagoda.messages.worker_config import Role
 T = TypeVar("T")
 
 SMALL_FLEET = 16
-"""Up to so many replicas all of them are looked at for each request, and beyond that a shortlist. A request that
-so many replicas of a large fleet have refused finds no other soon."""
+"""The largest fleet of which all replicas are looked at for each request; of a larger one it is a shortlist. A
+request that as many replicas of a large fleet have refused finds no other soon."""
 _NUM_RETURNING = 4
 """Replicas with less than their full share that are looked at beside a shortlist."""
 
@@ -47,7 +47,8 @@ class ReplicaSet:
         self._outliers = outliers
         self._clock = clock
         self.on_room: Callable[[int], None] = lambda _: None
-        """Called when a replica takes requests that did not before, with how many requests may find room there."""
+        """The set calls this when a replica begins to take requests, with how many requests may find room
+        there."""
         self._slots: dict[int, ReplicaSlot] = {}
         self._by_replica: dict[Replica, ReplicaSlot] = {}
         self._names: set[str] = set()
@@ -55,7 +56,7 @@ class ReplicaSet:
         self._num_placed = 0
         self._pools = {role: RolePool(role) for role in Role}
         self._limits: Counter[EngineReady] = Counter()
-        """How many replicas have which limits, apart from the ids in them."""
+        """The number of replicas with the same limits, apart from the ids in them."""
         self._routers: Counter[str] = Counter()
         """Ids of routers, and behind how many replicas they are."""
         self._sum: EngineReady | None = None
@@ -116,7 +117,7 @@ class ReplicaSet:
 
     @property
     def limits(self) -> EngineReady:
-        """What all replicas together can take, of requests that each of them can take.
+        """The limits of all replicas together, of requests that each of them can take.
 
         Without any replica the last limits hold: requests wait for another one of the same kind.
 
@@ -310,7 +311,7 @@ def _number(slot: ReplicaSlot) -> int:
 
 
 def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady:
-    """What replicas with these limits, by how many have them, can take together."""
+    """The limits of replicas together, by how many have which."""
     num_replicas = limits.total()
     summaries = dict.fromkeys(limit.summary for limit in limits)
     prefix = f"{num_replicas} replicas, each " if num_replicas > 1 else ""
@@ -328,7 +329,7 @@ def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady
 
 
 def _sum_of_roles(roles: set[Role]) -> Role:
-    """What can be asked of some replicas can be asked of all together."""
+    """The role of all replicas together: whatever some of them can do."""
     holds = any(role.holds_kv for role in roles)
     fetches = any(role.fetches_kv for role in roles)
     if holds and fetches:

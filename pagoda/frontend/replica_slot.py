@@ -21,7 +21,7 @@ _LOAD_TIMEOUT_S = 2.0
 
 
 class Fitness(enum.Enum):
-    """How good it is to give a replica that takes requests another one, best first."""
+    """Classes of replicas that take requests, best first."""
 
     FIT = enum.auto()
     RETURNING = enum.auto()
@@ -31,7 +31,7 @@ class Fitness(enum.Enum):
 
 
 class ReplicaInfo(NamedTuple):
-    """What a `PrefillOffload` needs to know of the replica that answers a request."""
+    """Facts that a `PrefillOffload` needs about the replica that answers a request."""
 
     role: Role
     num_cached_tokens: int
@@ -66,7 +66,7 @@ class ReplicaSlot:
         self.was_ready = False
         self.had_engine = False
         self.num_losses = 0
-        """How often the replica's engine was lost."""
+        """Number of times that the replica's engine was lost."""
         self.last_report = LoadReport()
         """The replica's latest answer, with the counters of its engines before the running one."""
         self.left = asyncio.Event()
@@ -75,9 +75,9 @@ class ReplicaSlot:
         self.unsubscribe: Callable[[], None] | None = None
         """Ends the updates of the replica's cache; None while there are none."""
         self.latest_ns = 0
-        """When the latest chunks came, on the clock of `TokenChunk.received_ns`."""
+        """Instant at which the latest chunks came, on the clock of `TokenChunk.received_ns`."""
         self._earlier_ns = 0
-        """When the chunks before those came."""
+        """Instant at which the chunks before those came."""
         self.crash_suspects: set[TrackedRequest] = set()
         """Requests that the lost engine may have computed."""
 
@@ -103,7 +103,7 @@ class ReplicaSlot:
         )
 
     def waiting(self) -> Waiting | None:
-        """What clients wait for at the replica; None where nobody waits, or the replica computes nothing."""
+        """The requests that clients wait for; None where nobody waits, or the replica computes nothing."""
         if self.limits is None or self.replica.state is not ReplicaState.READY:
             return None
         total: Waiting | None = None

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from pagoda.frontend.replica_slot import ReplicaSlot
 
 QUARANTINE_CRASHES = 2
-"""From this crash count on, a request is tried while no other such request is, so that a request that kills
+"""A request with this crash count is tried while no other such request is, so that a request that kills
 engines is told from requests that were only near it."""
 MAX_CRASHES = 3
 """A request with this crash count is not tried again."""
 
 
 class RequestState(enum.Enum):
-    """Where a request is."""
+    """The place of a request on its way."""
 
     WAITING = enum.auto()
     """No replica has the request."""
@@ -40,12 +40,12 @@ class RequestState(enum.Enum):
 
 
 class QueueTime:
-    """How long a request has waited for its first step, at replicas and between them."""
+    """The time that a request has waited for its first step, at replicas and between them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since = clock.now()
-        """When the request was last accepted, came to a replica, or left one."""
+        """Instant at which the request was accepted, or last came to a replica or left one."""
         self._before_s = 0.0
         """Waiting time until the request came to its replica."""
         self._here_s: float | None = None
@@ -92,7 +92,7 @@ class TrackedRequest:
         self.crash_count = 0
         """Engines that died while they may have computed the request, since its last token."""
         self.problem = ""
-        """Why the request is given up, as a sentence."""
+        """The reason that the request is given up, as a sentence."""
         self._waiter: asyncio.Future[None] | None = None
 
         # At its replica:
@@ -106,7 +106,7 @@ class TrackedRequest:
         self.fetches_kv = False
         """The replica was told that another engine has the KV of the prompt."""
         self.waits_since: float | None = None
-        """When the replica was last asked for more; None while the client does not ask."""
+        """Instant at which the replica was last asked for more; None while the client does not ask."""
         self.sent_keys: list[int] = []
         """Keys that the replica's `PrefixIndex` counts for the request, under `sent_number`."""
         self.sent_number = 0
@@ -143,7 +143,7 @@ class TrackedRequest:
         return self.state is RequestState.MOVING or not self.request.holds_kv
 
     def value(self) -> GenerateRequest:
-        """What a replica is given: the request with the tokens so far."""
+        """The request as a replica is given it: with the tokens so far."""
         request = self.request
         if not self.returns:
             return request
@@ -157,7 +157,7 @@ class TrackedRequest:
         )
 
     def waiting(self, block_size: int) -> Waiting | None:
-        """What the client waits for; None if it does not."""
+        """The wait of the client; None if it does not wait."""
         if self.waits_since is None or self.work is None:
             return None
         # The first token may be that of the engine which computed the prompt.

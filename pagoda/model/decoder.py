@@ -65,7 +65,7 @@ class Decoder(Generic[LinearT, MetadataT]):
     ) -> None:
         """Takes the weights of `shard` out of `source`; `caches` has one entry for each of its layers.
 
-        `on_loaded` is told the bytes of each linear map when it is packed.
+        `on_loaded` is told the bytes of each linear layer when it is packed.
 
         Raises:
             ConfigError: a weight is missing or has the wrong shape.
@@ -274,7 +274,7 @@ class _Loader(Generic[LinearT]):
         return out
 
     def linear(self, linears: Sequence[LinearSpec], *, bias: bool) -> LinearT:
-        """This rank's parts of linear maps of the same input, as one."""
+        """This rank's parts of linear layers of the same input, as one."""
         began = self._tracer.e2e()
         parts = [(linear, self._shard.part_of(linear)) for linear in linears]
         weights = [self._source.linear(linear, part, self._dtype) for linear, part in parts]

@@ -39,7 +39,7 @@ class SparseMlp(Generic[LinearT]):
 
 class LoadLinear(Protocol[LinearT_co]):
     def __call__(self, linears: Sequence[LinearSpec], *, bias: bool) -> LinearT_co:
-        """This rank's parts of linear maps of the same input, as one."""
+        """This rank's parts of linear layers of the same input, as one."""
         ...
 
 

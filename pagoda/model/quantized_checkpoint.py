@@ -1,4 +1,4 @@
-"""Linear maps of ready-made quantized checkpoints: compressed-tensors, AWQ and GPTQ in safetensors files.
+"""Linear layers of ready-made quantized checkpoints: compressed-tensors, AWQ and GPTQ in safetensors files.
 
 All pack small unsigned integers into 32-bit words, the first in the lowest bits; what they mean is
 `scale * (code - zero point)`.
@@ -66,7 +66,7 @@ class QuantizedCheckpoint:
 
 
 class _GroupReader:
-    """Reads one linear map of a `GroupScheme`."""
+    """Reads one linear layer of a `GroupScheme`."""
 
     def __init__(self, tensors: CheckpointWeights, linear: LinearSpec, scheme: GroupScheme) -> None:
         name, inputs = linear.name, linear.inputs

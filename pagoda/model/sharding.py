@@ -161,7 +161,7 @@ class Shard:
         """Bytes of the rank's weights in memory; `itemsize` is that of the activations' dtype.
 
         Raises:
-            ConfigError: a linear map cannot be quantized, or cut, so.
+            ConfigError: a linear layer cannot be quantized, or cut, so.
         """
         maps = (self._linear_bytes(m, quantization, itemsize) for m in self.linears())
         return self._vector_bytes(itemsize) + sum(maps)
@@ -350,7 +350,7 @@ class PartialWeights(Protocol):
         ...
 
     def linear(self, linear: LinearSpec, part: Part, dtype: torch.dtype) -> LinearWeight:
-        """The part of a linear map's weight; see `WeightSource.linear`.
+        """The part of a linear layer's weight; see `WeightSource.linear`.
 
         Raises:
             ConfigError: there is no such map, or it cannot be cut so.

@@ -226,9 +226,9 @@ def _with_transfers(
 ) -> _Worker:
     """The worker with the KV tiers, and the part in handoff, that it is to have."""
     from pagoda.worker.kv.handoff import open_handoff
-    from pagoda.worker.kv.places import KVPlaces
     from pagoda.worker.kv.tiers import open_tiers
     from pagoda.worker.kv.transfer_link import TransferThread
+    from pagoda.worker.kv.transfer_router import TransferRouter
     from pagoda.worker.kv.transfer_spans import TransferSpans
 
     tiers = open_tiers(plan, loaded)
@@ -237,7 +237,7 @@ def _with_transfers(
     if handoff is not None:
         ready = handoff.described(ready)
     spans = TransferSpans(tracer, plan.block_size * plan.kv_bytes_per_token)
-    open_half = partial(KVPlaces, tiers, handoff)
+    open_half = partial(TransferRouter, tiers, handoff)
     transfers = TransferThread(context, address, plan.config, open_half, spans)
     return replace(worker, ready=ready, transfers=transfers)
 

@@ -1,4 +1,4 @@
-"""What the tests of the CPU kernels share."""
+"""Cases that the tests of the CPU kernels share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_close(
 
 
 def token_batch(spans: list[tuple[int, int, list[int]]]) -> TokenBatch:
-    """Of (tokens computed before, tokens computed now, block ids) per sequence."""
+    """Batch of (tokens computed before, tokens computed now, block ids) per sequence."""
     width = max(len(blocks) for _, _, blocks in spans)
     counts = torch.tensor([count for _, count, _ in spans])
     positions = torch.cat([torch.arange(done, done + count) for done, count, _ in spans])

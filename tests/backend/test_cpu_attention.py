@@ -207,7 +207,7 @@ def test_long_contexts_are_split_without_a_trace(
 def test_a_broken_sequence_breaks_no_other(
     name: str, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
 ) -> None:
-    """And shows it itself: a scale that is not a number makes none of what was."""
+    """A scale that is not a number makes no element a number, so the fault shows."""
     shape = Shape(4, 2, 32, block_size, None, False, dtype, kv_dtype)
     sequences, ops = Sequences(shape, [40, 21], 5), CpuBackend(name)
     whole = sequences.attend(ops, sequences.cache(ops), sequences.everything())

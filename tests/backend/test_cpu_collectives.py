@@ -52,7 +52,7 @@ def _memory(size: int) -> Iterator[str]:
 
 
 def _together(size: int, work: Callable[[int], _T]) -> list[_T]:
-    """What `work` gives for each rank, each in a thread."""
+    """Results of `work` for each rank, each in a thread."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
 
@@ -63,7 +63,7 @@ def _in_group(size: int, work: Callable[[Collectives], _T]) -> list[_T]:
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    """In order, as floats."""
+    """Sum in order, as floats."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -196,7 +196,7 @@ def _step(ops: CpuBackend, num_tokens: int) -> StepInput[Tensor, AttentionMetada
 def _outputs(
     group: Collectives, name: str, dtype: torch.dtype, nums: list[int], num_threads: int
 ) -> list[Tensor]:
-    """Of a rank's compiled part, for steps of so many tokens."""
+    """Results of a rank's compiled part, for steps of so many tokens."""
     torch.set_num_threads(num_threads)
     ops = CpuBackend(name, group)
     compiled = ops.compile(_Part(ops, dtype))

@@ -48,7 +48,7 @@ examples = settings(max_examples=100, deadline=None, derandomize=True)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Of a weight; see `GroupedWeight`. No bits stand for a dense weight, no group size for `Int8Weight`."""
+    """Format of a weight; see `GroupedWeight`. No bits: dense, no group size: `Int8Weight`."""
 
     bits: int | None = None
     group_size: int | None = None

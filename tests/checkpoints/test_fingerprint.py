@@ -1,4 +1,4 @@
-"""What tells models apart, and what does not."""
+"""Fingerprints tell models apart that differ in their answers, and no others."""
 
 from __future__ import annotations
 

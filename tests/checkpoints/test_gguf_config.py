@@ -1,4 +1,4 @@
-"""What GGUF metadata says of a model's shape, and what is said of metadata that is wrong."""
+"""Shapes of models in GGUF metadata, and errors of metadata that is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models can be split over how many devices."""
+"""Models that can, and cannot, be split over a number of devices."""
 
 from __future__ import annotations
 

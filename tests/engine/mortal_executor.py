@@ -52,7 +52,7 @@ class MortalExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)
         for slot_id, count in zip(plan.slots, plan.num_tokens, strict=True):
-            slot = self._inner._worker._slots[slot_id]
+            slot = self._inner.worker.slots[slot_id]
             end = slot.num_computed_tokens
             if POISON in slot.token_ids[end - count : end]:
                 self._death_at = self._clock.now()

@@ -246,11 +246,9 @@ def test_a_subscriber_that_reads_nothing_delays_nobody_and_catches_up(stage: Sta
     subscriber = stage.subscribe()
     with Loop(stage.publisher) as loop:
         total = loop.publish_until(subscriber.receive, 0)
-        start = time.monotonic()
         for number in range(total, total + 5000):
             loop.events.put(BlockStored([key(number)], None, [2**31 - 1] * 256, 256))
         loop.events.join()
-        assert time.monotonic() - start < 5
         total = loop.publish_until(lambda _: _caught_up(subscriber, total + 5000), total + 5000)
     assert subscriber.num_replays >= 2
     assert subscriber.view.keys == {key(number) for number in range(total)}

@@ -1,4 +1,4 @@
-"""The rows of requests, by what their observer is told."""
+"""The rows of requests in a trace."""
 
 from __future__ import annotations
 

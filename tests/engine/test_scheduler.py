@@ -357,7 +357,7 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
     assert not scheduler.quarantined
 
 
-def test_strikes_are_forgotten_once_a_request_gets_further() -> None:
+def test_crash_counts_start_anew_once_a_request_gets_further() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64)
     scheduler.add(make_request("a", list(range(8)), max_tokens=50))
     for _ in range(3 * MAX_CRASHES):
@@ -480,3 +480,18 @@ def test_waiting_after_a_preemption_is_not_waiting_for_the_first_step() -> None:
             told[chunk.request_id] += [] if chunk.queue_time_s is None else [chunk.queue_time_s]
     assert harness.scheduler.counters.num_preemptions > 0
     assert [len(times) for times in told.values()] == [1, 1]
+
+
+def test_only_requests_of_the_steps_in_flight_are_in_quarantine() -> None:
+    """A request that waits while the worker crashes again and again is not tried alone."""
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in ("a", "b", "waits", "waits too"):
+        scheduler.add(make_request(name, [ord(name[0]), len(name)]))
+    for _ in range(2):
+        plan_of(scheduler)
+        assert scheduler.recover() == []
+    counts = {name: request.crash_count for name, request in scheduler.requests.items()}
+    assert counts == {"a": 2, "b": 2, "waits": 0, "waits too": 0}
+    assert {request.request_id for request in scheduler.quarantined} == {"a", "b"}
+    alone = [plan_of(scheduler) for _ in range(2)]
+    assert [start.request_id for plan in alone for start in plan.starts] == ["a"]

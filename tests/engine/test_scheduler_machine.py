@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         scheduler.kv.pool.check()
         self.cached.apply(msgspec.msgpack.encode(KVEventBatch(0.0, self.events.drain(), 0)))
-        assert self.cached.keys == scheduler.kv.pool._by_key.keys()
+        assert self.cached.keys == scheduler.kv.pool.keys()
         check_sums(scheduler)
         assert set(scheduler.requests) == set(self.requests)
         held: dict[int, int] = {}

@@ -106,7 +106,7 @@ def test_steps_of_a_lost_worker_are_forgotten() -> None:
     run(told, 2, [6])
     [(_, news)] = told.drain()
     assert news.bins == [StepBin(0.0, 2, 1, 0.001, 6, 0, 1)]
-    assert told._planned == {}
+    assert told.in_flight == {}
 
 
 def test_an_engine_tells_of_all_tokens_that_it_computes() -> None:

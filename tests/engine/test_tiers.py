@@ -470,13 +470,13 @@ def test_a_request_that_comes_while_there_is_no_worker_waits_prefetching() -> No
     assert it.num_cached("again") == 36
 
 
-def test_nobody_loads_while_a_request_is_tried_alone() -> None:
+def test_no_request_loads_while_another_is_in_quarantine() -> None:
     it = Tiered(disk=SimDisk(), kv_tiers=DISK)
     it.serve(document("a", 1))
-    suspect = make_request("suspect", [9] * 8, max_tokens=9)
-    it.add(suspect)
+    quarantined = make_request("quarantined", [9] * 8, max_tokens=9)
+    it.add(quarantined)
     for _ in range(2):
-        it.tick_until_started("suspect")
+        it.tick_until_started("quarantined")
         it.lose_the_worker()
         while not it.core.is_worker_ready:
             it.tick()
@@ -486,7 +486,7 @@ def test_nobody_loads_while_a_request_is_tried_alone() -> None:
     assert it.scheduler.quarantined
     assert it.core.load().num_awaiting_kv == 0
     it.run()
-    assert_complete(it, [suspect, again])
+    assert_complete(it, [quarantined, again])
     assert it.num_cached("again") == 36
     it.check_nothing_left()
 

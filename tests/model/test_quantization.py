@@ -79,7 +79,7 @@ def test_int4_is_q4_0(
 
 
 def _q4_0(values: list[float]) -> tuple[float, list[int]]:
-    """By the words of the format, one number after the other."""
+    """Codes by the words of the format, one number after the other."""
     peak = 0.0
     for value in values:
         if abs(value) > abs(peak):

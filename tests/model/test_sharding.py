@@ -1,4 +1,4 @@
-"""What each rank holds of a model: parts that together are the whole."""
+"""Parts of a model that ranks hold, which together are the whole."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from virtual_fleet import (
     assert_nothing_left,
     engine,
     expected,
+    lateness,
     request,
     start,
 )
@@ -115,7 +116,7 @@ async def live(seed: int) -> list[Answer]:
 def test_seeds(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
         try:
-            run(live(seed))
+            run(live(seed), lateness_s=lateness(seed))
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 
@@ -505,3 +506,23 @@ def test_a_request_is_refused_when_no_replica_comes_in_time() -> None:
         await dispatcher.close()
 
     run(main())
+
+
+def test_a_thousand_replicas_share_the_work_and_lose_a_tenth_of_them() -> None:
+    async def main() -> None:
+        dispatcher, endpoints = await start(1000, "prefix-affinity")
+        prompts = [[group] * 24 + [group, number] for group in range(40) for number in range(30)]
+        asking = [
+            asyncio.create_task(ask(dispatcher, request(f"r{i}", prompt, max_tokens=6)))
+            for i, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.03)
+        for endpoint in endpoints[::10]:
+            endpoint.kill(restart_s=0.2)
+        assert all(answer.complete for answer in await asyncio.gather(*asking))
+        assert sum(slot.num_losses for slot in dispatcher.slots) == 100
+        await asyncio.sleep(0.5)
+        assert_nothing_left(dispatcher)
+        await dispatcher.close()
+
+    run(main(), lateness_s=lateness(0))

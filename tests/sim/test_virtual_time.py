@@ -37,6 +37,19 @@ def test_timeouts_and_instants_that_differ_by_little() -> None:
     assert instants == sorted(set(instants))
 
 
+def test_timers_meet_in_one_turn_of_a_loop_that_is_late() -> None:
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        seen: list[float] = []
+        for delay_s in (1.0, 1.5, 3.0):
+            loop.call_later(delay_s, lambda: seen.append(loop.time()))
+        await asyncio.sleep(4.0)
+        return seen
+
+    assert run(main(), lateness_s=lambda: 1.0) == [2.0, 2.0, 4.0]
+    assert run(main()) == [1.0, 1.5, 3.0]
+
+
 def test_waiting_for_nothing_is_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -87,6 +88,14 @@ async def ask(
     except (OverloadedError, EngineDeadError) as error:
         answer.refusal = error
     return answer
+
+
+def lateness(seed: int) -> Callable[[], float]:
+    """Seconds that a loop wakes late: every other seed has a busy machine, where events meet in one turn."""
+    rng = random.Random(seed)
+    if seed % 2:
+        return lambda: 0.0
+    return lambda: rng.choice([0.0, 0.0, 0.0, 0.003, 0.03])
 
 
 def poisoned(endpoint: SimEndpoint) -> SimEndpoint:

@@ -1,4 +1,4 @@
-"""How far the answers of two engines are from each other, where activations are rounded in different ways."""
+"""Distance between the answers of two engines whose activations are rounded in different ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 320
 
 
 def log_probabilities(engine: InProcessEngine) -> Tensor:
-    """Of the likeliest tokens behind some prompts [prompts, vocabulary], NaN for the others."""
+    """Log-probabilities of the likeliest tokens behind some prompts [prompts, vocabulary], NaN for the others."""
     rng = random.Random(11)
     requests = [
         GenerateRequest(
@@ -34,7 +34,7 @@ def log_probabilities(engine: InProcessEngine) -> Tensor:
 
 
 def differences(one: Tensor, other: Tensor) -> Tensor:
-    """Of the tokens that both find likely, most of all, [n]."""
+    """Differences of the tokens that both find likely, most of all, [n]."""
     both = ~(one - other).isnan()
     assert both.sum() >= 0.85 * NUM_PROMPTS * NUM_TOP
     return (one - other)[both].abs()

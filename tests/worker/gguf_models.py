@@ -21,7 +21,7 @@ HALVES: dict[Kind, tuple[int, ...]] = {
     Kind.Q5_K: (0, 2),
     Kind.Q6_K: (208,),
 }
-"""Where float16 numbers begin in a block of the types that the `gguf` package cannot write."""
+"""Places of float16 numbers in a block of the types that the `gguf` package cannot write."""
 
 Choose = Callable[[str], Kind]
 """The type of a matrix by its name in the file."""
@@ -108,7 +108,7 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
 
 
 def _frequency_factors(config: Any) -> np.ndarray | None:
-    """By how much Llama 3.1 divides each frequency."""
+    """Divisors of each frequency in Llama 3.1."""
     rope = config.rope_parameters
     if rope["rope_type"] != "llama3":
         return None

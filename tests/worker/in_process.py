@@ -143,7 +143,7 @@ class InProcessEngine:
         return list(tokens.values())
 
     def log_probabilities(self, requests: list[GenerateRequest]) -> list[dict[int, float]]:
-        """Those that requests for one token, with `logprobs`, have asked for."""
+        """Log-probabilities that requests for one token, with `logprobs`, have asked for."""
         found: dict[str, dict[int, float]] = {request.request_id: {} for request in requests}
         for chunk in self._chunks(requests):
             for top in chunk.logprobs or []:

@@ -54,7 +54,7 @@ class Rank:
         ]
 
     def whole(self, layer: int, kind: str, like: Tensor) -> Tensor:
-        """What the KV of these blocks is, of this rank's heads."""
+        """KV of these blocks, of this rank's heads."""
         heads = self.plan.shard.kv_heads
         all_heads = self.plan.shard.config.num_kv_heads
         shape = (NUM_BLOCKS, all_heads, *like.shape[2:])
@@ -155,12 +155,12 @@ class Engine:
                     expected[list(targets)] = rank.whole(layer, kind, tensor)[list(sources)]
                 assert torch.equal(tensor, expected), (rank.plan.config.place, layer, kind)
 
-    def close_doors(self) -> None:
+    def close_exports(self) -> None:
         for rank in self.ranks:
             rank.handoff.close()
 
     def close(self) -> None:
-        self.close_doors()
+        self.close_exports()
         for exchange in self.exchanges:
             exchange.close()
 

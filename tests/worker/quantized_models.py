@@ -42,9 +42,9 @@ Stored = dict[str, Tensor]
 class Format:
     quantization_config: dict[str, Any]
     store: Callable[[np.ndarray], tuple[Stored, np.ndarray]]
-    """From a weight [out, in] to tensors and the weight that they stand for."""
+    """Turns a weight [out, in] into tensors and the weight that they stand for."""
     head: bool = False
-    """Whether the head is quantized too."""
+    """True if the head is quantized too."""
     top: dict[str, Any] = field(default_factory=dict)
     """Further fields of config.json."""
 

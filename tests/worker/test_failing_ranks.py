@@ -38,7 +38,7 @@ class _Ranks:
 
     executor: InProcessExecutor
     drawn: dict[int, int]
-    """By slot, the token that the stages before the last have not been told of."""
+    """Drawn tokens by slot that the stages before the last have not been told of."""
 
     @property
     def last(self) -> list[Runner]:
@@ -92,7 +92,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _driver(ranks: _Ranks, sampling: SamplingParams) -> Driver:
-    """With four requests, of which two are greedy."""
+    """Driver with four requests, of which two are greedy."""
     driver = Driver(ranks)
     for slot, prompt in enumerate(_prompts()):
         driver.start(slot, prompt, sampling if slot % 2 else GREEDY)
@@ -151,7 +151,7 @@ def test_a_request_that_cannot_be_started(
 def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
     executors: list[InProcessExecutor], directory: Path, backend: str, tp: int, pp: int
 ) -> None:
-    """As in a prompt of which a chunk was planned before the failure of the one before it was seen."""
+    """A prompt goes on with a chunk that was planned before the failure of the chunk before was seen."""
     expected = _outputs(
         _driver(_ranks(executors, directory, backend, tp, pp), GREEDY), [0, 1, 2, 3], 4
     )
@@ -159,7 +159,7 @@ def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
     driver = _driver(ranks, GREEDY)
     driver.start(4, [7] * 20)
     for runner in ranks.last:
-        runner._failed[4] = "failed before"
+        runner.failed[4] = "failed before"
     result = driver.step({0: 3, 4: 11, 3: 17, 1: 9})
     assert (result.slots, result.errors) == ([0, 3, 1], {4: "failed before"})
     driver.free(4)

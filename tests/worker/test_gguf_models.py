@@ -219,7 +219,7 @@ def test_greedy_answers_are_those_of_transformers(
 
 
 def _mixed(name: str) -> Kind:
-    """As in files that call themselves Q4_K_M: some matrices have more bits than others."""
+    """Types as in files that call themselves Q4_K_M: some matrices have more bits than others."""
     if name.startswith(("token_embd", "output")):
         return Kind.Q8_0
     return Kind.Q5_1 if "attn_v" in name or "ffn_down" in name else Kind.Q4_0

@@ -75,7 +75,7 @@ def peer_of(replica: Replica) -> KVPeer:
 
 
 def same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
-    """But for the order in which ranks add up."""
+    """Equality but for the order in which ranks add up."""
     return one.top_token_ids == other.top_token_ids and one.top_logprobs == pytest.approx(
         other.top_logprobs, abs=1e-4
     )
@@ -118,7 +118,7 @@ def test_prefill_that_was_killed_fails_the_transfer_alone(start: Start, transpor
     expected = holder.answer(PROMPT, [0, 1, 2])
     (rank,) = holder.ready.kv_ranks
     only = type(rank)(
-        parts=rank.parts, num_blocks=16, doors={transport: rank.descriptors[transport]}
+        parts=rank.parts, num_blocks=16, descriptors={transport: rank.descriptors[transport]}
     )
     added_peers = (KVPeer(peer_id="prefill-1", ranks=(only,)),)
     remote, here = RemoteBlocks("prefill-1", [0, 1]), DeviceBlocks([5, 4])

@@ -1,4 +1,4 @@
-"""What tells the blocks of one model from those of another."""
+"""Manifests that tell the blocks of one model from those of another."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def test_unforeseen_errors_do_not_flood_the_log(rig: Rig, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_of_many_transfers_ends_once(rig: Rig, seed: int) -> None:
-    """Of all kinds, some of them broken, begun together; blocks of loads that are good hold what was stored."""
+    """Transfers of all kinds begin together, some broken; blocks of good loads hold what was stored."""
     rng = random.Random(seed)
     rig.memory.gate.set()
     rig.run(blocks(0, 1, 2, 3), objects(0, 1, 2, 3))

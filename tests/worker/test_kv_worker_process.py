@@ -18,7 +18,7 @@ from pagoda.parallel.config import ParallelConfig
 
 PROMPT, OTHER = ([random.Random(seed).randrange(320) for _ in range(40)] for seed in (1, 2))
 KEYS = [bytes([number]) * 32 for number in (1, 2)]
-"""Of the prompt's two full blocks."""
+"""Keys of the prompt's two full blocks."""
 ONE = ParallelConfig()
 SQUARE = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 

@@ -1,4 +1,4 @@
-"""What is seen of weights that load."""
+"""Progress of weights that load."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class _Oracle:
     backend: str
     requests: list[GenerateRequest]
     expected: list[list[int]]
-    """What transformers answers to each request."""
+    """Answers of transformers to each request."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -17,7 +17,7 @@ KNOWN_ANSWERS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-"""Of the Random123 distribution, file kat_vectors."""
+"""Vectors of the Random123 distribution, file kat_vectors."""
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)

@@ -281,7 +281,7 @@ def _assert_answers_alike(directory: Path, model: Any) -> None:
 
 
 def _differences(directory: Path, model: Any, backend: str) -> Tensor:
-    """Of log-probabilities along an answer [tokens, 20]; rounded inputs make them."""
+    """Differences of log-probabilities along an answer [tokens, 20]; rounded inputs make them."""
     prompt = torch.randint(320, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     driver = Driver(load(directory, backend=backend))
     sampling = SamplingParams(temperature=0, seed=0, max_tokens=100, logprobs=20)

@@ -67,7 +67,7 @@ def introduce(several: list[Rendezvous]) -> WorkerPeers:
 
 
 def all_join(several: list[Rendezvous]) -> list[Collectives]:
-    """Their groups, joined at the same time, as each waits for the others."""
+    """Joins all groups at the same time, as each waits for the others."""
     peers = introduce(several)
     with ThreadPoolExecutor(len(several)) as pool:
         groups = list(pool.map(lambda meeting: meeting.form_group(peers), several))

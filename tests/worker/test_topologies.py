@@ -1,4 +1,4 @@
-"""However a model is split over ranks, its greedy answers are those of transformers."""
+"""Greedy answers are those of transformers, however a model is split over ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Oracle:
     directory: Path
     requests: list[GenerateRequest]
     expected: list[list[int]]
-    """What transformers answers to each request."""
+    """Answers of transformers to each request."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -167,7 +167,7 @@ def test_preempted(directory: Path, backend: str, tp: int, pp: int) -> None:
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stages_change_no_bit(directory: Path, backend: str, dtype: str, pp: int) -> None:
-    """What crosses from stage to stage is not rounded: also drawn tokens are the same, in any number format."""
+    """Stages round nothing that crosses them: also drawn tokens are the same, in any number format."""
     requests = _requests(temperature=1.0, top_p=0.9, logit_bias={5: 2.0})
     one, split = (
         InProcessEngine(

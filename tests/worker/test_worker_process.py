@@ -177,7 +177,7 @@ def _run_a_large_step(worker: _Worker) -> None:
 
 
 def _cores_of_threads(pid: int) -> Counter[frozenset[int]]:
-    """How many threads may run on each set of cores."""
+    """Number of threads by the set of cores that they may run on."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return Counter(frozenset(os.sched_getaffinity(int(task.name))) for task in tasks)
 

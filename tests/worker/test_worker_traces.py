@@ -1,4 +1,4 @@
-"""What a worker's trace says of its steps."""
+"""Traces of a worker's steps."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pagoda.parallel.collectives import Alone, Collectives
 
 
 class ThreadGroup:
-    """What the ranks of one group share: the same memory as processes, where the kernels are there for it.
+    """Memory that the ranks of one group share: as processes do, where the kernels are there for it.
 
     Forward passes are recorded with their sums then, as in a worker.
     """
@@ -29,7 +29,7 @@ class ThreadGroup:
             self._memory = SharedMemory(size)
 
     def member(self, rank: int) -> Collectives:
-        """Once for each rank."""
+        """Joins a rank; once for each."""
         if self._size == 1:
             return Alone()
         if self._memory is None:
@@ -37,7 +37,7 @@ class ThreadGroup:
         return SharedMemoryCollectives(self._memory.path, rank, self._size)
 
     def close(self) -> None:
-        """Once all ranks are members."""
+        """Closes the memory, once all ranks are members."""
         if self._memory is not None:
             self._memory.close()
 

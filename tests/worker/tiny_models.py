@@ -113,7 +113,7 @@ def save_model(family: str, directory: Path, **options: Any) -> transformers.Pre
 
 
 def continuation(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """What transformers generates greedily behind `prompt`."""
+    """Greedy continuation of `prompt` by transformers."""
     with torch.no_grad():
         out = model.generate(
             torch.tensor([prompt]),

@@ -22,7 +22,7 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True)
 class DenseSegment:
-    """Outputs of a linear map whose weights are numbers."""
+    """Outputs of a linear layer whose weights are numbers."""
 
     panels: Tensor
     """Bytes of the weight [out, in] in panels of 32 outputs; see csrc/kernels.h."""
@@ -33,7 +33,7 @@ class DenseSegment:
 
 @dataclass(frozen=True)
 class QuantizedSegment:
-    """Outputs of a linear map whose weights are codes of one format."""
+    """Outputs of a linear layer whose weights are codes of one format."""
 
     panels: Tensor
     """Bytes of codes and scales in panels of 32 outputs; see csrc/kernels.h."""

@@ -1,4 +1,4 @@
-"""Quantized linear maps in plain PyTorch: the specification that other backends are tested against.
+"""Quantized linear layers in plain PyTorch: the specification that other backends are tested against.
 
 Inputs are rounded as `weights` says. Sums of products of integers are exact in any order, as every partial sum
 fits into the 24 bits of a float32; so only the few operations on scales decide the bits of a result, and they are

@@ -1,3 +1,5 @@
+"""Sampling parameters (`pagoda.messages.sampling_params`): what the edge checks, and what decoding does not."""
+
 from __future__ import annotations
 
 import msgspec

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 import pytest
-from virtual_fleet import Answer, ask, assert_nothing_left, engine, request
+from virtual_fleet import Answer, ask, assert_nothing_left, engine, lateness, request
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
@@ -515,7 +515,7 @@ def test_seeds(first: int) -> None:
     count = 0
     for seed in range(first, first + 40):
         try:
-            count += run(live(seed))
+            count += run(live(seed), lateness_s=lateness(seed))
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise

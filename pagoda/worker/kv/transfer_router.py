@@ -1,4 +1,4 @@
-"""All places that KV of one rank comes from and goes to, as one half: its tiers, and other engines."""
+"""Router of one rank's KV transfers: to its tiers, or to other engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pagoda.worker.kv.handoff import KVHandoff
 from pagoda.worker.kv.tiers import KVTiers
 
 
-class KVPlaces:
-    """Does what `TransferWorker` says, through whoever the transfer is for."""
+class TransferRouter:
+    """A `TransferWorker` that hands each transfer to the tiers or to the connector of its peer."""
 
     def __init__(
         self, tiers: KVTiers, handoff: KVHandoff | None, on_end: Callable[[], None]
@@ -44,7 +44,7 @@ class KVPlaces:
         return ends if self._exchange is None else ends + self._exchange.poll()
 
     def close(self) -> None:
-        """Others read no more from here, and nothing more comes."""
+        """Ends exports to others and all transfers."""
         if self._handoff is not None:
             self._handoff.close()
         if self._exchange is not None:
