@@ -60,7 +60,7 @@ def bandwidth(
         try:
             for _ in range(repeats):
                 for count in dict.fromkeys((1, threads)):
-                    place, direct = Path(root) / "plain", moved.files.direct
+                    place, direct = Path(root) / "plain", moved.files.direct != 0
                     plain = _PlainFiles(place, size, blocks, count, direct)
                     name = f"plain files, {count} {'thread' if count == 1 else 'threads'}"
                     _note(times, name, "write", plain.write)
