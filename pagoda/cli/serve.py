@@ -31,8 +31,8 @@ from pagoda.cli.options import (
     ParallelOptions,
     Seconds,
 )
+from pagoda.cli.output import format_bytes
 from pagoda.cli.server_process import READY_PREFIX
-from pagoda.cli.sizes import format_bytes
 from pagoda.engine.config import KVTiersConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
