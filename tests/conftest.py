@@ -38,6 +38,7 @@ SHORT_ROOMS = (
     "frontend",
     "ipc",
     "kv",
+    "messages",
     "model",
     "telemetry",
     "tools",

@@ -36,6 +36,7 @@ CLOCKS = {
     "time_ns",
 }
 VIRTUAL = "tests/sim/"
+PUBLIC = {"_", "_asdict", "_exit", "_fields", "_native", "_replace"}
 
 
 class Offence(NamedTuple):
@@ -80,12 +81,12 @@ def check_private(tree: ast.Module) -> Iterator[Offence]:
                 yield Offence("private", node.lineno, f"`{ast.unparse(node)}` is a private name")
             case ast.ImportFrom(names=names):
                 for alias in names:
-                    if _private(alias.name) and alias.name != "_native":
+                    if _private(alias.name):
                         yield Offence("private", node.lineno, f"`{alias.name}` is a private name")
 
 
 def _private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_" and name != "_exit"
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
 
 
 def _of_self(node: ast.Attribute) -> bool:
@@ -93,12 +94,8 @@ def _of_self(node: ast.Attribute) -> bool:
 
 
 def check_sleeps(tree: ast.Module) -> Iterator[Offence]:
-    polls = {
-        id(inner)
-        for loop in ast.walk(tree)
-        if isinstance(loop, ast.While)
-        for inner in ast.walk(loop)
-    }
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.While) or _is_virtual(node))
+    polls = {id(inner) for loop in loops for inner in ast.walk(loop)}
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="sleep"), args=[ast.Constant(value=seconds)]) if (
@@ -108,6 +105,13 @@ def check_sleeps(tree: ast.Module) -> Iterator[Offence]:
                     yield Offence(
                         "sleep", node.lineno, f"sleeps for {seconds} s: wait for what must happen"
                     )
+
+
+def _is_virtual(node: ast.AST) -> bool:
+    """Returns True for a test in virtual time, where sleeping takes none."""
+    return isinstance(node, ast.AsyncFunctionDef) and "in_virtual_time" in map(
+        ast.unparse, node.decorator_list
+    )
 
 
 def check_elapsed(tree: ast.Module) -> Iterator[Offence]:

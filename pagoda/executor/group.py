@@ -85,7 +85,7 @@ class GroupExecutor:
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._clock = clock
-        self._tracer = tracer or Tracer("engine")
+        self.tracer = tracer or Tracer("engine")
         self._encode_order = Codec[WorkerOrder](WorkerOrder).encode
         self._encode_transfers = Codec[Transfers](Transfers).encode
         self._num_starts = 0
@@ -197,7 +197,7 @@ class GroupExecutor:
                         if self._config.trace != group.trace:
                             self._tell_of_trace()
                 case ClockPing(number):
-                    pong = ClockPong(number, self._tracer.process.uid, self._tracer.clock_ns())
+                    pong = ClockPong(number, self.tracer.process.uid, self.tracer.clock_ns())
                     group.send(rank, self._encode_order(pong), self._clock.now())
                 case TraceStopped():
                     events += group.take_trace_end(rank, message)

@@ -74,26 +74,26 @@ class PrefixIndex:
         self.replica = replica
         self._sent_holders = Holders() if sent_holders is None else sent_holders
         self.told: set[int] = set()
-        self._sent: OrderedDict[int, int] = OrderedDict()
+        self.sent: OrderedDict[int, int] = OrderedDict()
         """The number of the last call of `add` by key."""
-        self._num_running: dict[int, int] = {}
+        self.num_running: dict[int, int] = {}
         """Requests at the replica that begin with each key."""
         self.num_added = 0
         """Calls of `add` so far."""
-        self._ended: OrderedDict[int, int] = OrderedDict()
-        """Keys that the last request with them has left in `_sent`, with `num_updates` at that time; oldest
+        self.ended: OrderedDict[int, int] = OrderedDict()
+        """Keys that the last request with them has left in `sent`, with `num_updates` at that time; oldest
         first."""
         self.num_updates = 0
         """Updates from the replica since its cache was last lost."""
 
     def __len__(self) -> int:
-        return len(self.told) + len(self._sent)
+        return len(self.told) + len(self.sent)
 
     def num_cached(self, keys: Sequence[int]) -> int:
         """The number of leading `keys`, a chain from its root, that are told or sent."""
         length = self.num_told(keys)
         for key in keys[length:]:
-            if key not in self.told and key not in self._sent:
+            if key not in self.told and key not in self.sent:
                 return length
             length += 1
         return length
@@ -106,7 +106,7 @@ class PrefixIndex:
 
     def num_sharing(self, key: int) -> int:
         """The number of requests at the replica that begin with this block."""
-        return self._num_running.get(key, 0)
+        return self.num_running.get(key, 0)
 
     def resize(self, capacity: int) -> None:
         """Takes a new size of the replica's cache."""
@@ -114,12 +114,12 @@ class PrefixIndex:
         self._trim()
 
     def _trim(self) -> None:
-        while len(self._sent) > self.capacity:
-            self._forget(next(iter(self._sent)))
+        while len(self.sent) > self.capacity:
+            self._forget(next(iter(self.sent)))
 
     def _forget(self, key: int) -> None:
-        if self._sent.pop(key, None) is not None:
-            self._ended.pop(key, None)
+        if self.sent.pop(key, None) is not None:
+            self.ended.pop(key, None)
             self._sent_holders.discard(key, self.replica)
 
     def add(self, keys: Sequence[int]) -> int:
@@ -129,11 +129,11 @@ class PrefixIndex:
         """
         self.num_added += 1
         for key in reversed(keys):
-            self._num_running[key] = self._num_running.get(key, 0) + 1
+            self.num_running[key] = self.num_running.get(key, 0) + 1
             if key not in self.told:
-                self._sent[key] = self.num_added
-                self._sent.move_to_end(key)
-                self._ended.pop(key, None)
+                self.sent[key] = self.num_added
+                self.sent.move_to_end(key)
+                self.ended.pop(key, None)
                 self._sent_holders.add(key, self.replica)
         self._trim()
         return self.num_added
@@ -141,11 +141,11 @@ class PrefixIndex:
     def end(self, number: int, keys: Sequence[int]) -> None:
         """Ends a request with these blocks: updates will soon have told which of them stay."""
         for key in keys:
-            num_running = self._num_running.pop(key, 1) - 1
+            num_running = self.num_running.pop(key, 1) - 1
             if num_running:
-                self._num_running[key] = num_running
-            if self.num_updates and self._sent.get(key) == number:
-                self._ended[key] = self.num_updates
+                self.num_running[key] = num_running
+            if self.num_updates and self.sent.get(key) == number:
+                self.ended[key] = self.num_updates
 
     def apply(self, update: PrefixCacheUpdate) -> Changes:
         """Takes what the replica tells; returns what is different from what it told before."""
@@ -168,16 +168,16 @@ class PrefixIndex:
     def clear(self) -> Changes:
         """Forgets all: the replica's cache is lost."""
         removed, self.told = self.told, set()
-        for key in list(self._sent):
+        for key in list(self.sent):
             self._forget(key)
         self.num_updates = 0
         return Changes([], removed)
 
     def _forget_ended(self) -> None:
         """The first update after a request's end may have been on its way then; the second knows of the end."""
-        while self._ended:
-            key = next(iter(self._ended))
-            if self._ended[key] + 2 > self.num_updates:
+        while self.ended:
+            key = next(iter(self.ended))
+            if self.ended[key] + 2 > self.num_updates:
                 return
             self._forget(key)
 

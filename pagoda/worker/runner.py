@@ -123,7 +123,7 @@ class Runner:
         self._sampler = sampler
         self._clock = StepClock(tracer)
         self._alone = alone
-        self._failed: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
         """Slots whose request has failed, until the engine frees them."""
 
     @torch.inference_mode()
@@ -139,15 +139,15 @@ class Runner:
         self._clock.start()
         self._apply(plan)
         counts = dict(zip(plan.slots, plan.num_tokens, strict=True))
-        errors = {slot: self._failed[slot] for slot in counts if slot in self._failed}
+        errors = {slot: self.failed[slot] for slot in counts if slot in self.failed}
         hidden = None if before is None else _without(errors.keys(), plan, before.hidden)
         counts = {slot: count for slot, count in counts.items() if slot not in errors}
         compute = self._compute_isolated if self._alone else self._compute
         sampled, expert_tokens = compute(counts, hidden)
         for slot, error in sampled.errors.items():
             _log.error("failed in step %d: %s", plan.step, error, extra=self._slots.of(slot))
-        self._failed |= sampled.errors
-        self._advance({s: n for s, n in counts.items() if s not in self._failed}, sampled)
+        self.failed |= sampled.errors
+        self._advance({s: n for s, n in counts.items() if s not in self.failed}, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
         self._clock.ended("sample")
         times = self._clock.times
@@ -175,7 +175,7 @@ class Runner:
         self._slots.apply(plan)
         for slot in plan.freed_slots:
             self._sampler.free(slot)
-            self._failed.pop(slot, None)
+            self.failed.pop(slot, None)
         for start in plan.starts:
             self._sampler.start(start)
 

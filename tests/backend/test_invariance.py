@@ -25,7 +25,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -48,11 +48,11 @@ def assert_row_independent(operation: Callable[[Tensor], Tensor], x: Tensor) -> 
 def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     ops = ReferenceBackend()
     weight = ops.prepare_linear(
-        [DenseWeight(_random(outputs, inputs, seed=1, dtype=dtype))],
-        _random(outputs, seed=2, dtype=dtype),
+        [DenseWeight(random_tensor(outputs, inputs, seed=1, dtype=dtype))],
+        random_tensor(outputs, seed=2, dtype=dtype),
         dtype,
     )
-    x = _random(48, inputs, dtype=dtype)
+    x = random_tensor(48, inputs, dtype=dtype)
     assert_row_independent(lambda x: ops.linear(x, weight), x)
     assert_row_independent(lambda x: ops.logits(x, weight), x)
     assert ops.logits(x, weight).dtype == torch.float32
@@ -63,11 +63,11 @@ def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [24, 64, 130, 768, 1026])
 def test_token_operations(width: int, dtype: torch.dtype) -> None:
     ops = ReferenceBackend()
-    x = _random(200, width, dtype=dtype)
-    weight = _random(width, seed=3, dtype=dtype)
+    x = random_tensor(200, width, dtype=dtype)
+    weight = random_tensor(width, seed=3, dtype=dtype)
     assert_row_independent(lambda x: ops.rms_norm(x, weight, 1e-6), x)
     assert_row_independent(ops.silu_and_mul, x)
-    frequencies = _random(width // 2, seed=4).abs()
+    frequencies = random_tensor(width // 2, seed=4).abs()
 
     def rotate(rows: Tensor) -> Tensor:
         table = ops.rotary_table((rows[:, 0].float() * 1000).long().abs(), frequencies, 1.0)
@@ -79,10 +79,10 @@ def test_token_operations(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [64, 130])
 def test_head_norms_of_a_slice(width: int) -> None:
     ops = ReferenceBackend()
-    weight = _random(width, seed=3)
+    weight = random_tensor(width, seed=3)
     assert_row_independent(
         lambda x: ops.rms_norm(x.view(-1, 6, width)[:, :4], weight, 1e-6).flatten(1),
-        _random(48, 6 * width),
+        random_tensor(48, 6 * width),
     )
 
 
@@ -95,7 +95,7 @@ class _Sequences:
         self.window = window
         self.heads = heads
         self.q, self.k, self.v = (
-            [_random(n, h, head_dim, seed=10 * i + j) for i, n in enumerate(self.lengths)]
+            [random_tensor(n, h, head_dim, seed=10 * i + j) for i, n in enumerate(self.lengths)]
             for j, h in ((0, heads), (1, kv_heads), (2, kv_heads))
         )
         self.cache = self.ops.allocate_kv_cache(200, BLOCK_SIZE, kv_heads, head_dim, torch.float32)
@@ -167,7 +167,7 @@ def test_cache_is_laid_out_by_block_and_head() -> None:
     assert cache.keys.shape == cache.values.shape == (4, 2, BLOCK_SIZE, 8)
     batch = token_batch([(BLOCK_SIZE + 1, 1, [3, 1])])
     plan = ops.attention_metadata(batch, 4, cache)
-    keys = _random(1, 2, 8).bfloat16()
+    keys = random_tensor(1, 2, 8).bfloat16()
     ops.write_kv(cache, keys, -keys, plan)
     assert torch.equal(cache.keys[1, :, 1], keys[0])
     assert torch.equal(cache.values[1, :, 1], -keys[0])

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from test_invariance import _random, assert_row_independent
+from test_invariance import assert_row_independent, random_tensor
 from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
@@ -28,7 +28,7 @@ def _integers(low: int, high: int, *shape: int, seed: int, dtype: torch.dtype) -
 
 def _int8(outputs: int, inputs: int) -> Int8Weight:
     values = _integers(-127, 128, outputs, inputs, seed=1, dtype=torch.int8)
-    return Int8Weight(values, _random(outputs, seed=2).abs() / 100)
+    return Int8Weight(values, random_tensor(outputs, seed=2).abs() / 100)
 
 
 def _grouped(
@@ -37,8 +37,8 @@ def _grouped(
     shape = (outputs, inputs // group_size)
     return GroupedWeight(
         codes=_integers(0, 2**bits, outputs, inputs, seed=1, dtype=torch.uint8),
-        scales=_random(*shape, seed=2).half() / 100,
-        offsets=_random(*shape, seed=3).half() / 10 if offsets else None,
+        scales=random_tensor(*shape, seed=2).half() / 100,
+        offsets=random_tensor(*shape, seed=3).half() / 10 if offsets else None,
         bits=bits,
         group_size=group_size,
         act_order=torch.randperm(inputs, generator=torch.Generator().manual_seed(4))
@@ -68,9 +68,9 @@ def test_a_row_is_the_same_in_any_company(kind: str, dtype: torch.dtype, threads
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     weight = KINDS[kind]
-    bias = _random(weight.scales.shape[0], seed=5, dtype=dtype)  # type: ignore[union-attr]
+    bias = random_tensor(weight.scales.shape[0], seed=5, dtype=dtype)  # type: ignore[union-attr]
     prepared = OPS.prepare_linear([weight], bias, dtype)
-    x = _random(48, _inputs(weight), dtype=dtype)
+    x = random_tensor(48, _inputs(weight), dtype=dtype)
     assert OPS.linear(x, prepared).dtype == dtype
     assert_row_independent(lambda x: OPS.linear(x, prepared), x)
     torch.set_num_threads(before)
@@ -80,7 +80,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, dtype: torch.dtype, threads
 def test_products_are_those_of_rounded_inputs(kind: str) -> None:
     """Products agree with fractions, but for the rounding of the scales of inputs."""
     weight = KINDS[kind]
-    x = _random(3, _inputs(weight))
+    x = random_tensor(3, _inputs(weight))
     x[1] = 0
     actual = OPS.linear(x, OPS.prepare_linear([weight], None, torch.float32))
     matrix = [[Fraction(v) for v in row] for row in _exact(weight).tolist()]
@@ -127,7 +127,9 @@ def test_rows_of_a_table_are_dequantized(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "dense"])
 def test_rows_that_a_part_of_a_table_does_not_have_are_zeros(kind: str) -> None:
-    weight: LinearWeight = DenseWeight(_random(33, 96, seed=3)) if kind == "dense" else KINDS[kind]
+    weight: LinearWeight = (
+        DenseWeight(random_tensor(33, 96, seed=3)) if kind == "dense" else KINDS[kind]
+    )
     table, size = OPS.prepare_linear([weight], None, torch.float32), len(dequantize(weight))
     ids = torch.tensor([0, 99, 100, 100 + size - 1, 100 + size, 199])
     rows = OPS.embedding(ids, table, 100, 200)
@@ -137,7 +139,7 @@ def test_rows_that_a_part_of_a_table_does_not_have_are_zeros(kind: str) -> None:
 
 @pytest.mark.parametrize(("token_id", "vocab_size"), [(-1, 200), (200, 200), (103, None)])
 def test_ids_that_a_table_does_not_have_are_refused(token_id: int, vocab_size: int | None) -> None:
-    table = OPS.prepare_linear([DenseWeight(_random(3, 8, seed=3))], None, torch.float32)
+    table = OPS.prepare_linear([DenseWeight(random_tensor(3, 8, seed=3))], None, torch.float32)
     with pytest.raises(IndexError, match="A token id is not from 0 to"):
         OPS.embedding(torch.tensor([100, token_id]), table, 100, vocab_size)
 
@@ -145,7 +147,7 @@ def test_ids_that_a_table_does_not_have_are_refused(token_id: int, vocab_size: i
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_highest_output_comes_with_its_value(kind: str) -> None:
     prepared = OPS.prepare_linear([KINDS[kind]], None, torch.bfloat16)
-    x = _random(5, dequantize(KINDS[kind]).shape[1]).bfloat16()
+    x = random_tensor(5, dequantize(KINDS[kind]).shape[1]).bfloat16()
     x[3, 3] = torch.nan
     outputs = OPS.logits(x, prepared)
     columns, values, finite = OPS.argmax(x, prepared)
@@ -155,9 +157,9 @@ def test_the_highest_output_comes_with_its_value(kind: str) -> None:
 
 
 def test_parts_of_all_kinds_follow_one_another() -> None:
-    parts = [_int8(5, 96), DenseWeight(_random(7, 96, seed=8)), KINDS["int4"]]
-    bias = _random(82, seed=9)
-    x = _random(20, 96)
+    parts = [_int8(5, 96), DenseWeight(random_tensor(7, 96, seed=8)), KINDS["int4"]]
+    bias = random_tensor(82, seed=9)
+    x = random_tensor(20, 96)
     joined = OPS.linear(x, OPS.prepare_linear(parts, bias, torch.float32))
     apart = [OPS.linear(x, OPS.prepare_linear([part], None, torch.float32)) for part in parts]
     assert torch.equal(joined, torch.cat(apart, 1) + bias)
@@ -166,7 +168,7 @@ def test_parts_of_all_kinds_follow_one_another() -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_numbers_that_broke_are_seen_in_their_row_only(kind: str) -> None:
     prepared = OPS.prepare_linear([KINDS[kind]], None, torch.float32)
-    x = _random(4, 96)
+    x = random_tensor(4, 96)
     x[1, 5], x[2, 7] = torch.nan, torch.inf
     out = OPS.linear(x, prepared)
     assert out[1:3].isnan().all()

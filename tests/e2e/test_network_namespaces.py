@@ -23,7 +23,6 @@ MAX_TOKENS = 32
 CUT_S = 5
 
 
-@pytest.mark.timeout(240)
 async def test_streams_outlive_a_cut_of_five_seconds_with_the_same_tokens(plain_url: str) -> None:
     requests = bodies(NUM_STREAMS, MAX_TOKENS, temperature=0)
     expected = await stream_all(plain_url, requests)

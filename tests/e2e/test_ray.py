@@ -30,7 +30,6 @@ async def until_not_ready(base_url: str) -> str:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.timeout(240)
 async def test_a_node_is_killed_and_replaced_and_all_streams_complete(plain_url: str) -> None:
     requests = bodies(NUM_STREAMS, MAX_TOKENS, temperature=0)
     with ray_cluster(HEAD, QUICK_TO_NOTICE) as cluster:

@@ -252,6 +252,7 @@ class TiersMachine(RuleBasedStateMachine):
         """All requests that are left complete, nothing is stuck and nothing stays behind."""
         if not hasattr(self, "scheduler"):
             return
+        self.turn()
         for _ in range(2000):
             if not (self.scheduler.has_requests() or self.results or self.transfers):
                 break

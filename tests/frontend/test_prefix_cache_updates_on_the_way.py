@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
-import zmq.asyncio
+import zmq
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
@@ -44,7 +44,7 @@ def config() -> EngineConfig:
 class Pair:
     """A host of two replicas, and the router's side of the connection to it."""
 
-    def __init__(self, host: Dispatcher, door: HostServer, context: zmq.asyncio.Context) -> None:
+    def __init__(self, host: Dispatcher, door: HostServer, context: zmq.Context) -> None:
         self.host = host
         self.door = door
         self.context = context
@@ -57,7 +57,7 @@ class Pair:
 
 @asynccontextmanager
 async def pair() -> AsyncIterator[Pair]:
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     start_authenticator(context, KEYS)
     host = EngineFleet(config(), "round-robin").dispatcher
     await host.start()

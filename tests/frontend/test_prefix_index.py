@@ -69,7 +69,7 @@ def test_requests_that_begin_alike_are_counted_while_they_are_there() -> None:
     assert [index.num_sharing(key) for key in keys(A, 4)] == [1, 1, 0, 0]
     index.clear()
     index.end(second, keys(A, 2))
-    assert index._num_running == {}
+    assert index.num_running == {}
 
 
 # ---- what the replica says
@@ -124,11 +124,11 @@ def test_a_replica_that_never_has_news_is_known_by_no_more_than_its_cache_has_ro
     index.apply(news([], anew=True))
     for first in [A] * 100 + list(range(100)):
         index.end(index.add(keys(first, 4)), keys(first, 4))
-        assert index._ended.keys() <= index._sent.keys()
-    assert len(index._sent) == 9
+        assert index.ended.keys() <= index.sent.keys()
+    assert len(index.sent) == 9
     for _ in range(2):
         index.apply(news([]))
-    assert len(index) == len(index._ended) == 0
+    assert len(index) == len(index.ended) == 0
 
 
 @given(st.data())
@@ -163,7 +163,7 @@ def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -
             running.clear()
         assert index.told == there
         assert all(index.num_cached([key]) for key in there)
-        assert index._ended.keys() <= index._sent.keys()
+        assert index.ended.keys() <= index.sent.keys()
     for number, some in running.items():
         index.end(number, some)
     for _ in range(2):

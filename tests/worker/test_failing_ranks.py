@@ -159,7 +159,7 @@ def test_a_failed_slot_in_a_plan_takes_no_rows_of_others(
     driver = _driver(ranks, GREEDY)
     driver.start(4, [7] * 20)
     for runner in ranks.last:
-        runner._failed[4] = "failed before"
+        runner.failed[4] = "failed before"
     result = driver.step({0: 3, 4: 11, 3: 17, 1: 9})
     assert (result.slots, result.errors) == ([0, 3, 1], {4: "failed before"})
     driver.free(4)

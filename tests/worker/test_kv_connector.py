@@ -185,9 +185,9 @@ def test_a_peer_that_is_back_at_once_is_read_again(make: MakeEngine, model: Path
     _, engine = both(make, model, transports=("tcp",))
     engine.read([0], [0])
     (exchange,) = engine.exchanges
-    (lane,) = exchange._peers["prefill-1"].lanes
-    assert lane._link is not None
-    lane._link.close()
+    (lane,) = exchange.peers["prefill-1"].lanes
+    assert lane.link is not None
+    lane.link.close()
     assert engine.read(SOURCES, TARGETS)[0].failed == []
 
 
@@ -278,7 +278,7 @@ def test_a_transfer_may_take_as_long_as_its_batches_come(
     prefill = make(model, topology(), Role.PREFILL)
     engine = make(model, topology(), Role.DECODE)
     (exchange,) = engine.exchanges
-    exchange._connect = lambda _rank, _deadline: SlowLink()
+    exchange.connect = lambda _rank, _deadline: SlowLink()
     engine.add_peer(prefill.peer())
     assert engine.read(SOURCES, TARGETS)[0].failed == []
 
@@ -362,10 +362,10 @@ def test_an_idle_link_is_closed_by_the_thread_that_reads(
     _, engine = both(make, model, transports=("tcp",))
     engine.read([0], [0])
     (exchange,) = engine.exchanges
-    (lane,) = exchange._peers["prefill-1"].lanes
-    assert lane._link is not None
+    (lane,) = exchange.peers["prefill-1"].lanes
+    assert lane.link is not None
     closers: list[threading.Thread] = []
-    monkeypatch.setattr(lane._link, "close", lambda: closers.append(threading.current_thread()))
+    monkeypatch.setattr(lane.link, "close", lambda: closers.append(threading.current_thread()))
     engine.remove_peer("prefill-1")
     lane.join()
     assert closers == [lane._thread]
@@ -378,8 +378,8 @@ def test_a_peer_that_dies_in_the_middle(
     monkeypatch.setattr(connector, "BATCH_BYTES", 1)
     prefill, engine = both(make, model, topology(tp=2), topology())
     (exchange,) = engine.exchanges
-    lane = exchange._peers["prefill-1"].lanes[1]
-    read, num_reads = lane._read, 0
+    lane = exchange.peers["prefill-1"].lanes[1]
+    read, num_reads = lane.read, 0
 
     def read_until_the_third(sources: list[int], targets: list[int], deadline: float) -> None:
         nonlocal num_reads
@@ -388,7 +388,7 @@ def test_a_peer_that_dies_in_the_middle(
             prefill.close_exports()
         read(sources, targets, deadline)
 
-    monkeypatch.setattr(lane, "_read", read_until_the_third)
+    monkeypatch.setattr(lane, "read", read_until_the_third)
     (end,) = engine.read(SOURCES, TARGETS)
     assert end.failed, (
         "the first rank may have failed earlier, the second has from the third block on"

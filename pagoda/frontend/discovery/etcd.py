@@ -50,7 +50,7 @@ class EtcdDiscovery:
         """Keys that were gone when etcd was back; dropped after the time of a lease."""
         self._forgetting: asyncio.TimerHandle | None = None
         self._listener: HostListener | None = None
-        self._dismissals: dict[str, asyncio.Task[None]] = {}
+        self.dismissals: dict[str, asyncio.Task[None]] = {}
         """Dismissals that are being written, by host id."""
 
     async def follow(self, listener: HostListener) -> None:
@@ -67,15 +67,15 @@ class EtcdDiscovery:
         """Not here: another router may well use it."""
 
     def dismiss(self, host: HostRecord, reason: str) -> None:
-        if host.host_id not in self._dismissals:
+        if host.host_id not in self.dismissals:
             task = asyncio.create_task(self._dismiss(host, reason))
-            self._dismissals[host.host_id] = task
-            task.add_done_callback(lambda _: self._dismissals.pop(host.host_id, None))
+            self.dismissals[host.host_id] = task
+            task.add_done_callback(lambda _: self.dismissals.pop(host.host_id, None))
 
     async def close(self) -> None:
         if self._forgetting is not None:
             self._forgetting.cancel()
-        await cancel_all(list(self._dismissals.values()))
+        await cancel_all(list(self.dismissals.values()))
         await self._client.close()
 
     async def _follow_once(self) -> None:
@@ -173,21 +173,21 @@ class EtcdRegistration:
         self._name = f"etcd at {','.join(place.servers)}"
         self._notices = Notices(_log)
         self._lease: str | None = None
-        self._beating = asyncio.create_task(keep_going(self._beat, f"registering in {self._name}"))
+        self.beating = asyncio.create_task(keep_going(self.beat, f"registering in {self._name}"))
 
     @property
     def ended(self) -> bool:
         """A router has dismissed the host, or this was closed."""
-        return self._beating.done()
+        return self.beating.done()
 
     async def close(self) -> None:
-        await cancel_all([self._beating])
+        await cancel_all([self.beating])
         with contextlib.suppress(EtcdError, TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
                 await self._end_lease()
         await self._client.close()
 
-    async def _beat(self) -> None:
+    async def beat(self) -> None:
         while True:
             try:
                 dismissal = await self._renew()

@@ -86,28 +86,28 @@ class EtcdClient:
         Raises:
             EtcdError: as all of these.
         """
-        granted = await self._call("lease/grant", {"TTL": max(1, round(ttl_s))}, _Granted)
+        granted = await self.call("lease/grant", {"TTL": max(1, round(ttl_s))}, _Granted)
         return granted.lease
 
     async def keep_alive(self, lease: str) -> bool:
         """Renews a lease; False if there is none any more."""
-        kept = await self._call("lease/keepalive", {"ID": lease}, _Streamed[_KeptAlive])
+        kept = await self.call("lease/keepalive", {"ID": lease}, _Streamed[_KeptAlive])
         return kept.result.ttl_s > 0
 
     async def revoke(self, lease: str) -> None:
         """Ends a lease, and deletes the keys that hang on it."""
-        await self._call("lease/revoke", {"ID": lease}, dict)
+        await self.call("lease/revoke", {"ID": lease}, dict)
 
     async def put(self, key: str, value: bytes, lease: str) -> None:
-        await self._call("kv/put", {"key": key.encode(), "value": value, "lease": lease}, dict)
+        await self.call("kv/put", {"key": key.encode(), "value": value, "lease": lease}, dict)
 
     async def get(self, key: str) -> bytes | None:
-        listing = await self._call("kv/range", {"key": key.encode()}, Listing)
+        listing = await self.call("kv/range", {"key": key.encode()}, Listing)
         return listing.kvs[0].value if listing.kvs else None
 
     async def read(self, prefix: str) -> Listing:
         """All keys that begin with `prefix`, which is not empty."""
-        return await self._call("kv/range", _range(prefix), Listing)
+        return await self.call("kv/range", _range(prefix), Listing)
 
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[list[Event], None]:
         """Events of keys that begin with `prefix`, from `revision` on, until etcd ends the watch."""
@@ -125,7 +125,7 @@ class EtcdClient:
             except aiohttp.ClientError:
                 raise EtcdError("the connection broke") from None
 
-    async def _call(self, path: str, body: object, kind: type[T]) -> T:
+    async def call(self, path: str, body: object, kind: type[T]) -> T:
         async with self._post(path, body, total_s=_TIMEOUT_S) as response:
             try:
                 return _decode(await response.read(), kind)

@@ -155,17 +155,15 @@ class Membership:
         self._socket.connect(f"tcp://{router}")
         self._decode = Codec[JoinAnswer](JoinAnswer).decode
         self._notices = Notices(_log)
-        self._beating = asyncio.create_task(
-            keep_going(self._beat, f"joining the router at {router}")
-        )
+        self.beating = asyncio.create_task(keep_going(self.beat, f"joining the router at {router}"))
 
     @property
     def ended(self) -> bool:
         """The router has dismissed the host, or this was closed."""
-        return self._beating.done()
+        return self.beating.done()
 
     async def close(self) -> None:
-        await cancel_all([self._beating])
+        await cancel_all([self.beating])
         self._socket.close()
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -177,7 +175,7 @@ class Membership:
         self._answered.clear()
         return self._decode(self._answer)
 
-    async def _beat(self) -> None:
+    async def beat(self) -> None:
         interval_s = TTL_S / BEATS_PER_TTL
         num_unanswered = 0
         while True:

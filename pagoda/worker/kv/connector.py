@@ -49,25 +49,25 @@ class KVConnectorWorker:
         """`parts` are this rank's KV tensors; `own_rank` is its number in the replica."""
         self._parts = parts
         self._own_rank = own_rank
-        self._connect = connect
+        self.connect = connect
         self._on_end = on_end
         self._steps = Steps()
         self._lock = threading.Lock()
         self._ends: deque[TransferEnd] = deque()
         """Guarded by the lock."""
-        self._peers: dict[str, _Peer] = {}
+        self.peers: dict[str, _Peer] = {}
         """All but the ends belong to the thread that calls."""
 
     def add_peers(self, peers: Sequence[KVPeer]) -> None:
         """Transfers may name these."""
         for peer in peers:
-            if peer.peer_id not in self._peers:
-                self._peers[peer.peer_id] = self._plan(peer)
+            if peer.peer_id not in self.peers:
+                self.peers[peer.peer_id] = self._plan(peer)
 
     def remove_peers(self, peer_ids: Sequence[str]) -> None:
         """Forgets peers; running transfers from them fail."""
         for peer_id in peer_ids:
-            peer = self._peers.pop(peer_id, None)
+            peer = self.peers.pop(peer_id, None)
             if peer is not None:
                 peer.close()
 
@@ -78,7 +78,7 @@ class KVConnectorWorker:
             _log.error("KV of %s cannot be used: %s", peer.peer_id, error)
             return _Peer([], str(error), 0)
         lanes = [
-            _Lane(f"{peer.peer_id}/{rank}", peer.ranks[rank], parts, self._connect, self._steps)
+            _Lane(f"{peer.peer_id}/{rank}", peer.ranks[rank], parts, self.connect, self._steps)
             for rank, parts in slices.items()
         ]
         num_blocks = min(peer.ranks[rank].num_blocks for rank in slices)
@@ -99,7 +99,7 @@ class KVConnectorWorker:
                 raise ValueError(
                     f"Transfer {transfer.transfer_id} is between places that are not here."
                 )
-        peer = self._peers.get(peer_id)
+        peer = self.peers.get(peer_id)
         problem = "nobody knows that peer" if peer is None else peer.problem(sources)
         self._check_targets(transfer, targets)
         lanes = [] if peer is None or problem else peer.lanes
@@ -132,11 +132,11 @@ class KVConnectorWorker:
     def close(self) -> None:
         """Ends the threads; reads under way fail."""
         self._steps.close()
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.close()
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.join()
-        self._peers.clear()
+        self.peers.clear()
 
 
 class _Peer:
@@ -218,9 +218,9 @@ class _Lane:
         self._rank = rank
         self._slices = slices
         self._batch_blocks = max(1, BATCH_BYTES // sum(piece.num_bytes for piece in slices))
-        self._connect = connect
+        self.connect = connect
         self._steps = steps
-        self._link: MemoryLink | None = None
+        self.link: MemoryLink | None = None
         """Belongs to the thread, but may be closed by others while it reads."""
         self._refused = ""
         self._retry_at = 0.0
@@ -246,7 +246,7 @@ class _Lane:
         """Fails running transfers, and ends the thread."""
         with self._state:
             self._is_closed = True
-            link = self._link if self._is_reading else None  # an idle one is closed by the thread
+            link = self.link if self._is_reading else None  # an idle one is closed by the thread
             self._state.notify_all()
         self._steps.wake()
         if link is not None:
@@ -267,7 +267,7 @@ class _Lane:
                 for start in range(0, len(job.sources), self._batch_blocks):
                     end = start + self._batch_blocks
                     deadline = time.monotonic() + BATCH_LIMIT_S
-                    self._read(job.sources[start:end], job.targets[start:end], deadline)
+                    self.read(job.sources[start:end], job.targets[start:end], deadline)
                     num_good = min(end, len(job.sources))
             except TransportError as problem:
                 error = str(problem)
@@ -287,9 +287,9 @@ class _Lane:
                 job = self._jobs.popleft()
             yield job
 
-    def _read(self, sources: Sequence[int], targets: Sequence[int], deadline: float) -> None:
+    def read(self, sources: Sequence[int], targets: Sequence[int], deadline: float) -> None:
         spans = make_spans(self._slices, find_runs(sources, targets))
-        was_connected = self._link is not None
+        was_connected = self.link is not None
         try:
             with self._reading(deadline) as link:
                 link.read(spans, deadline)
@@ -299,7 +299,7 @@ class _Lane:
                 raise
             # It may have been cut while nobody used it; whether anybody is there, a new one tells.
             _log.info("connecting to %s again: %s", self._name, error)
-            self._read(sources, targets, deadline)
+            self.read(sources, targets, deadline)
 
     @contextmanager
     def _reading(self, deadline: float) -> Iterator[MemoryLink]:
@@ -316,20 +316,20 @@ class _Lane:
                 self._is_reading = False
 
     def _linked(self, deadline: float) -> MemoryLink:
-        if self._link is not None:
-            return self._link
+        if self.link is not None:
+            return self.link
         if self._is_closed:
             raise TransportError("the peer has parted")
         if time.monotonic() < self._retry_at:
             raise TransportError(self._refused)
         try:
-            link = self._link = self._connect(self._rank, deadline)
+            link = self.link = self.connect(self._rank, deadline)
         except TransportError as error:
             self._refused, self._retry_at = str(error), time.monotonic() + _PAUSE_S
             raise
         return link
 
     def _disconnect(self) -> None:
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         if link is not None:
             link.close()
