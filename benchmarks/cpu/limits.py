@@ -14,7 +14,7 @@ from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.backend.weights import DenseWeight
 from pagoda.cli import output
-from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.ipc.machine import available_cores, available_memory_bytes
 
 _ROUNDS = 9
