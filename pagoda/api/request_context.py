@@ -45,10 +45,6 @@ class RequestContext:
         return self.client_request.id
 
     @property
-    def session_header(self) -> str | None:
-        return self.http.headers.get("X-Session-ID")
-
-    @property
     def has_key(self) -> bool:
         """True if the client may use the server: its API key is known, or no key is needed."""
         return self.key_name is not None

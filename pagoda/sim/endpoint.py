@@ -33,7 +33,6 @@ from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
 _FRONTEND = b"frontend"
-"""Identity of the engine's only frontend."""
 
 
 class SimEndpoint:
@@ -124,7 +123,6 @@ class SimEndpoint:
         asyncio.get_running_loop().call_later(restart_s, on_ready)
 
     def give_up(self, reason: str) -> None:
-        """Ends the engine for good."""
         if not self.connection.has_failed:
             self._end()
             self.connection.fail(EngineDeadError(reason))

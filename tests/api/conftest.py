@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from scripted_endpoint import TEXT, ScriptedEndpoint
 
-from pagoda.api.app import make_server
+from pagoda.api.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.frontend.model_text import ModelText
 from pagoda.frontend.text_generator import TextGenerator
@@ -94,7 +94,7 @@ class ApiFactory:
         service = Service(ApiConfig(served_model_name="tiny", **config))
         if not loading:
             service.generator = TextGenerator(endpoint, text, service.tracker)
-        runner = web.ServerRunner(make_server(service), shutdown_timeout=1.0)
+        runner = web.ServerRunner(ApiServer(service), shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -249,7 +249,7 @@ def check_books(scheduler: Scheduler) -> None:
     held = Counter(
         block.block_id for request in scheduler.requests.values() for block in request.table.blocks
     )
-    held.update(block.block_id for block in tiers.held_blocks())
+    held.update(block.block_id for block in tiers.ledger.held_blocks())
     if scheduler.exporter is not None:
         held.update(block.block_id for block in scheduler.exporter.leases.held_blocks())
     pool = scheduler.kv.pool
@@ -262,13 +262,13 @@ def check_books(scheduler: Scheduler) -> None:
     awaiting = in_state(scheduler, RequestState.AWAITING_KV)
     assert len(scheduler.running) + len(loading) <= scheduler.limits.max_num_seqs
     assert len(awaiting) <= scheduler.limits.max_num_seqs
-    loading -= tiers.ended
-    waiting = loading | (awaiting - tiers.ended)
+    loading -= tiers.ended.keys()
+    waiting = loading | (awaiting - tiers.ended.keys())
     if any(tier.has_own_timeout for tier in tiers.connectors):
-        assert set(tiers.timed) <= waiting
+        assert tiers.deadlines.keys() <= waiting
     else:
-        assert sorted(waiting) == sorted(tiers.timed)
-    assert loading == tiers.loading
+        assert waiting == tiers.deadlines.keys()
+    assert loading == tiers.loads.keys()
 
 
 def check_sums(scheduler: Scheduler) -> None:

@@ -249,7 +249,7 @@ def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]
     for key in list(pool.keys()):
         pool.discard(key)
     pair.submit(make_request("r", PROMPT, **request_options))
-    pair.run_until(lambda: "r" in engine.harness.tiers.loading)
+    pair.run_until(lambda: "r" in engine.harness.tiers.loads)
     return pair, engine
 
 
