@@ -35,6 +35,8 @@ serve: setup
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_docstrings.py
+	$(BIN)/python tools/check_files.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder

@@ -14,7 +14,7 @@ from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.backend.weights import DenseWeight
 from pagoda.cli import output
-from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.ipc.machine import available_cores, available_memory_bytes
 
 _ROUNDS = 9
@@ -39,7 +39,7 @@ def start(threads: int | None, isa: str | None) -> tuple[CpuBackend, Limits]:
     torch.set_num_threads(threads or available_cores())
     ops = CpuBackend(isa or choose_instruction_set())
     limits = measure_limits(ops)
-    output.stdout().print(f"{ops.summary}: {limits}")
+    output.stdout().print(f"{ops.arithmetic}, {torch.get_num_threads()} threads: {limits}")
     return ops, limits
 
 

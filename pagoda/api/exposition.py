@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import platform
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-from pagoda.api.metric_series import (
-    device_usage,
-    family,
-    histograms,
-    num_unplaced,
-    reports_of,
-    step_sequences,
-    step_tokens,
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
 )
+
 from pagoda.api.metrics import Snapshot
 from pagoda.api.request_metrics import HISTOGRAMS
-from pagoda.api.vllm_names import aliases_of
+from pagoda.frontend.request_tracker import REFUSED
 from pagoda.messages.figures import Figure, figures_of
-from pagoda.messages.load import PHASES, LoadReport, TierLoad
+from pagoda.messages.frontend import EngineReady
+from pagoda.messages.load import (
+    PHASES,
+    STEP_SEQUENCE_BOUNDS,
+    STEP_TOKEN_BOUNDS,
+    LoadReport,
+    TierLoad,
+)
+from pagoda.telemetry.histogram import Histogram
 from pagoda.version import __version__
 
 _PREFIX = "pagoda_"
@@ -210,4 +216,169 @@ def _kv_usage(model: str, reports: dict[str, LoadReport]) -> Metric:
         "The part of a tier's blocks that is in use, from 0 to 1; of the device's, by requests.",
         (*_REPLICA, "tier"),
         usage.items(),
+    )
+
+
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+def family(
+    kind: Family,
+    name: str,
+    help_text: str,
+    labels: Sequence[str],
+    series: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """A metric with a series for each tuple of label values."""
+    metric = kind(name, help_text, labels=labels)
+    for own_labels, value in series:
+        metric.add_metric(own_labels, value)
+    return metric
+
+
+def histograms(
+    name: str,
+    help_text: str,
+    labels: Sequence[str],
+    series: Iterable[tuple[Sequence[str], Histogram]],
+) -> Metric:
+    """A metric of histograms, whose buckets are cumulative."""
+    metric = HistogramMetricFamily(name, help_text, labels=labels)
+    for own_labels, histogram in series:
+        buckets, so_far = [], 0
+        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
+            so_far += count
+            buckets.append(("+Inf" if math.isinf(bound) else str(float(bound)), float(so_far)))
+        metric.add_metric(own_labels, buckets, histogram.sum)
+    return metric
+
+
+def reports_of(report: LoadReport) -> dict[str, LoadReport]:
+    """The report of each replica that has answered in time."""
+    return {
+        replica.name: replica.report for replica in report.replicas if replica.report is not None
+    }
+
+
+def num_unplaced(report: LoadReport) -> int:
+    """Waiting requests that no replica has."""
+    if not report.replicas:
+        return 0
+    return report.num_waiting - sum(own.num_waiting for own in reports_of(report).values())
+
+
+def device_usage(report: LoadReport) -> float:
+    """The share of the KV cache that requests hold, from 0 to 1."""
+    return 1 - report.num_free_blocks / report.num_blocks if report.num_blocks else 0.0
+
+
+def step_tokens(report: LoadReport) -> Histogram:
+    """Steps by their number of tokens."""
+    return _histogram(STEP_TOKEN_BOUNDS, report.steps.by_tokens, report.steps.num_tokens)
+
+
+def step_sequences(report: LoadReport) -> Histogram:
+    """Steps by their number of requests."""
+    return _histogram(STEP_SEQUENCE_BOUNDS, report.steps.by_sequences, report.steps.num_sequences)
+
+
+def _histogram(bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
+    histogram = Histogram(bounds)
+    histogram.counts[: len(counts)] = counts
+    histogram.sum = total
+    return histogram
+
+
+_VLLM_PREFIX = "vllm:"
+_VLLM_HELP = "As vLLM has it."
+_ENGINE = ("model_name", "engine")
+_NO_ENGINE = ""
+"""The label of requests that wait for an engine. Autoscalers add up what waits over all engines."""
+_VLLM_HISTOGRAMS = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds": "request_duration_seconds",
+    "request_queue_time_seconds": "request_queue_time_seconds",
+    "request_prefill_time_seconds": "request_prefill_time_seconds",
+    "request_decode_time_seconds": "request_decode_time_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generation_tokens": "request_generated_tokens",
+}
+"""Pagoda's name of each histogram of vLLM."""
+
+
+def aliases_of(snapshot: Snapshot) -> Iterator[Metric]:
+    """Metrics that vLLM has too."""
+    yield from _of_requests(snapshot)
+    if snapshot.report is not None:
+        yield from _of_engines(snapshot.model_name, snapshot.report)
+        if snapshot.limits is not None:
+            yield _cache_config(reports_of(snapshot.report), snapshot.limits)
+
+
+def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
+    finished = snapshot.requests.finished.values()
+    reasons = sorted({reason for counts in finished for reason in counts} - {REFUSED})
+    yield family(
+        CounterMetricFamily,
+        f"{_VLLM_PREFIX}request_success_total",
+        "Answers that have ended, by the reason of their end.",
+        ["model_name", "finished_reason"],
+        [
+            ([snapshot.model_name, reason], sum(counts[reason] for counts in finished))
+            for reason in reasons
+        ],
+    )
+    for name, own_name in _VLLM_HISTOGRAMS.items():
+        help_text = HISTOGRAMS[own_name].help_text
+        total = snapshot.requests.total(own_name)
+        series = [([snapshot.model_name], total)]
+        yield histograms(f"{_VLLM_PREFIX}{name}", help_text, ["model_name"], series)
+
+
+def _of_engines(model: str, whole: LoadReport) -> Iterator[Metric]:
+    reports = reports_of(whole)
+    for name, (is_counter, fields) in _declared_aliases().items():
+        values = {
+            engine: sum(getattr(report, field) for field in fields)
+            for engine, report in reports.items()
+        }
+        if name == "num_requests_waiting":
+            values[_NO_ENGINE] = num_unplaced(whole)
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        series = [([model, engine], value) for engine, value in values.items()]
+        yield family(kind, f"{_VLLM_PREFIX}{name}", _VLLM_HELP, _ENGINE, series)
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        usage = [([model, engine], device_usage(report)) for engine, report in reports.items()]
+        yield family(GaugeMetricFamily, f"{_VLLM_PREFIX}{name}", _VLLM_HELP, _ENGINE, usage)
+    tokens = [([model, engine], step_tokens(report)) for engine, report in reports.items()]
+    yield histograms(f"{_VLLM_PREFIX}iteration_tokens_total", "Tokens of a step.", _ENGINE, tokens)
+
+
+def _declared_aliases() -> dict[str, tuple[bool, list[str]]]:
+    """The declared aliases: for each of vLLM's names, True for a counter, and the fields of a load report that
+    are added up."""
+    aliases: defaultdict[str, list[str]] = defaultdict(list)
+    counters = set()
+    for field, figures in figures_of(LoadReport).items():
+        for figure in figures:
+            for name in figure.vllm:
+                aliases[name].append(field)
+                if figure.is_counter:
+                    counters.add(name)
+    return {name: (name in counters, fields) for name, fields in aliases.items()}
+
+
+def _cache_config(reports: dict[str, LoadReport], limits: EngineReady) -> Metric:
+    return family(
+        GaugeMetricFamily,
+        f"{_VLLM_PREFIX}cache_config_info",
+        "The size of the KV cache; the value is always 1.",
+        ["engine", "block_size", "num_gpu_blocks"],
+        [
+            ([engine, str(limits.block_size), str(report.num_blocks)], 1)
+            for engine, report in reports.items()
+        ],
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator
-from itertools import islice
+import math
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import msgspec
 
-from pagoda.api.latencies import Latencies, Percentiles
-from pagoda.api.progress import Growth, Progress
 from pagoda.errors import EngineDeadError
 from pagoda.frontend.async_utils import cancel_all
 from pagoda.frontend.endpoint import Endpoint
@@ -311,3 +311,119 @@ def _replica(replica: ReplicaLoad) -> ReplicaState:
         num_cached_blocks=report.num_cached_blocks,
         step_time_ms=round(report.step_time_s * 1e3, 3),
     )
+
+
+_PER_DOUBLING = 16
+"""Counts for each doubling of a time, which is then known to 4 %."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Percentiles in milliseconds, and the number of times that they are of."""
+
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+
+class Latencies:
+    """Times to the first token (TTFT) and between tokens (ITL) in the last windows, as a `RequestTracker` records
+    them until `close`."""
+
+    def __init__(self, tracker: RequestTracker, num_windows: int) -> None:
+        self._ttft: deque[Counter[int]] = deque([Counter()], maxlen=num_windows)
+        self._itl: deque[Counter[int]] = deque([Counter()], maxlen=num_windows)
+        self.close = tracker.subscribe(on_tokens=self._on_tokens)
+
+    def _on_tokens(
+        self,
+        record: RequestStatistics,  # noqa: ARG002
+        num_tokens: int,  # noqa: ARG002
+        waited_ns: int,
+        is_first: bool,
+    ) -> None:
+        window = self._ttft[-1] if is_first else self._itl[-1]
+        window[round(math.log2(max(waited_ns, 1)) * _PER_DOUBLING)] += 1
+
+    def next_window(self) -> tuple[Percentiles | None, Percentiles | None]:
+        """Returns TTFT and ITL of the windows that are kept, None without a token, and begins a new window."""
+        answer = percentiles(self._ttft), percentiles(self._itl)
+        self._ttft.append(Counter())
+        self._itl.append(Counter())
+        return answer
+
+
+def percentiles(windows: Iterable[Counter[int]]) -> Percentiles | None:
+    """Percentiles of all windows together; a window counts times by `_PER_DOUBLING` · log2(nanoseconds)."""
+    counts: Counter[int] = Counter()
+    for window in windows:
+        counts.update(window)
+    count = counts.total()
+    if count == 0:
+        return None
+    ordered = sorted(counts.items())
+    p50, p90, p99 = (_quantile(ordered, share * count) for share in (0.5, 0.9, 0.99))
+    return Percentiles(p50, p90, p99, count)
+
+
+def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
+    """The smallest time, in milliseconds, with `rank` times at or below it."""
+    seen = accumulate(count for _, count in ordered)
+    bucket = next(bucket for (bucket, _), below in zip(ordered, seen, strict=True) if below >= rank)
+    return round(math.exp2(bucket / _PER_DOUBLING) / 1e6, 3)
+
+
+_COUNTERS = (
+    "num_prompt_tokens",
+    "num_prefix_hit_tokens",
+    "num_preemptions",
+    "num_worker_restarts",
+)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Growth of all replicas, each since its own last report."""
+
+    num_prompt_tokens: int
+    num_prefix_hit_tokens: int
+    prompt_tokens_per_s: float
+
+
+class Progress:
+    """Keeps the last counters of each replica, and totals that never fall."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, Counter[str]]] = {}
+        """The time and the counters of the last report, by replica."""
+        self._losses: Counter[str] = Counter()
+        """Engines lost, by replica."""
+        self._totals: Counter[str] = Counter()
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._totals["num_preemptions"]
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of workers and engines."""
+        return self._totals["num_worker_restarts"] + self._losses.total()
+
+    def update(self, report: LoadReport, now: float, since: float) -> Growth:
+        """Takes a report. A replica whose last report is from before `since` adds nothing to the growth."""
+        grown: Counter[str] = Counter()
+        rate = 0.0
+        own = ReplicaLoad(name="", state="", num_requests=0, weighed_tokens=0, report=report)
+        for replica in report.replicas or (own,):
+            self._losses[replica.name] = max(self._losses[replica.name], replica.num_losses)
+            if replica.report is None:
+                continue
+            counts = Counter({name: getattr(replica.report, name) for name in _COUNTERS})
+            seen_at, before = self._seen.get(replica.name, (None, Counter()))
+            more = counts - before  # a host that was started again counts from zero: no growth
+            self._seen[replica.name] = now, counts
+            self._totals.update(more)
+            if seen_at is not None and seen_at >= since:
+                grown.update(more)
+                rate += more["num_prompt_tokens"] / max(now - seen_at, 1e-3)
+        return Growth(grown["num_prompt_tokens"], grown["num_prefix_hit_tokens"], rate)

@@ -38,7 +38,7 @@ class DirectForward(Generic[LinearT, MetadataT]):
 
 
 class _Spanned(NamedTuple):
-    """How an operation appears in traces."""
+    """Name and category of an operation in traces."""
 
     kind: Kind
     weight_at: int | None = None

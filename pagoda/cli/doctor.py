@@ -14,9 +14,9 @@ from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.checkpoints.resolve import resolve_model
 from pagoda.cli import machine_facts, output
-from pagoda.cli.bandwidth import Bandwidth, measure_read_bandwidth
+from pagoda.cli.machine_facts import Bandwidth, measure_read_bandwidth
 from pagoda.cli.options import Count, GeneralOptions
-from pagoda.cli.sizes import format_bytes
+from pagoda.cli.output import format_bytes
 from pagoda.cli.weight_traffic import (
     WeightTraffic,
     gguf_traffic,

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from pagoda.cli import output
 from pagoda.cli.options import GeneralOptions
-from pagoda.cli.sizes import format_bytes
+from pagoda.cli.output import format_bytes
 from pagoda.errors import ConfigError
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import (
@@ -278,7 +278,7 @@ def _check(
                 if found.key is None:
                     continue
                 try:
-                    files.inspect(found.key, buffer)
+                    files.read(found.key, buffer, is_use=False)
                     yield found, None
                 except ObjectError as error:
                     if os.path.lexists(found.path):

@@ -10,17 +10,15 @@ from cyclopts.validators import Number
 
 from pagoda.cli import machine_facts
 from pagoda.cli import output as out
-from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.cli.options import GeneralOptions
-from pagoda.cli.sizes import format_bytes
-from pagoda.cli.trace_page import page_of
-from pagoda.cli.trace_tables import alongside, tables_of
+from pagoda.cli.output import format_bytes
+from pagoda.cli.trace_page import alongside, page_of, tables_of
 from pagoda.errors import ConfigError
 from pagoda.telemetry.merge.chrome import write_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.telemetry.merge.model import Trace
-from pagoda.telemetry.report.data import Limits, Report
-from pagoda.telemetry.report.reasons import seconds
+from pagoda.telemetry.report.data import Limits, Report, seconds
 from pagoda.telemetry.report.reporting import load_trace, report_of
 
 _FILE_NAME = "trace.json"

@@ -13,7 +13,7 @@ from pagoda.checkpoints.gguf.reader import read_gguf
 from pagoda.checkpoints.model_config import ModelConfig
 from pagoda.checkpoints.presets import PRESETS
 from pagoda.cli import machine_facts
-from pagoda.cli.bandwidth import measure_read_bandwidth
+from pagoda.cli.machine_facts import measure_read_bandwidth
 from pagoda.cli.weight_traffic import gguf_traffic, stored_traffic, weight_traffic
 
 

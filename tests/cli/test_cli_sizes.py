@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda.cli.sizes import format_bytes
+from pagoda.cli.output import format_bytes
 
 
 @pytest.mark.parametrize(

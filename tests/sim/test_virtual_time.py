@@ -1,3 +1,5 @@
+"""An event loop whose clock moves when nothing else can."""
+
 from __future__ import annotations
 
 import asyncio

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Callable, Iterator
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
 from pagoda.errors import ConfigError
-from pagoda.telemetry.merge.flows import Flow, flows_of
-from pagoda.telemetry.merge.model import Moment, Process, Row, Span, Trace, arguments
-from pagoda.telemetry.merge.operations import operation_spans, operations_of
+from pagoda.telemetry.merge.model import Moment, Origin, Process, Row, Span, Trace, arguments
+from pagoda.telemetry.merge.steps import (
+    PlacedSpan,
+    Step,
+    operation_spans,
+    operations_of,
+    steps_by_row,
+    steps_of,
+)
 
 _COMPRESSION = 5
 
@@ -158,3 +168,184 @@ def _quoted(name: str) -> str:
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
+
+
+_WAYPOINTS = frozenset({"queued", "waiting for KV", "preempted", "recovering"})
+"""Phases of a request that no step shows."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point at which an arrow touches a row, within a span."""
+
+    at: int
+    pid: int
+    tid: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The way of a request, in the order of time; at least two points."""
+
+    request: str
+    points: list[Point]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """All rows of one request."""
+
+    edges: list[tuple[Process, Row]]
+    """Rows at frontends and routers."""
+    engines: list[tuple[Process, Row]]
+
+
+def flows_of(trace: Trace) -> Iterator[Flow]:
+    """The flow of each request that has at least two points."""
+    steps = steps_by_row(steps_of(trace))
+    for request, rows in _rows_of_requests(trace).items():
+        points = [point for process, row in rows.edges for point in _ends(process, row)]
+        for process, row in rows.engines:
+            points += _waypoints(process, row)
+            for step in steps.get((process.pid, row.tid), ()):
+                points += _points_of_step(step)
+        points.sort(key=lambda point: point.at)
+        if len(points) > 1:
+            yield Flow(request, points)
+
+
+def _rows_of_requests(trace: Trace) -> dict[str, _Rows]:
+    found: dict[str, _Rows] = {}
+    for process in trace.processes:
+        for row in process.rows:
+            if row.request is not None:
+                rows = found.setdefault(row.request, _Rows([], []))
+                is_engine = process.origin.storey == "engine"
+                (rows.engines if is_engine else rows.edges).append((process, row))
+    return found
+
+
+def _ends(process: Process, row: Row) -> Iterator[Point]:
+    """The points where a request comes in and where its last byte goes out."""
+    for span in row.spans:
+        if span.name == "request":
+            yield from _point(process.pid, row.tid, span, span.start)
+            yield from _point(process.pid, row.tid, span, span.end)
+
+
+def _waypoints(process: Process, row: Row) -> Iterator[Point]:
+    for span in row.spans:
+        if span.name in _WAYPOINTS:
+            yield from _point(process.pid, row.tid, span, span.start)
+
+
+def _points_of_step(step: Step) -> Iterator[Point]:
+    yield from _placed(step.place, step.place.span.start)
+    for worker in step.workers:
+        yield from _placed(worker, step.place.span.start)
+
+
+def _placed(place: PlacedSpan, not_before: int) -> Iterator[Point]:
+    return _point(place.pid, place.tid, place.span, max(place.span.start, not_before))
+
+
+def _point(pid: int, tid: int, span: Span, at: int) -> Iterator[Point]:
+    """Nothing can be bound to a span that took no time."""
+    if span.end > span.start:
+        yield Point(min(max(at, span.start), span.end - 1), pid, tid)
+
+
+_GZIP = b"\x1f\x8b"
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str
+    name: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    pid: int = 0
+    tid: int = 0
+    args: msgspec.Raw = msgspec.Raw()
+
+
+class _Origin(Origin, frozen=True, kw_only=True):
+    parent: int | None = None
+
+
+class _OtherData(msgspec.Struct):
+    processes: dict[int, _Origin]
+    began_ns: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class _Head(msgspec.Struct, rename="camel"):
+    other_data: _OtherData
+    trace_events: list[_Event]
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+def read_chrome_trace(path: Path) -> Trace:
+    """The trace that `write_chrome_trace` wrote to `path`.
+
+    Raises:
+        ConfigError: the file cannot be read, or somebody else has written it.
+    """
+    try:
+        with _open_any(path) as file:
+            return _read(file)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {reason}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is no trace that `pagoda trace merge` made ({error})."
+        ) from error
+
+
+def _open_any(path: Path) -> BufferedReader | gzip.GzipFile:
+    with open(path, "rb") as file:
+        is_packed = file.read(len(_GZIP)) == _GZIP
+    return gzip.open(path) if is_packed else open(path, "rb")
+
+
+def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
+    head = msgspec.json.decode(file.readline().rstrip() + b"]}", type=_Head).other_data
+    processes = {
+        pid: Process(pid, origin.role, origin, origin.parent)
+        for pid, origin in sorted(head.processes.items())
+    }
+    rows: dict[tuple[int, int], Row] = {}
+    for event in _events(file):
+        _place(event, processes[event.pid], rows)
+    return Trace(list(processes.values()), head.began_ns, head.notes)
+
+
+def _events(file: Iterable[bytes]) -> Iterator[_Event]:
+    decoder = msgspec.json.Decoder(_Event)
+    for line in file:
+        if line.startswith(b"]"):
+            return
+        yield decoder.decode(line.rstrip(b",\n"))
+
+
+def _place(event: _Event, process: Process, rows: dict[tuple[int, int], Row]) -> None:
+    args = bytes(event.args)
+    at = round(event.ts * 1000)
+    match event.ph:
+        case "M" if event.name == "process_name":
+            process.name = msgspec.json.decode(args, type=_Named).name
+        case "M" if event.name == "thread_name":
+            row = Row(event.tid, msgspec.json.decode(args, type=_Named).name, [])
+            rows[event.pid, event.tid] = row
+            process.rows.append(row)
+        case "X":
+            end = at + round(event.dur * 1000)
+            span = Span(at, end, sys.intern(event.name), args)
+            rows[event.pid, event.tid].spans.append(span)
+        case "i":
+            process.instants.append(Moment(at, event.name, event.tid, args))
+        case "C":
+            process.counters.append(Moment(at, event.name, event.tid, args))

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from pagoda.telemetry.merge.clocks import Shift, find_shifts
-from pagoda.telemetry.merge.model import Moment, Origin, Process, Row, Span, Trace, read_args
-from pagoda.telemetry.merge.nesting import nest
-from pagoda.telemetry.merge.reading import Fragment, read_fragments
+from pagoda.telemetry.fragments import ProcessHeader
+from pagoda.telemetry.merge.model import (
+    ClockSource,
+    Moment,
+    Origin,
+    Process,
+    Row,
+    Span,
+    Trace,
+    read_args,
+)
+from pagoda.telemetry.merge.reading import ClockEdge, Fragment, read_fragments
 from pagoda.telemetry.merge.roles import Named, in_order
 from pagoda.telemetry.merge.steps import StepArgs
 
@@ -151,3 +159,106 @@ def _row_order(row: Row) -> tuple[bool, bool, str, int]:
     is_steps = row.name.startswith("steps ")
     first = row.spans[0].start if row.spans else sys.maxsize
     return (not is_main, not is_steps, row.name if is_steps else "", first)
+
+
+_Graph = Mapping[str, Mapping[str, ClockEdge]]
+"""The best measurement between two clocks, both ways."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Nanoseconds to add to a process's own time to get the trace's."""
+
+    ns: int
+    source: ClockSource
+
+
+def find_shifts(
+    processes: Sequence[ProcessHeader], edges: Mapping[str, Iterable[ClockEdge]]
+) -> dict[str, Shift]:
+    """The shift of each process, by `uid`.
+
+    The clock of the first process is the trace's. Measured offsets lead from there to other clocks, over as few
+    measurements as possible; between two clocks the one with the shortest round trip counts. Processes with the
+    same `clock_id` share a clock. A clock to which no measurement leads is placed by the time of day.
+    """
+    clocks = {process.uid: process.clock_id or process.uid for process in processes}
+    graph = _graph(edges, clocks)
+    main = processes[0]
+    shifts: dict[str, Shift] = {}
+    for process in processes:
+        if clocks[process.uid] in shifts:
+            continue
+        if process is main:
+            shift = Shift(0, "main")
+        else:
+            shift = Shift(_ahead_of_wall(main) - _ahead_of_wall(process), "wall")
+        _spread(clocks[process.uid], shift, graph, shifts)
+    return {uid: shifts[clock] for uid, clock in clocks.items()}
+
+
+def _ahead_of_wall(process: ProcessHeader) -> int:
+    return process.clock_ns - process.wall_ns
+
+
+def _graph(edges: Mapping[str, Iterable[ClockEdge]], clocks: Mapping[str, str]) -> _Graph:
+    graph: defaultdict[str, dict[str, ClockEdge]] = defaultdict(dict)
+    for uid, measured in edges.items():
+        own = clocks[uid]
+        for edge in measured:
+            peer = clocks.get(edge.peer, edge.peer)
+            best = graph[own].get(peer)
+            if best is None or edge.round_trip_ns < best.round_trip_ns:
+                graph[own][peer] = ClockEdge(peer, edge.offset_ns, edge.round_trip_ns)
+                graph[peer][own] = ClockEdge(own, -edge.offset_ns, edge.round_trip_ns)
+    return graph
+
+
+def _spread(start: str, shift: Shift, graph: _Graph, shifts: dict[str, Shift]) -> None:
+    """Adds the shifts of all clocks that measurements lead to, breadth first."""
+    shifts[start] = shift
+    source: ClockSource = "wall" if shift.source == "wall" else "measured"
+    queue = deque([start])
+    while queue:
+        clock = queue.popleft()
+        for peer, edge in graph.get(clock, {}).items():
+            if peer not in shifts:
+                shifts[peer] = Shift(shifts[clock].ns - edge.offset_ns, source)
+                queue.append(peer)
+
+
+_ROUNDING_NS = 1_000
+"""Times are rounded on their way through a fragment, the more the longer a host has been up: of spans that
+touched, one may begin so long before the other ends."""
+
+
+def nest(spans: list[Span]) -> int:
+    """Sorts the spans, outer ones first, and makes what touches touch again.
+
+    A span that really goes beyond the one around it is cut; returns how many were.
+    """
+    spans.sort(key=lambda span: (span.start, -span.end))
+    around: list[Span] = []
+    num_cut = 0
+    earliest = spans[0].start if spans else 0
+    for span in spans:
+        span.start = max(span.start, earliest)  # what is around it may have been moved
+        span.end = max(span.end, span.start)
+        _leave_ended(around, span)
+        if around and span.end > around[-1].end:
+            span.end = around[-1].end
+            num_cut += 1
+        around.append(span)
+        earliest = span.start
+    return num_cut
+
+
+def _leave_ended(around: list[Span], span: Span) -> None:
+    """Afterwards the last of `around` holds the beginning of the span."""
+    while around:
+        outer = around[-1]
+        if span.end > outer.end and outer.end - span.start <= _ROUNDING_NS:
+            span.start = max(span.start, outer.end)
+        if outer.end > span.start:
+            return
+        around.pop()

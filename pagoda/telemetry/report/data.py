@@ -160,3 +160,12 @@ def parts_of(seconds: dict[str, float], total: float) -> tuple[Part, ...]:
     return tuple(
         Part(name, value, value / total if total else 0.0) for name, value in seconds.items()
     )
+
+
+def seconds(value: float) -> str:
+    """A time with a unit that suits its size."""
+    if value >= 1:
+        return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.3g} ms" if value < 0.1 else f"{value * 1e3:.0f} ms"
+    return f"{value * 1e6:.0f} µs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pagoda.telemetry.merge.chrome_reading import read_chrome_trace
+from pagoda.telemetry.merge.chrome import read_chrome_trace
 from pagoda.telemetry.merge.merging import merge_fragments
 from pagoda.telemetry.merge.model import Process, Trace
 from pagoda.telemetry.merge.steps import Step, engines_of, steps_of

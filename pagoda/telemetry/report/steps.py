@@ -10,8 +10,7 @@ from statistics import fmean as mean
 import msgspec
 
 from pagoda.telemetry.merge.model import Process, Row, read_args
-from pagoda.telemetry.merge.operations import Operations, operations_of, operations_within
-from pagoda.telemetry.merge.steps import Step
+from pagoda.telemetry.merge.steps import Operations, Step, operations_of, operations_within
 from pagoda.telemetry.report.data import (
     EngineReport,
     ForwardReport,
