@@ -206,7 +206,7 @@ def _flows_of(trace: Trace) -> Iterator[list[_Point]]:
 
 
 def _points_of(process: Process, row: Row) -> Iterator[_Point]:
-    """Points of a row: in an engine, phases that no step shows; else where the request comes in and where it ends."""
+    """Points of a row: in an engine, phases that no step shows; else the beginning and the end of the request."""
     is_engine = process.header.storey == "engine"
     for span in row.spans:
         if is_engine and span.name in _WAYPOINTS:
