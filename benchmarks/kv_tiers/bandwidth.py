@@ -53,14 +53,14 @@ def bandwidth(
     with tempfile.TemporaryDirectory(dir=directory) as root:
         moved = Blocks(Path(root) / "kv", model, blocks, block_size)
         size = moved.files.object_bytes
-        how = "O_DIRECT" if moved.files.is_direct else "buffered, since it takes no O_DIRECT"
+        how = "O_DIRECT" if moved.files.direct else "buffered, since it takes no O_DIRECT"
         output.stdout().print(
             f"{blocks} objects of {format_bytes(size)}, {format_bytes(blocks * size)} a round; {how}"
         )
         try:
             for _ in range(repeats):
                 for count in dict.fromkeys((1, threads)):
-                    place, direct = Path(root) / "plain", moved.files.is_direct
+                    place, direct = Path(root) / "plain", moved.files.direct != 0
                     plain = _PlainFiles(place, size, blocks, count, direct)
                     name = f"plain files, {count} {'thread' if count == 1 else 'threads'}"
                     _note(times, name, "write", plain.write)

@@ -13,22 +13,26 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
 
 from pagoda.api import hosts, info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
-from pagoda.api.errors import CLIENTS_NAME, ApiError, as_api_error, unavailable
+from pagoda.api.errors import (
+    CLIENTS_NAME,
+    INTERNAL_ERROR,
+    ApiError,
+    as_api_error,
+    unavailable,
+)
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
-from pagoda.api.request_context import INTERNAL_ERROR, RequestContext
+from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
 from pagoda.frontend.request_tracker import ClientRequest
@@ -70,59 +74,19 @@ STREAMS = frozenset({"/v1/live"})
 CONNECTION_IDLE_S = 75.0
 """Seconds after which a connection without a complete request is closed."""
 
-_ARRIVED = web.RequestKey("arrived_ns", int)
 _QUIET_ROUTES = OPEN_PATHS | {"/metrics", "/metrics/vllm", "/v1/live", "/v1/load"}
 """Routes that programs poll; successful answers are logged at the level debug."""
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_LOGGED_PATH_CHARS = 200
 _MAX_TRACESTATE_CHARS = 2048
-"""W3C Trace Context asks for at least 512."""
+"""Longer headers would cost memory; W3C Trace Context asks for at least 512."""
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _log = logging.getLogger("pagoda.api")
 
 
-def make_server(service: Service) -> ApiServer:
-    """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop."""
-
-    async def handle(http: web.BaseRequest) -> web.StreamResponse:
-        connection = cast(_Connection, http.protocol)
-        try:
-            return await _answer(http, service)
-        finally:
-            connection.end(is_read=http.content.is_eof())
-
-    def make_request(
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: web.RequestHandler,
-        writer: Any,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        request = web.BaseRequest(
-            message,
-            payload,
-            protocol,
-            writer,
-            task,
-            asyncio.get_running_loop(),
-            client_max_size=service.config.max_body_bytes,
-        )
-        request[_ARRIVED] = cast(_Connection, protocol).begin()
-        return request
-
-    return ApiServer(
-        handle,
-        lambda error: service.request_metrics.refused(Refusal("", error.status, error.kind)),
-        lambda: service.tracker.clock_ns(),
-        request_factory=make_request,
-        handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=CONNECTION_IDLE_S,
-    )
-
-
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    context = _request_context(http, service)
+    connection = cast(_Connection, http.protocol)
+    context = _request_context(http, service, connection.begin())
     began = time.monotonic()
     # 499: the client went away. A live stream ends that way in good order.
     status = 200 if context.client_request.route == "/v1/live" else 499
@@ -134,16 +98,14 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     except ConnectionError:
         raise
     except Exception as error:
-        answer = as_api_error(error)
-        if answer is None:
-            _log.exception("request failed", extra={"request_id": context.request_id})
-            answer = ApiError(500, INTERNAL_ERROR)
+        answer = as_api_error(error, context.request_id)
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
         service.request_metrics.refused(Refusal(context.client_request.route, status, answer.kind))
         return context.error(answer)
     finally:
+        connection.end(is_read=http.content.is_eof())
         if not context.client_request.num_answers:  # answers have a line of their own
             _log_access(context, status, answer, time.monotonic() - began)
 
@@ -176,32 +138,32 @@ def _log_access(
     )
 
 
-def _request_context(http: web.BaseRequest, service: Service) -> RequestContext:
+def _request_context(http: web.BaseRequest, service: Service, arrived_ns: int) -> RequestContext:
     headers = http.headers
+    route, argument = _find(http.path)
+    tracestate = ",".join(headers.getall("tracestate", ()))
     key_name = service.config.api_keys.name_of(headers.get("Authorization", ""))
     client_request = ClientRequest(
         id=_request_id(headers.get("X-Request-Id", "")),
-        arrived_ns=http[_ARRIVED],
+        arrived_ns=arrived_ns,
         key_name=key_name or "",
         traceparent=headers.get("traceparent"),
-        tracestate=_tracestate(headers.getall("tracestate", ())),
-        route=_find(http.path)[0],
+        tracestate=tracestate if 0 < len(tracestate) <= _MAX_TRACESTATE_CHARS else None,
+        route=route,
     )
-    return RequestContext(http, service, key_name, client_request)
-
-
-def _tracestate(values: Sequence[str]) -> str | None:
-    """The header, which may come in parts; None if it is so long that carrying it along would cost memory."""
-    text = ",".join(values)
-    return text if 0 < len(text) <= _MAX_TRACESTATE_CHARS else None
+    return RequestContext(http, service, key_name, client_request, argument)
 
 
 async def _dispatch(context: RequestContext) -> web.StreamResponse:
-    path = context.http.path
+    path, route = context.http.path, context.client_request.route
     _check_host(context)
-    route, argument = _find(path)
-    if route not in OPEN_PATHS:
-        _check_key(context)
+    if route not in OPEN_PATHS and not context.has_key:
+        raise ApiError(
+            401,
+            "Send an API key of the server as `Authorization: Bearer KEY`.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
     methods = ROUTES.get(route)
     if methods is None:
         raise ApiError(404, f"There is no route {path[:200]!r}.")
@@ -212,7 +174,7 @@ async def _dispatch(context: RequestContext) -> web.StreamResponse:
         raise ApiError(
             405, f"{path} answers {allowed}, not {context.http.method}.", headers={"Allow": allowed}
         )
-    return await methods[method](replace(context, path_argument=argument))
+    return await methods[method](context)
 
 
 def _find(path: str) -> tuple[str, str]:
@@ -231,16 +193,6 @@ def _request_id(given: str) -> str:
     return _NOT_IN_REQUEST_ID.sub("", given[:_MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
 
 
-def _check_key(context: RequestContext) -> None:
-    if not context.has_key:
-        raise ApiError(
-            401,
-            "Send an API key of the server as `Authorization: Bearer KEY`.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-
-
 def _check_host(context: RequestContext) -> None:
     """Refuses web pages of other origins, also those whose name was made to point here (DNS rebinding)."""
     headers = context.http.headers
@@ -252,16 +204,14 @@ def _check_host(context: RequestContext) -> None:
             f"This server does not answer for the host {host[:200]!r}; --allowed-hosts names more.",
         )
     origin = headers.get("Origin")
-    if origin is not None and urlsplit_netloc(origin) != (host or "").lower():
-        raise ApiError(403, "Requests from web pages of other origins are refused.")
-
-
-def urlsplit_netloc(origin: str) -> str | None:
-    """Host and port of an Origin header; None if it is not the origin of a web page."""
+    if origin is None:
+        return
     try:
-        return urlsplit(origin).netloc.lower() or None
+        netloc = urlsplit(origin).netloc.lower() or None
     except ValueError:
-        return None
+        netloc = None
+    if netloc != (host or "").lower():
+        raise ApiError(403, "Requests from web pages of other origins are refused.")
 
 
 def _name(host: str) -> str:
@@ -284,39 +234,34 @@ def hosts_for(bind_host: str, extra: Sequence[str] = ()) -> tuple[str, ...] | No
 
 
 class ApiServer(web.Server):
-    """aiohttp's server, with errors of the HTTP layer itself as OpenAI error objects."""
+    """The server for `service`, to be run by `aiohttp.web.ServerRunner`. Needs a running event loop."""
 
-    def __init__(
-        self,
-        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        refused: Callable[[ApiError], None],
-        clock_ns: Callable[[], int],
-        **options: Any,
-    ) -> None:
-        """`refused` is called with each such error; `clock_ns` gives the time of arrival."""
-        super().__init__(handler, **options)
-        self._refused = refused
-        self._clock_ns = clock_ns
+    def __init__(self, service: Service) -> None:
+        super().__init__(
+            lambda http: _answer(http, service),
+            request_factory=partial(
+                web.BaseRequest,
+                loop=asyncio.get_running_loop(),
+                client_max_size=service.config.max_body_bytes,
+            ),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=CONNECTION_IDLE_S,
+        )
+        self._service = service
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self._refused, self._clock_ns, self, loop=self._loop, **self._kwargs)
+        return _Connection(self, self._service, loop=self._loop, **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
     """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
 
-    __slots__ = ("_arrived_ns", "_clock_ns", "_is_idle", "_refused", "_writable")
+    __slots__ = ("_arrived_ns", "_is_idle", "_service", "_writable")
 
-    def __init__(
-        self,
-        refused: Callable[[ApiError], None],
-        clock_ns: Callable[[], int],
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._refused = refused
-        self._clock_ns = clock_ns
+    def __init__(self, server: ApiServer, service: Service, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._service = service
         self._is_idle = True
         self._arrived_ns = 0
         self._writable = asyncio.Event()
@@ -342,12 +287,13 @@ class _Connection(web.RequestHandler):
         # The task of a request may begin much later, behind the tasks of all requests that arrived with it.
         # An empty line before a request does not belong to the request (RFC 9112, 2.2).
         if self._is_idle and not self._arrived_ns and data.lstrip(b"\r\n"):
-            self._arrived_ns = self._clock_ns()
+            self._arrived_ns = self._service.tracker.clock_ns()
         super().data_received(data)
 
     def begin(self) -> int:
         """Time of the first bytes of the request that is answered next."""
-        arrived_ns, self._arrived_ns = self._arrived_ns or self._clock_ns(), 0
+        arrived_ns = self._arrived_ns or self._service.tracker.clock_ns()
+        self._arrived_ns = 0
         self._is_idle = False
         return arrived_ns
 
@@ -374,7 +320,7 @@ class _Connection(web.RequestHandler):
             if not isinstance(exc, ConnectionError):  # the client went away
                 _log.error("a connection failed", exc_info=exc)
             error = ApiError(status, INTERNAL_ERROR)
-        self._refused(error)
+        self._service.request_metrics.refused(Refusal("", error.status, error.kind))
         response = web.Response(
             body=error.encode(), status=error.status, content_type="application/json"
         )

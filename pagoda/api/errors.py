@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,31 +11,25 @@ import msgspec
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, PagodaError
 from pagoda.frontend.text_generator import PromptTooLongError
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    503: "service_unavailable_error",
-}
+INTERNAL_ERROR = "The server made an error; its log says more."
 
+_log = logging.getLogger(__name__)
 
-_KINDS = {
-    400: "invalid_value",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "body_timeout",
-    413: "body_too_long",
-    431: "headers_too_long",
-    500: "internal_error",
+_STATUSES = {
+    400: ("invalid_request_error", "invalid_value"),
+    401: ("authentication_error", ""),
+    403: ("permission_error", "forbidden"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "body_timeout"),
+    409: ("invalid_request_error", ""),
+    413: ("invalid_request_error", "body_too_long"),
+    429: ("rate_limit_error", ""),
+    431: ("invalid_request_error", "headers_too_long"),
+    503: ("service_unavailable_error", ""),
 }
+"""OpenAI's type of error and Pagoda's kind of error for each status; others are errors of the server."""
+_SERVER_ERROR = ("server_error", "internal_error")
 
 CLIENTS_NAME = frozenset(("unknown_field", "duplicate_field"))
 """Kinds of errors whose `param` is not a field of the API but a name that a client made up."""
@@ -55,11 +50,11 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         """One word of a fixed set, for logs and metrics. Clients get `code`, with values of the OpenAI API."""
-        return self.code or self.word or _KINDS.get(self.status, "")
+        return self.code or self.word or _STATUSES.get(self.status, _SERVER_ERROR)[1]
 
     def body(self) -> dict[str, object]:
         """The OpenAI error object."""
-        kind = _TYPES.get(self.status, "server_error")
+        kind, _ = _STATUSES.get(self.status, _SERVER_ERROR)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -74,8 +69,8 @@ def unavailable(reason: str, *, retry_after_s: int = 5) -> ApiError:
     )
 
 
-def as_api_error(error: Exception) -> ApiError | None:
-    """The answer to an exception with a text for users; None if `error` is a bug."""
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """The answer to an exception. One without a text for users is a bug, which only the log tells."""
     match error:
         case ApiError():
             return error
@@ -90,4 +85,5 @@ def as_api_error(error: Exception) -> ApiError | None:
             return unavailable(str(error))
         case PagodaError():
             return ApiError(500, str(error))
-    return None
+    _log.exception("request failed", exc_info=error, extra={"request_id": request_id})
+    return ApiError(500, INTERNAL_ERROR)

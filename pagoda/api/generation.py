@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -20,9 +20,6 @@ from pagoda.errors import InvalidRequestError
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.version import __version__
-
-SYSTEM_FINGERPRINT = f"pagoda-{__version__}"
-"""The OpenAI API's name for the configuration behind an answer."""
 
 Prompt = str | Sequence[int]
 
@@ -78,13 +75,13 @@ class Job:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached_by_answer: dict[int, int] = {}
-        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.is_first)
+        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.index == 0)
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": chunk_kind if self._streams else kind,
             "created": int(time.time()),
             "model": context.service.config.served_model_name,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "system_fingerprint": f"pagoda-{__version__}",
         }
 
     async def respond(self, make_answer: Callable[[int], Answer]) -> web.StreamResponse:
@@ -92,7 +89,7 @@ class Job:
         answers = [make_answer(index) for index in range(len(self.requests))]
         if self._streams:
             return await self._context.stream(lambda stream: self._stream(answers, stream))
-        await gather_all([self._collect(index, answer) for index, answer in enumerate(answers)])
+        await gather_all([self._run(index, answer) for index, answer in enumerate(answers)])
         choices = [answer.choice() for answer in answers]
         return self._context.json(self.envelope(choices, usage=self.usage(), **self.extra))
 
@@ -129,36 +126,28 @@ class Job:
             raise GenerationError(f"{request_id}: {delta.error}")
         self._num_completion_tokens += len(delta.token_ids)
         num_cached = delta.num_cached_tokens
-        if num_cached and self.requests[index].is_first:
+        if num_cached and self.requests[index].index == 0:
             self._num_cached_tokens += num_cached - self._cached_by_answer.get(index, 0)
             self._cached_by_answer[index] = num_cached
 
-    async def _collect(self, index: int, answer: Answer) -> None:
+    async def _run(self, index: int, answer: Answer, stream: EventStream | None = None) -> None:
+        """Brings one answer to its end: as events to `stream`, or without one as a choice."""
         async with aclosing(self.generator.stream(self.requests[index])) as deltas:
             async for delta in deltas:
                 self._count(index, delta)
-                answer.add(delta)
-                if delta.kv_source is not None:
+                if stream is None:
+                    answer.add(delta)
                     self.extra |= transfer_fields(delta)
+                elif not stream.write(answer.events(delta)):
+                    await stream.flush()
                 if answer.is_complete:
                     break
 
     async def _stream(self, answers: Sequence[Answer], stream: EventStream) -> None:
-        await gather_all(
-            [self._send(index, answer, stream) for index, answer in enumerate(answers)]
-        )
+        await gather_all([self._run(index, answer, stream) for index, answer in enumerate(answers)])
         if self._sends_usage:
             await stream.send(event(self.envelope([], usage=self.usage())))
         await stream.send(DONE)
-
-    async def _send(self, index: int, answer: Answer, stream: EventStream) -> None:
-        async with aclosing(self.generator.stream(self.requests[index])) as deltas:
-            async for delta in deltas:
-                self._count(index, delta)
-                if not stream.write(answer.events(delta)):
-                    await stream.flush()
-                if answer.is_complete:
-                    break
 
 
 async def prepare(
@@ -183,10 +172,10 @@ async def prepare(
         raise InvalidRequestError(
             "prompt must be a single prompt with kv_transfer_params.", param="prompt"
         )
-    fields: Mapping[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields = {"max_tokens": max_tokens, "logprobs": logprobs}
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
         # Proxies ask the prefill server for one token, whatever `min_tokens` their client has sent.
-        fields = {**fields, "min_tokens": min(body.min_tokens, max_tokens)}
+        fields["min_tokens"] = min(body.min_tokens, max_tokens)
     sampling = generator.check_sampling(
         sampling_params(body, generator.text.default_sampling, fields)
     )
@@ -201,7 +190,7 @@ async def prepare(
             clamp_max_tokens=clamp_max_tokens,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
-            session=session_of(body, context.session_header),
+            session=session_of(body, context.http.headers.get("X-Session-ID")),
             holds_kv=handoff.holds_kv,
             kv_source=handoff.kv_source,
             client_request=context.client_request,

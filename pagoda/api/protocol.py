@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -104,19 +104,21 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     user: str | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
 
-    # Refused unless neutral; see `_NEUTRAL`.
-    store: Any = None
-    service_tier: Any = None
     best_of: Any = None
-    typical_p: Any = None
-    bad_words: Any = None
-    prompt_logprobs: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    """Only `n` itself is allowed."""
+
+    # Not supported yet: refused but for null and the values beside them, which change nothing.
+    store: Annotated[Any, (False,)] = None
+    service_tier: Annotated[Any, ("auto", "default")] = None
+    typical_p: Annotated[Any, (1, 1.0)] = None
+    bad_words: Annotated[Any, ([],)] = None
+    prompt_logprobs: Annotated[Any, ()] = None
+    response_format: Annotated[Any, ({"type": "text"},)] = None
+    structured_outputs: Annotated[Any, ()] = None
+    guided_json: Annotated[Any, ()] = None
+    guided_regex: Annotated[Any, ()] = None
+    guided_choice: Annotated[Any, ()] = None
+    guided_grammar: Annotated[Any, ()] = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +127,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Any = None
+    suffix: Annotated[Any, ("",)] = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,16 +138,16 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, ("auto", "none")] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
+    reasoning_effort: Annotated[Any, ()] = None
+    functions: Annotated[Any, ([],)] = None
+    function_call: Annotated[Any, ("none", "auto")] = None
+    modalities: Annotated[Any, (["text"],)] = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,32 +171,19 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model: str | None = None
 
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "typical_p": (1, 1.0),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "reasoning_effort": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-}
-"""Fields that are not supported yet, with the values (besides null) that change nothing."""
-
 _MAX_QUOTED_CHARS = 256
 """Characters of a client's own field name in an error."""
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
+
+
+@cache
+def _neutral_values(kind: type[GenerationFields]) -> dict[str, tuple[object, ...]]:
+    """The fields that are not supported yet, with the values (besides null) that change nothing."""
+    hints = get_type_hints(kind, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: note for name, note in notes.items() if isinstance(note, tuple)}
 
 
 @cache
@@ -279,8 +268,8 @@ def _invalid_field(message: str) -> InvalidRequestError:
 
 
 def _check_neutral(body: GenerationFields) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(body, name, None)
+    for name, neutral in _neutral_values(type(body)).items():
+        value = getattr(body, name)
         if value is not None and not any(
             type(value) is type(same) and value == same for same in neutral
         ):

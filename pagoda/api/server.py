@@ -12,8 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pagoda.api.app import hosts_for, make_server
-from pagoda.api.keys import NO_KEYS, ApiKeys
+from pagoda.api.app import ApiServer
 from pagoda.api.service import ApiConfig, Service
 from pagoda.errors import ConfigError
 from pagoda.frontend.fleet import Fleet
@@ -36,20 +35,14 @@ _HURRY_S = 0.5
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The flags of a server that concern its API."""
+    """The address of a server, its end, and its API."""
 
+    api: ApiConfig
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free port."""
-    served_model_name: str | None = None
-    """None takes the name of the model."""
-    api_keys: ApiKeys = NO_KEYS
-    chat_template: Path | None = None
-    """A Jinja file that replaces the model's own template."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Further Host headers that a server on the loopback interface accepts, such as a proxy's name."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,6 @@ async def serve(
     make_fleet: Callable[[], Fleet],
     load_text: Callable[[], ModelText],
     *,
-    model_name: str,
     on_ready: Callable[[str, EngineReady], None],
     profile: ProfileConfig,
     tracer: Tracer,
@@ -74,8 +66,8 @@ async def serve(
     further_trackers: Sequence[RequestTracker] = (),
 ) -> None:
     """Serves until SIGTERM or SIGINT, and then until all answers are complete; `on_ready` gets the base URL
-    and what the engines can do. `model_name` is what the API calls the model unless `server` says otherwise.
-    `spans` are made of its answers, and closed at the end. Traces show answers in `further_trackers` as well.
+    and what the engines can do. `spans` are made of the answers, and closed at the end. Traces show answers in
+    `further_trackers` as well.
 
     Listens at once and answers 503 while the model loads. The first signal drains, a second one ends at once.
     `tracer` is that of this process; what `make_fleet` makes has it too.
@@ -84,21 +76,14 @@ async def serve(
         ConfigError: the port is in use, or the model cannot be loaded.
         EngineDeadError: all engines were given up.
     """
-    service = Service(
-        ApiConfig(
-            served_model_name=server.served_model_name or model_name,
-            api_keys=server.api_keys,
-            allowed_hosts=hosts_for(server.host, server.allowed_hosts),
-        ),
-        tracker=RequestTracker(tracer.clock_ns),
-    )
+    service = Service(server.api, tracker=RequestTracker(tracer.clock_ns))
     tracing = service.tracing = TraceControl(
         tracer, [service.tracker, *further_trackers], profile.directory, _run_name(tracer, server)
     )
     if spans is not None:
         spans.follow(service.tracker)
     signals = _Signals()
-    runner = web.ServerRunner(make_server(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
+    runner = web.ServerRunner(ApiServer(service), shutdown_timeout=_CLOSING_TIMEOUT_S)
     await runner.setup()
     try:
         # Before a trace begins: a server that has the port already may be tracing under the same name.
@@ -132,7 +117,8 @@ async def serve(
         service.draining = True
         service.live_stats.close()
         await runner.cleanup()
-        await signals.hurried(_stop_trace(tracing))
+        if tracing.session is not None:
+            await signals.hurried(tracing.stop())
         await fleet.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
@@ -143,11 +129,6 @@ def _run_name(tracer: Tracer, server: ServerConfig) -> str:
     """The name of traces. A server that is started again has the same name and replaces the traces before it."""
     address = f"{server.host}-{server.port}" if server.port else tracer.process.uid
     return f"{tracer.role}-{tracer.process.host}-{address}"
-
-
-async def _stop_trace(tracing: TraceControl) -> None:
-    if tracing.session is not None:
-        await tracing.stop()
 
 
 async def _listen(runner: web.ServerRunner, server: ServerConfig) -> str:
@@ -173,14 +154,14 @@ class _Signals:
     _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.first = asyncio.Event()
+        self._first = asyncio.Event()
         self._second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         for number in self._NUMBERS:
             self._loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        (self._second if self.first.is_set() else self.first).set()
+        (self._second if self._first.is_set() else self._first).set()
 
     def restore(self) -> None:
         for number in self._NUMBERS:
@@ -188,8 +169,7 @@ class _Signals:
 
     async def before(self, work: asyncio.Future[Any], *, last: bool = False) -> bool:
         """Waits for `work` and raises its error. Returns False if a signal (`last`: a second one) cancelled it."""
-        event = self._second if last else self.first
-        interrupt = asyncio.ensure_future(event.wait())
+        interrupt = asyncio.ensure_future((self._second if last else self._first).wait())
         try:
             await asyncio.wait((work, interrupt), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -201,7 +181,7 @@ class _Signals:
         work.result()
         return True
 
-    async def hurried(self, work: Coroutine[Any, Any, None]) -> None:
+    async def hurried(self, work: Coroutine[Any, Any, object]) -> None:
         """Waits for `work`, after a second signal for `_HURRY_S` only."""
         task = asyncio.ensure_future(work)
         if not await self.before(asyncio.shield(task), last=True):

@@ -278,7 +278,7 @@ def _check(
                 if found.key is None:
                     continue
                 try:
-                    files.inspect(found.key, buffer)
+                    files.read(found.key, buffer, is_use=False)
                     yield found, None
                 except ObjectError as error:
                     if os.path.lexists(found.path):

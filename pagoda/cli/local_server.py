@@ -15,7 +15,7 @@ from functools import partial
 
 from aiohttp import web
 
-from pagoda.api.app import hosts_for, make_server
+from pagoda.api.app import ApiServer, hosts_for
 from pagoda.api.keys import ApiKeys
 from pagoda.api.service import ApiConfig, Service
 from pagoda.checkpoints.resolve import ModelFiles
@@ -113,7 +113,7 @@ async def _load(
 
 async def _listen(service: Service, stack: contextlib.AsyncExitStack) -> str:
     """Opens a free port of this machine until `stack` ends; returns the base URL."""
-    runner = web.ServerRunner(make_server(service), shutdown_timeout=1.0)
+    runner = web.ServerRunner(ApiServer(service), shutdown_timeout=1.0)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, _HOST, 0).start()

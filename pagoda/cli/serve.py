@@ -16,9 +16,11 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from pagoda.api.answer_log import log_answer
+from pagoda.api.app import hosts_for
 from pagoda.api.keys import ApiKeys
 from pagoda.api.server import ProfileConfig, ServerConfig
 from pagoda.api.server import serve as serve_api
+from pagoda.api.service import ApiConfig
 from pagoda.checkpoints.fingerprint import model_digest
 from pagoda.checkpoints.resolve import ModelFiles
 from pagoda.cli import event_loop, output
@@ -87,16 +89,13 @@ class ServerOptions:
             return None
         return RequestSpans(self.otlp_endpoint, self.served_model_name or files.served_name)
 
-    def config(self) -> ServerConfig:
-        return ServerConfig(
-            host=self.host,
-            port=self.port,
-            served_model_name=self.served_model_name,
+    def config(self, model_name: str) -> ServerConfig:
+        api = ApiConfig(
+            served_model_name=self.served_model_name or model_name,
             api_keys=ApiKeys(self.api_key),
-            chat_template=self.chat_template,
-            drain_timeout_s=self.drain_timeout,
-            allowed_hosts=self.allowed_hosts,
+            allowed_hosts=hosts_for(self.host, self.allowed_hosts),
         )
+        return ServerConfig(api, self.host, self.port, self.drain_timeout)
 
 
 @Parameter(name="*", group=Group("Routers above", sort_key=25))
@@ -248,10 +247,9 @@ def run_server(
 
     event_loop.run(
         serve_api(
-            server.config(),
+            server.config(files.served_name),
             fleet,
             partial(load_text, files, simulated=simulated, chat_template=server.chat_template),
-            model_name=files.served_name,
             on_ready=announce,
             profile=profile.config(),
             tracer=tracer,

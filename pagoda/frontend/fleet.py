@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 
 class Fleet(Protocol):
-    """A dispatcher, and the engines or hosts that are its replicas."""
-
     @property
     def dispatcher(self) -> Dispatcher: ...
 
@@ -128,22 +126,18 @@ class EngineFleet:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """Settings with which a host serves routers."""
-
     register: Register
     keys: CurveKeys
     advertised: Advertised
     model: str
     model_digest: str
     tracker: RequestTracker = field(default_factory=RequestTracker)
-    """Records each answer to a router."""
 
 
 class JoinedFleet:
     """A fleet that also serves routers: the engines of a host, or the hosts of a router."""
 
     def __init__(self, inner: Fleet, join: JoinConfig, tracer: Tracer | None = None) -> None:
-        """`tracer` is that of this process."""
         self._inner = inner
         self._tracer = tracer or Tracer("frontend")
         self._join = join
@@ -219,8 +213,6 @@ class JoinedFleet:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Settings with which a router finds and accepts hosts."""
-
     discover: Discover
     keys: CurveKeys
     model: str
@@ -233,10 +225,7 @@ class RouterConfig:
 
 
 class RoutedFleet:
-    """The hosts of a router."""
-
     def __init__(self, config: RouterConfig, tracer: Tracer | None = None) -> None:
-        """`tracer` is that of this process."""
         self._config = config
         self._tracer = tracer or Tracer("router")
         self._context: Context = zmq.Context()
@@ -289,7 +278,6 @@ class RoutedFleet:
 
 
 def new_id() -> str:
-    """Returns a new id for a host or router."""
     return secrets.token_hex(8)
 
 
@@ -316,7 +304,6 @@ def read_cluster_secret(path: Path) -> bytes:
 
 
 def replicas_of(engine: EngineConfig) -> list[EngineConfig]:
-    """One configuration for each replica."""
     return [_replica(engine, index) for index in range(engine.worker.parallel.data_parallel_size)]
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from pagoda.errors import ConfigError
@@ -35,12 +35,6 @@ _FAILURES = frozenset(("error", "refused"))
 _log = logging.getLogger(__name__)
 
 
-class _Open(NamedTuple):
-    span: Span
-    wall_ns: int
-    """Nanoseconds by which the wall clock is ahead of the tracker's clock."""
-
-
 class RequestSpans:
     """Makes a span of each answer, as a child of the client's span where the client sent one."""
 
@@ -53,6 +47,7 @@ class RequestSpans:
         url = _traces_url(endpoint)
         try:
             from opentelemetry import trace
+            from opentelemetry.context import Context
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -62,20 +57,24 @@ class RequestSpans:
             raise ConfigError(
                 "--otlp-endpoint needs the OpenTelemetry SDK; install it with pip install 'pagoda-llm[otel]'."
             ) from None
-        # The SDK logs every batch that it could not send; `SpanLosses` logs once.
+        # The SDK logs every batch that it could not send; `CountingExporter` logs once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create({"service.name": "pagoda", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
-        self.losses = SpanLosses(url, max_waiting := _max_waiting())
-        counting = cast("SpanExporter", _Exporter(exporter, self.losses))
-        queue = BatchSpanProcessor(counting, max_queue_size=max_waiting)
+        given = os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
+        max_waiting = int(given) if given.isdecimal() and int(given) else _MAX_WAITING
+        self.exporter = CountingExporter(exporter, url, max_waiting)
+        queue = BatchSpanProcessor(cast("SpanExporter", self.exporter), max_queue_size=max_waiting)
         self._provider.add_span_processor(queue)
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
+        self._outside = Context()
+        """A context without a span: other work of this process is not part of a request."""
         self._model = model
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, tuple[Span, int]] = {}
+        """Spans of running answers, with the nanoseconds by which the wall clock is ahead of the tracker's."""
 
     def follow(self, tracker: RequestTracker) -> None:
         """Makes a span of each answer that `tracker` records."""
@@ -90,7 +89,7 @@ class RequestSpans:
         operation = _OPERATIONS.get(client.route, "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
-            context=self._propagator.extract(carrier, context=_nothing()),
+            context=self._propagator.extract(carrier, context=self._outside),
             kind=self._trace.SpanKind.SERVER,
             start_time=client.arrived_ns + wall_ns,
             attributes={
@@ -104,10 +103,12 @@ class RequestSpans:
             },
         )
         carrier = {}
-        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span, _nothing()))
+        self._propagator.inject(
+            carrier, context=self._trace.set_span_in_context(span, self._outside)
+        )
         record.traceparent = carrier.get("traceparent")
         record.tracestate = carrier.get("tracestate")
-        self._open[record.request_id] = _Open(span, wall_ns)
+        self._open[record.request_id] = span, wall_ns
 
     def _finish(self, record: RequestStatistics) -> None:
         opened = self._open.pop(record.request_id, None)
@@ -117,7 +118,7 @@ class RequestSpans:
         if span.is_recording():
             span.set_attributes(dict(_attributes(record)))
             for name, began_ns, ended_ns in _phases(record):
-                context = self._trace.set_span_in_context(span, _nothing())
+                context = self._trace.set_span_in_context(span, self._outside)
                 phase = self._tracer.start_span(name, context, start_time=began_ns + wall_ns)
                 self._end(phase, ended_ns + wall_ns)
             if record.finish_reason in _FAILURES:
@@ -127,7 +128,7 @@ class RequestSpans:
 
     def _end(self, span: Span, at_ns: int) -> None:
         """Ends a span, which queues the span to be sent; counts the span as lost if the queue is full."""
-        if span.get_span_context().trace_flags.sampled and self.losses.enter():
+        if span.get_span_context().trace_flags.sampled and self.exporter.enter():
             span.end(at_ns)
 
     def flush(self) -> None:
@@ -139,13 +140,14 @@ class RequestSpans:
         sending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         sending.start()
         sending.join(_CLOSING_S)
-        self.losses.sum_up()
+        self.exporter.sum_up()
 
 
-class SpanLosses:
-    """Counts spans on their way; logs once that some are lost, and how many when spans can be sent again."""
+class CountingExporter:
+    """Exports spans and counts them; logs once that some are lost, and how many when spans can be sent again."""
 
-    def __init__(self, url: str, max_waiting: int) -> None:
+    def __init__(self, inner: SpanExporter, url: str, max_waiting: int) -> None:
+        self._inner = inner
         self._url = url
         self._max_waiting = max_waiting
         self._lock = threading.Lock()
@@ -154,6 +156,8 @@ class SpanLosses:
         self._num_lost = 0
         self._is_known = False
         """True once the log says that spans are lost."""
+        self.shutdown = inner.shutdown
+        self.force_flush = inner.force_flush
 
     def enter(self) -> bool:
         """Counts a span that is queued; False if the queue is full, so that the span is lost."""
@@ -164,23 +168,21 @@ class SpanLosses:
         self._lose(1, f"come faster than {self._url} takes them; some are lost")
         return False
 
-    def leave(self, count: int) -> None:
-        """Counts spans that leave the queue."""
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Sends spans that leave the queue."""
         with self._lock:
-            self._num_waiting -= count
-
-    def fail(self, count: int) -> None:
-        """Counts spans that could not be sent."""
-        self._lose(count, f"cannot be sent to {self._url}; those are lost")
-
-    def succeed(self) -> None:
-        """Notes that spans were sent."""
+            self._num_waiting -= len(spans)
+        result = self._inner.export(spans)
+        if result.name != "SUCCESS":
+            self._lose(len(spans), f"cannot be sent to {self._url}; those are lost")
+            return result
         with self._lock:
             is_over = self._is_known and self._num_waiting < self._max_waiting
             num_lost, self._num_lost = (self._num_lost, 0) if is_over else (0, self._num_lost)
             self._is_known &= not is_over
         if is_over:
             _log.info("spans can be sent to %s again; %d were lost", self._url, num_lost)
+        return result
 
     def sum_up(self) -> None:
         """Logs how many spans were lost when the server ends."""
@@ -195,41 +197,6 @@ class SpanLosses:
             self._num_lost += count
         if is_news:
             _log.warning("spans %s, all else goes on", why)
-
-
-class _Exporter:
-    """An exporter that counts sent and failed spans."""
-
-    def __init__(self, inner: SpanExporter, losses: SpanLosses) -> None:
-        self._inner = inner
-        self._losses = losses
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._losses.leave(len(spans))
-        result = self._inner.export(spans)
-        if result.name == "SUCCESS":
-            self._losses.succeed()
-        else:
-            self._losses.fail(len(spans))
-        return result
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._inner.force_flush(timeout_millis)
-
-
-def _max_waiting() -> int:
-    given = os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", "")
-    return int(given) if given.isdecimal() and int(given) else _MAX_WAITING
-
-
-def _nothing() -> Any:
-    """A context without a span: other work of this process is not part of a request."""
-    from opentelemetry.context import Context
-
-    return Context()
 
 
 def _traces_url(endpoint: str) -> str:

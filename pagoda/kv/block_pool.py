@@ -65,20 +65,12 @@ class BlockPool:
         """Sentinel of the ring of available blocks: its `next` is the head, its `previous` the tail."""
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._by_key: dict[bytes, Block] = {}
-        self._num_available = 0
-        self._num_evictable = 0
+        self.num_available = 0
+        """Blocks that `allocate` can give: free, or cached and evictable."""
+        self.num_evictable = 0
+        """Available blocks that are cached."""
         for block in self._blocks:
             self._link_before(self._ends, block)
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that `allocate` can give: free, or cached and evictable."""
-        return self._num_available
-
-    @property
-    def num_evictable(self) -> int:
-        """Available blocks that are cached."""
-        return self._num_evictable
 
     @property
     def num_cached(self) -> int:
@@ -91,8 +83,8 @@ class BlockPool:
         Raises:
             ValueError: there are fewer than `count` available.
         """
-        if count > self._num_available:
-            raise ValueError(f"{count} blocks wanted, {self._num_available} available.")
+        if count > self.num_available:
+            raise ValueError(f"{count} blocks wanted, {self.num_available} available.")
         taken = []
         for _ in range(count):
             block = self._ends.next
@@ -163,7 +155,7 @@ class BlockPool:
             block.used_by = -1
         for block in self._by_key.values():
             block.key = None
-        self._num_evictable = 0
+        self.num_evictable = 0
         self.num_removed += len(self._by_key)
         if self._events is not None:
             self._events.lose(self._by_key, self._medium)
@@ -177,7 +169,7 @@ class BlockPool:
             return
         block.key = None
         if block.ref_count == 0:
-            self._num_evictable -= 1
+            self.num_evictable -= 1
         if self._by_key.get(key) is block:
             del self._by_key[key]
             self.num_removed += 1
@@ -190,14 +182,14 @@ class BlockPool:
         block.previous, block.next = successor.previous, successor
         successor.previous.next = block
         successor.previous = block
-        self._num_available += 1
-        self._num_evictable += block.key is not None
+        self.num_available += 1
+        self.num_evictable += block.key is not None
 
     def _unlink(self, block: Block) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
-        self._num_available -= 1
-        self._num_evictable -= block.key is not None
+        self.num_available -= 1
+        self.num_evictable -= block.key is not None
 
     def references(self) -> dict[int, int]:
         """References by block id, of referenced blocks only; takes time in proportion to the pool."""
@@ -217,12 +209,12 @@ class BlockPool:
         unreferenced = [block for block in self._blocks if block.ref_count == 0]
         if sorted(block.block_id for block in listed) != [block.block_id for block in unreferenced]:
             raise ValueError("The list of available blocks is not the set of unreferenced blocks.")
-        if len(listed) != self._num_available:
-            raise ValueError(f"{len(listed)} blocks are listed, {self._num_available} are counted.")
+        if len(listed) != self.num_available:
+            raise ValueError(f"{len(listed)} blocks are listed, {self.num_available} are counted.")
         num_evictable = sum(block.key is not None for block in listed)
-        if num_evictable != self._num_evictable:
+        if num_evictable != self.num_evictable:
             raise ValueError(
-                f"{num_evictable} listed blocks have a key, {self._num_evictable} are counted."
+                f"{num_evictable} listed blocks have a key, {self.num_evictable} are counted."
             )
         for key, block in self._by_key.items():
             if block.key != key:

@@ -54,11 +54,9 @@ class TransferOwner(Protocol):
 
     def transfer_ended(self, transfer: Transfer, end: TransferEnd) -> None:
         """The transfer has ended; its device blocks are still referenced during this call."""
-        ...
 
     def transfer_lost(self, transfer: Transfer) -> None:
         """The workers are gone, with everything in device and host memory."""
-        ...
 
 
 class KVConnector(TransferOwner, Protocol):
@@ -67,25 +65,20 @@ class KVConnector(TransferOwner, Protocol):
     @property
     def tier(self) -> str:
         """Name of the tier in metrics and logs."""
-        ...
 
     @property
     def has_own_timeout(self) -> bool:
         """The connector ends its waits itself; others are ended after `LOAD_TIMEOUT_S`."""
-        ...
 
     @property
     def is_cache(self) -> bool:
         """Blocks were kept from earlier requests, rather than computed for the request that loads them."""
-        ...
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         """A request is queued that finds `keys[:start]` on the device. One `on_dequeued` follows."""
-        ...
 
     def on_dequeued(self, request_id: str) -> None:
         """The request is admitted, finished or aborted: no lookup for it follows."""
-        ...
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         """Number of blocks from `keys[start]` on, without a gap, that can be loaded from here.
@@ -94,11 +87,9 @@ class KVConnector(TransferOwner, Protocol):
         end of the keys: then 0, or None while there is something else to wait for. Repeating the call changes
         nothing.
         """
-        ...
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         """The request cannot be loaded yet: moves blocks that are slow to read to a nearer tier."""
-        ...
 
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
@@ -107,11 +98,9 @@ class KVConnector(TransferOwner, Protocol):
 
         Returns the id in the ledger, under which the load ends. The caller reports the end to `loaded`.
         """
-        ...
 
     def loaded(self, keys: Sequence[bytes], failed: Sequence[int]) -> None:
         """A load of `keys` from here has ended; `failed` are the indices of keys that did not come."""
-        ...
 
     def save(self, cached_blocks: Sequence[CachedBlock]) -> int:
         """Keeps blocks, given in the order of a prefix, or does not.
@@ -119,23 +108,18 @@ class KVConnector(TransferOwner, Protocol):
         Returns the number of leading blocks that are settled. Only a lack of `TransferLedger.store_room` leaves
         blocks over; these are given again while they can be found.
         """
-        ...
 
     def workers_ready(self, ready: WorkerReady) -> None:
         """Workers have started, with empty device and host memory."""
-        ...
 
     def workers_lost(self) -> None:
         """Everything in the workers' memory is gone. The ledger has dropped all transfers."""
-        ...
 
     def poll(self) -> Collection[str]:
         """Reads what the tier has heard. Returns the requests whose lookups may have another answer now."""
-        ...
 
     def pollables(self) -> list[object]:
         """File descriptors and sockets that become readable when `poll` has something to read."""
-        ...
 
     def load_report(self) -> TierLoad: ...
 
@@ -147,24 +131,18 @@ class TransferWorker(Protocol):
 
     def add_peers(self, peers: Sequence[KVPeer]) -> None:
         """Transfers from now on may name these peers."""
-        ...
 
     def remove_peers(self, peer_ids: Sequence[str]) -> None:
         """No transfer names these peers any more; transfers from them that are under way fail."""
-        ...
 
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Begins transfers; never waits for one."""
-        ...
 
     def step_done(self, step: int) -> None:
         """The worker has executed all steps up to this one."""
-        ...
 
     def poll(self) -> list[TransferEnd]:
         """Transfers that have ended since the last call. A transfer ends when no thread touches its blocks."""
-        ...
 
     def close(self) -> None:
         """Ends the threads, and waits for them."""
-        ...

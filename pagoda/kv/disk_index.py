@@ -47,16 +47,12 @@ class DiskIndex:
         """Periods in which entries were last used, oldest first."""
         self._last: dict[int, int] = {}
         """Newest entry by period."""
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Bytes of all objects."""
 
     def add_directory(self, directory: int, object_bytes: int) -> None:
         """Adds a directory by its number; each of its objects takes `object_bytes`."""
         self._directories[directory] = _Directory(object_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all objects."""
-        return self._num_bytes
 
     @property
     def num_slots(self) -> int:
@@ -69,8 +65,7 @@ class DiskIndex:
     def object_bytes(self, directory: int) -> int:
         return self._directories[directory].object_bytes
 
-    def find(self, directory: int, key: bytes) -> bool:
-        """Returns True if there is an object of `key`."""
+    def has(self, directory: int, key: bytes) -> bool:
         return key in self._directories[directory].slots[key[0]]
 
     def unknown(self, directory: int, fan_out: int, keys: Set[bytes]) -> Set[bytes]:
@@ -101,7 +96,7 @@ class DiskIndex:
         self._owner[slot] = directory
         self._link(slot, used_at)
         home.count += 1
-        self._num_bytes += home.object_bytes
+        self.num_bytes += home.object_bytes
         return True
 
     def touch(self, directory: int, key: bytes, now: int) -> None:
@@ -124,7 +119,7 @@ class DiskIndex:
         self._next[slot] = self._free
         self._free = slot
         home.count -= 1
-        self._num_bytes -= home.object_bytes
+        self.num_bytes -= home.object_bytes
         return True
 
     def oldest(self) -> tuple[int, bytes] | None:

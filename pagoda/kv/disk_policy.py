@@ -126,8 +126,6 @@ class Evictor:
         quota_bytes: int,
         forget: Callable[[int, bytes], object],
     ) -> None:
-        """`remove` asks the scanner to remove objects; `forget` drops one, by directory and key, from the
-        index."""
         self._index = index
         self._remove = remove
         self._quota_bytes = quota_bytes
@@ -213,10 +211,6 @@ def check_quota(path: Path, quota: int) -> None:
     size = file_system.f_frsize * file_system.f_blocks
     if quota > size:
         raise ConfigError(
-            f"--kv-disk-bytes {_amount(quota)} is more than the {_amount(size)} of the file system "
-            f"of {path}; give it less."
+            f"--kv-disk-bytes {quota / 2**30:.1f} GiB is more than the {size / 2**30:.1f} GiB of the file "
+            f"system of {path}; give it less."
         )
-
-
-def _amount(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

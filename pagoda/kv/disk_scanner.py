@@ -56,7 +56,6 @@ class DirectoryFound(NamedTuple):
 
     directory: int
     object_bytes: int
-    """Bytes of each object."""
 
 
 class ObjectsFound(NamedTuple):
@@ -101,16 +100,6 @@ class Removed(NamedTuple):
 News = DirectoryFound | ObjectsFound | FanOutListed | ScanEnded | ProbeAnswer | Removed
 
 
-class _Removal(NamedTuple):
-    directory: int
-    keys: Sequence[bytes]
-
-
-class _Probe(NamedTuple):
-    probe_id: int
-    keys: Sequence[bytes]
-
-
 class _Directory:
     """State of a directory between scans."""
 
@@ -120,7 +109,6 @@ class _Directory:
         self.counterparts = paths[1:]
         """Directories of the other ranks."""
         self.object_bytes = object_bytes
-        """Bytes of each object in `path`."""
         self.changed_at: dict[int, int] = {}
         """Times of change, in ns, of fan-out directories that have been listed."""
         self.listed_at: dict[int, int] = {}
@@ -146,11 +134,12 @@ class DiskScanner:
         self._complaints: set[tuple[str, str]] = set()
         """Paths and what was wrong with them when it was last told."""
         self._misfits: list[FoundFile] = []
-        """Objects of a wrong length that this scan has removed."""
+        """Removed objects of a wrong length."""
         self._changed = threading.Condition()
         # What both threads see, under `_changed`:
         self._probes: OrderedDict[int, Sequence[bytes]] = OrderedDict()
-        self._removals: deque[_Removal] = deque()
+        self._removals: deque[tuple[int, Sequence[bytes]]] = deque()
+        """Directories, and keys to remove there."""
         self._answers: deque[News] = deque()
         self._news: deque[News] = deque()
         self._backlog = 0
@@ -177,7 +166,7 @@ class DiskScanner:
     def remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes objects, those of all ranks if the directory is `OWN`; a `Removed` follows."""
         with self._changed:
-            self._removals.append(_Removal(directory, keys))
+            self._removals.append((directory, keys))
             self._changed.notify()
 
     def rescan(self) -> None:
@@ -220,28 +209,29 @@ class DiskScanner:
     def _run(self) -> None:
         scan = self._scan()
         while True:
+            probe = removal = None
             with self._changed:
                 self._changed.wait_for(self._has_something_to_do)
                 if self._is_closing:
                     return
-                probe = _Probe(*self._probes.popitem(last=False)) if self._probes else None
-                removal = None
-                if probe is None and self._removals:
+                if self._probes:
+                    probe = self._probes.popitem(last=False)
+                elif self._removals:
                     removal = self._removals.popleft()
             try:
                 if probe is not None:
-                    self._tell(self._answer(probe), early=True)
+                    self._tell(self._answer(*probe), early=True)
                 elif removal is not None:
-                    self._remove(removal)
+                    self._remove(*removal)
                 elif next(scan, None) is None:
                     scan = self._scan()
             except Exception:
                 # What breaks one piece of work is not to end all others: requests wait for answers.
                 logger.exception("Looking into KV blocks in %s failed.", self._root)
                 if probe is not None:
-                    self._tell(ProbeAnswer(probe.probe_id, ()), early=True)
+                    self._tell(ProbeAnswer(probe[0], ()), early=True)
                 elif removal is not None:
-                    self._tell(Removed(removal.directory, removal.keys))
+                    self._tell(Removed(*removal))
                 else:
                     self._stop_scanning(0.0)
                     scan = self._scan()
@@ -257,10 +247,10 @@ class DiskScanner:
                 self._backlog += _weight(news)
             os.eventfd_write(self._readable, 1)
 
-    def _answer(self, probe: _Probe) -> ProbeAnswer:
+    def _answer(self, probe_id: int, keys: Sequence[bytes]) -> ProbeAnswer:
         own = self._own
         found = []
-        for key in probe.keys:
+        for key in keys:
             path = f"{own.path}/{object_name(key)}"
             try:
                 status = os.stat(path, follow_symlinks=False)
@@ -272,21 +262,18 @@ class DiskScanner:
             if not stat.S_ISREG(status.st_mode) or status.st_size != own.object_bytes:
                 break
             found.append(key)
-        return ProbeAnswer(probe.probe_id, found)
+        return ProbeAnswer(probe_id, found)
 
-    def _remove(self, removal: _Removal) -> None:
+    def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
         """Removes one piece; the rest has its turn after more urgent work."""
-        piece, rest = removal.keys[:_PIECE], removal.keys[_PIECE:]
-        if removal.directory == OWN:
-            paths = [self._own.path, *self._own.counterparts]
-        else:
-            paths = [path for path, it in self._others.items() if it.number == removal.directory]
-        for path, key in itertools.product(paths, piece):
+        piece, rest = keys[:_PIECE], keys[_PIECE:]
+        home = next(it for it in (self._own, *self._others.values()) if it.number == directory)
+        for path, key in itertools.product((home.path, *home.counterparts), piece):
             self._unlink(f"{path}/{object_name(key)}", path)
-        self._tell(Removed(removal.directory, piece))
+        self._tell(Removed(directory, piece))
         if rest:
             with self._changed:
-                self._removals.appendleft(removal._replace(keys=rest))
+                self._removals.appendleft((directory, rest))
 
     def _unlink(self, path: str, directory: str) -> None:
         try:
@@ -424,8 +411,7 @@ class DiskScanner:
         misfits, self._misfits = self._misfits, []
         if misfits:
             logger.warning(
-                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes "
-                "instead of %d.",
+                "KV blocks in %s: %d of a wrong length were removed, the first %s with %d bytes instead of %d.",
                 self._own.path,
                 len(misfits),
                 misfits[0].path,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import Clock
@@ -42,9 +41,6 @@ from pagoda.messages.transfers import (
     TransferEnd,
 )
 from pagoda.messages.worker import WorkerReady
-
-if TYPE_CHECKING:
-    from pagoda.kv.tiers import TierContext
 
 logger = logging.getLogger(__name__)
 
@@ -94,30 +90,14 @@ class DiskTier:
         self._prefetches: dict[int, Sequence[bytes]] = {}
         """Keys being copied to `host`, by transfer."""
         self._next_probe = 0
+        self._changed: set[str] = set()
+        """Requests whose lookup may have another answer now."""
         self._next_warning_at = 0.0
         self._num_stored = 0
         self._num_removed = 0
         self._num_loaded = 0
         self._num_failed = 0
         self._open_directories(directories)
-
-    @classmethod
-    def build(cls, context: TierContext) -> DiskTier | None:
-        """Returns the tier if the workers have directories."""
-        config, directories = context.config, context.ready.kv_directories
-        if config is None or not directories:
-            return None
-        return cls(
-            directories,
-            context.ledger,
-            context.clock,
-            context.open_scanner,
-            quota_bytes=config.disk_bytes,
-            min_touches=config.disk_min_touches,
-            epoch_s=context.epoch_s,
-            host=context.host,
-            events=context.events,
-        )
 
     def _open_directories(self, directories: Sequence[KVDirectory]) -> None:
         """Starts anew with directories of which nothing is known yet."""
@@ -132,10 +112,8 @@ class DiskTier:
         self._index = DiskIndex()
         self._index.add_directory(OWN, self._block_bytes)
         self._is_indexed = False
-        self._probes: dict[int, str] = {}
-        """Requests by probe."""
-        self._probing: dict[str, int] = {}
-        """Probes by request."""
+        self._request_of_probe: dict[int, str] = {}
+        self._probe_of_request: dict[str, int] = {}
         self._unheard_since: float | None = None
         """Time at which the scanner was asked or last said anything; None if it owes no answer."""
         self._is_hang_known = False
@@ -153,23 +131,23 @@ class DiskTier:
             return
         if self._unheard_since is None:
             self._unheard_since = self._clock.now()
-        self._probes[self._next_probe] = prefix.request_id
-        self._probing[prefix.request_id] = self._next_probe
+        self._request_of_probe[self._next_probe] = prefix.request_id
+        self._probe_of_request[prefix.request_id] = self._next_probe
         self._scanner.probe(self._next_probe, unknown)
         self._next_probe += 1
 
     def on_dequeued(self, request_id: str) -> None:
-        probe_id = self._probing.pop(request_id, None)
+        probe_id = self._probe_of_request.pop(request_id, None)
         if probe_id is not None:
-            del self._probes[probe_id]
+            del self._request_of_probe[probe_id]
             self._scanner.cancel_probe(probe_id)
-            if not self._probes and not self._is_hanging():
+            if not self._request_of_probe and not self._is_hanging():
                 self._unheard_since = None
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         for index in range(start, len(prefix.keys)):
             if not self._has(prefix.keys[index]):
-                may_come = prefix.request_id in self._probing and not self._is_hanging()
+                may_come = prefix.request_id in self._probe_of_request and not self._is_hanging()
                 return None if may_come else index - start
         return max(0, len(prefix.keys) - start)
 
@@ -179,7 +157,7 @@ class DiskTier:
         return since is not None and self._clock.now() - since >= _SCANNER_TIMEOUT_S
 
     def _has(self, key: bytes) -> bool:
-        return self._index.find(OWN, key)
+        return self._index.has(OWN, key)
 
     def prefetch(self, prefix: PrefixRequest, start: int) -> None:
         if self._host is None:
@@ -227,7 +205,7 @@ class DiskTier:
             is_worth_it = self._admission.touch(key, cached.parent, is_kept=is_kept)
             if is_kept:
                 known.append(key)
-            elif is_worth_it and may_store and self._is_absent(key):
+            elif is_worth_it and may_store and not self._is_changing(key):
                 if len(wanted) == room and key not in wanted:
                     break
                 wanted[key] = cached
@@ -236,13 +214,12 @@ class DiskTier:
         self._store(list(wanted.values()))
         return num_done
 
-    def _is_absent(self, key: bytes) -> bool:
-        """True if the object is neither being written nor being removed."""
-        return key not in self._storing and not self._evictor.is_removing(OWN, key)
+    def _is_changing(self, key: bytes) -> bool:
+        """True while the object is being written or removed."""
+        return key in self._storing or self._evictor.is_removing(OWN, key)
 
     def _store(self, saved: Sequence[CachedBlock]) -> None:
-        if saved:
-            saved = saved[: self._evictor.make_room(len(saved), len(self._storing))]
+        saved = saved[: self._evictor.make_room(len(saved), len(self._storing))]
         if not saved:
             return
         keys = [cached.key for cached in saved]
@@ -309,7 +286,7 @@ class DiskTier:
             for cached in good:
                 self._events.store(cached.key, cached.parent, cached.token_ids, Medium.DISK)
         if failed:
-            self._stores_failed(end.error)
+            self._warn_of_stores(end.error)
             if len(self._directories) > 1:  # some ranks may have written theirs
                 self._evictor.discard([saved[index].key for index in end.failed])
         elif self._backoff.succeeded():
@@ -317,7 +294,7 @@ class DiskTier:
         if good:
             self._scanner.rescan()
 
-    def _stores_failed(self, error: str) -> None:
+    def _warn_of_stores(self, error: str) -> None:
         pause_s = self._backoff.failed()
         if pause_s is not None:
             logger.warning(
@@ -356,35 +333,28 @@ class DiskTier:
         """Objects outlive the workers."""
 
     def poll(self) -> Collection[str]:
-        changed: set[str] = set()
         everything = self._scanner.poll()
         for news in everything:
-            if isinstance(news, ProbeAnswer):
-                changed.update(self._apply_probe_answer(news))
-            else:
-                self._apply(news)
+            self._apply(news)
         if everything:
-            self._unheard_since = self._clock.now() if self._probing else None
+            self._unheard_since = self._clock.now() if self._probe_of_request else None
         self._evictor.evict(len(self._storing))
         is_hanging = self._is_hanging()
+        changed, self._changed = self._changed, set()
         if is_hanging and not self._is_hang_known:
-            changed.update(self._probing)
+            changed.update(self._probe_of_request)
         self._is_hang_known = is_hanging
         return changed
 
-    def _apply_probe_answer(self, answer: ProbeAnswer) -> Collection[str]:
-        """Returns the request that waited for the answer, if it still does."""
-        now = self._now()
-        for key in answer.found:
-            self._found(OWN, key, now)
-        request_id = self._probes.pop(answer.probe_id, None)
-        if request_id is None:
-            return ()
-        del self._probing[request_id]
-        return (request_id,)
-
     def _apply(self, news: News) -> None:
         match news:
+            case ProbeAnswer():
+                for key in news.found:
+                    self._found(OWN, key, self._now())
+                request_id = self._request_of_probe.pop(news.probe_id, None)
+                if request_id is not None:
+                    del self._probe_of_request[request_id]
+                    self._changed.add(request_id)
             case ObjectsFound():
                 for key, used_at in news.used_at.items():
                     self._found(news.directory, key, used_at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pagoda.kv.block_pool import Block, BlockPool
 from pagoda.kv.connector import CachedBlock, PrefixRequest
@@ -19,9 +19,6 @@ from pagoda.messages.load import TierLoad
 from pagoda.messages.transfers import DeviceBlocks, HostSlots, Transfer, TransferEnd
 from pagoda.messages.worker import WorkerReady
 
-if TYPE_CHECKING:
-    from pagoda.kv.tiers import TierContext
-
 _PREFETCH_SHARE = 4
 """Slower tiers reserve at most 1 / this of the slots."""
 _PREFETCH_BYTES = 2**30
@@ -30,8 +27,6 @@ waits until the last of its blocks is here."""
 
 
 class _Copy(NamedTuple):
-    """A transfer from or to slots."""
-
     slots: list[Block]
     saved: Sequence[CachedBlock]
     """Blocks that are stored in the slots; empty for a load."""
@@ -69,9 +64,7 @@ class HostTier:
         self._events = events
         self._max_reserved = max(1, num_slots // _PREFETCH_SHARE)
         self._copies: dict[int, _Copy] = {}
-        """Copies by transfer id."""
         self._reserved: dict[bytes, _Reservation] = {}
-        """Reservations by key."""
         self._refused: set[str] = set()
         """Requests that got no reservation since the last one ended."""
         self._storing: set[bytes] = set()
@@ -79,14 +72,6 @@ class HostTier:
         """Requests whose lookup may have another answer now."""
         self._num_loaded = 0
         self._num_failed = 0
-
-    @classmethod
-    def build(cls, context: TierContext) -> HostTier | None:
-        """Returns the tier if the workers have arenas."""
-        ready = context.ready
-        if not ready.kv_host_slots:
-            return None
-        return cls(ready.kv_host_slots, ready.block_size, context.ledger, context.events)
 
     def check(self) -> None:
         """Verifies that slots are referenced by copies and reservations alone; for tests.
@@ -105,8 +90,7 @@ class HostTier:
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
         """The tier knows its blocks at any time."""
 
-    def on_dequeued(self, request_id: str) -> None:
-        """The tier keeps nothing about requests."""
+    def on_dequeued(self, request_id: str) -> None: ...
 
     def lookup(self, prefix: PrefixRequest, start: int) -> int | None:
         """None if a slower tier is copying the next block here: loading it from here will be faster."""
@@ -126,8 +110,8 @@ class HostTier:
     def load(
         self, prefix: PrefixRequest, start: int, blocks: Sequence[Block], after_step: int
     ) -> int:
-        found = [self.pool.find(key) for key in prefix.keys[start : start + len(blocks)]]
-        slots = [slot for slot in found if slot is not None]
+        keys = prefix.keys[start : start + len(blocks)]
+        slots = [slot for key in keys if (slot := self.pool.find(key)) is not None]
         if len(slots) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks are wanted, {len(slots)} are here.")
         source = HostSlots([slot.block_id for slot in slots])
@@ -188,7 +172,6 @@ class HostTier:
         self.pool.release(copy.slots)
 
     def transfer_lost(self, transfer: Transfer) -> None:
-        """Releases the slots; `workers_lost` forgets their blocks."""
         self.pool.release(self._copies.pop(transfer.transfer_id).slots)
 
     def _publish(
@@ -226,8 +209,7 @@ class HostTier:
         else:
             self._num_failed += 1
         self.pool.release([reserved.slot])
-        self._changed |= reserved.waiters
-        self._changed |= self._refused
+        self._changed |= reserved.waiters | self._refused
         self._refused.clear()
 
     # ---- the workers, and the engine's loop

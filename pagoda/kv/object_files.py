@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pagoda.kv.objects import (
@@ -32,6 +33,8 @@ _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
 _USED_AGAIN_AFTER_S = 60.0
 """Seconds by which an object's time of last use may lag: not every read writes an inode."""
 
+_MoveCall = Callable[[int, list[memoryview], int], int]
+
 
 class ObjectFiles:
     """The objects of one directory, all of one size.
@@ -47,11 +50,7 @@ class ObjectFiles:
         self.manifest = manifest
         self._owner = directory.stat().st_uid
         self.direct = os.O_DIRECT if _supports_direct_io(directory) else 0
-
-    @property
-    def is_direct(self) -> bool:
-        """True if objects bypass the page cache."""
-        return self.direct != 0
+        """`O_DIRECT` if objects bypass the page cache; else 0."""
 
     def new_buffer(self) -> memoryview:
         """Room for one object, aligned for direct I/O."""
@@ -61,20 +60,13 @@ class ObjectFiles:
         """The payload of the object in `buffer`; 64 bytes behind its start."""
         return payload(buffer, self.payload_bytes)
 
-    def read(self, key: bytes, buffer: memoryview) -> None:
-        """Fills `buffer` with the object of `key`, and notes that it was used.
+    def read(self, key: bytes, buffer: memoryview, *, is_use: bool = True) -> None:
+        """Fills `buffer` with the object of `key`; notes the time if this is a use of the object.
 
         Raises:
             ObjectUnreadableError: nothing is known of it, since it could not be read.
             ObjectError: it is not there, or not whole. `buffer` holds nothing of value in both cases.
         """
-        self._read(key, buffer, is_used=True)
-
-    def inspect(self, key: bytes, buffer: memoryview) -> None:
-        """Reads like `read`, but does not count as a use of the object."""
-        self._read(key, buffer, is_used=False)
-
-    def _read(self, key: bytes, buffer: memoryview, *, is_used: bool) -> None:
         # Not blocking: whatever somebody put there under this name, a pipe even, must not make a thread wait.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | self.direct
         try:
@@ -82,7 +74,7 @@ class ObjectFiles:
             try:
                 self._fill(descriptor, buffer)
                 check(buffer, key, self.payload_bytes)
-                if is_used:
+                if is_use:
                     _note_use(descriptor)
             finally:
                 os.close(descriptor)
@@ -100,10 +92,7 @@ class ObjectFiles:
             raise ObjectError("it belongs to another user than its directory")
         if found.st_size != self.object_bytes:
             raise ObjectError(f"it has {found.st_size} bytes, not {self.object_bytes}")
-        done = 0
-        while done < self.object_bytes:
-            count = os.preadv(descriptor, [buffer[done : self.object_bytes]], done)
-            done += _whole_units(count)
+        self._move(os.preadv, descriptor, buffer)
 
     def write(self, key: bytes, buffer: memoryview) -> None:
         """Makes an object of `key` of the payload in `buffer`; replaces one that is there.
@@ -116,9 +105,8 @@ class ObjectFiles:
         try:
             try:
                 self._write(path, buffer)
-            except (
-                FileNotFoundError
-            ):  # the first object of its fan-out directory, or somebody removed them all
+            except FileNotFoundError:
+                # The first object of its fan-out directory, or somebody removed the directories.
                 make_directory(self.directory, self.manifest)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 self._write(path, buffer)
@@ -131,7 +119,7 @@ class ObjectFiles:
         descriptor = os.open(temporary, flags, 0o600)
         try:
             try:
-                self._drain(descriptor, buffer)
+                self._move(os.pwritev, descriptor, buffer)
             finally:
                 os.close(descriptor)
             os.rename(temporary, path)
@@ -140,29 +128,25 @@ class ObjectFiles:
                 os.unlink(temporary)
             raise
 
-    def _drain(self, descriptor: int, buffer: memoryview) -> None:
+    def _move(self, call: _MoveCall, descriptor: int, buffer: memoryview) -> None:
+        """Reads or writes a whole object.
+
+        Raises:
+            ObjectError: the file system got nowhere.
+        """
         done = 0
         while done < self.object_bytes:
-            count = os.pwritev(descriptor, [buffer[done : self.object_bytes]], done)
-            done += _whole_units(count)
+            count = call(descriptor, [buffer[done : self.object_bytes]], done)
+            whole = count - count % ALIGNMENT  # direct I/O continues at a unit only
+            if not whole:
+                raise ObjectError("the file system took only a part of it")
+            done += whole
 
 
 def _note_use(descriptor: int) -> None:
     if abs(time.time() - os.fstat(descriptor).st_mtime) > _USED_AGAIN_AFTER_S:
         with contextlib.suppress(OSError):  # such as a read-only file system
             os.utime(descriptor)
-
-
-def _whole_units(count: int) -> int:
-    """Returns the bytes of a partial read or write in whole units: direct I/O continues at a unit only.
-
-    Raises:
-        ObjectError: it got nowhere.
-    """
-    whole = count - count % ALIGNMENT
-    if not whole:
-        raise ObjectError("the file system took only a part of it")
-    return whole
 
 
 def _clause(error: OSError) -> str:

@@ -37,7 +37,6 @@ from pagoda.errors import ConfigError
 
 FORMAT_VERSION = 1
 KEY_VERSION = "pagoda-kv-1"
-"""Version of the keys (`pagoda.kv.block_keys`)."""
 ALIGNMENT = 4096
 """Alignment of object lengths and buffers, in bytes, as direct I/O requires."""
 HEADER_BYTES = 64
@@ -75,12 +74,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name for people; two names of one model share a directory."""
     model_digest: str
-    """Digest of the configuration and the weights, in hex."""
     dtype: str
     kv_dtype: str
     quantization: str
     arithmetic: str
-    """Same as `WorkerReady.arithmetic`."""
     layout: str
     """Dimensions of the payload, in order."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
@@ -105,7 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def object_bytes(payload_bytes: int) -> int:
-    """The length of an object, header and padding included."""
+    """Length of an object, header and padding included."""
     return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT) * ALIGNMENT
 
 

@@ -30,7 +30,6 @@ class LoadEnd(NamedTuple):
 
     request_id: str
     num_loaded: int
-    """Leading blocks that were loaded."""
     failure: str | None = None
     """Sentence that says why the request fails; None if it goes on and computes what is missing."""
 
@@ -116,23 +115,23 @@ class TieredKVConnector:
         self.near_pools = near_pools
         """Pools from which a block is loaded at next to no cost."""
         self._pool = pool
-        self._ledger = ledger
+        self.ledger = ledger
         self._clock = clock
         self._fail_on_load_failure = fail_on_load_failure
-        self._parts: dict[int, _Part] = {}
+        self.parts: dict[int, _Part] = {}
         """Loading transfers by id, abandoned ones included."""
         self._num_overdue: Counter[KVConnector] = Counter()
         """Overdue transfers by connector. A connector that has any is not asked: it could come to hold all
         blocks."""
-        self._loads: dict[str, _Load] = {}
+        self.loads: dict[str, _Load] = {}
         """Loads by the request that waits for them."""
         self._loading: dict[bytes, _Part] = {}
         """Transfers of these loads by key."""
-        self._deadlines: dict[str, float] = {}
+        self.deadlines: dict[str, float] = {}
         """Time at which a waiting request times out, earliest first."""
-        self._ended: dict[str, LoadEnd] = {}
+        self.ended: dict[str, LoadEnd] = {}
         """Ends to be drained, by request."""
-        self._backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
+        self.backlog: list[deque[CachedBlock]] = [deque() for _ in connectors]
         """Blocks to save, by connector, for which there was no room among the stores."""
         self._changed: set[str] = set()
         """Requests whose lookup may have another answer now."""
@@ -141,48 +140,16 @@ class TieredKVConnector:
     @property
     def is_idle(self) -> bool:
         """No transfer is under way, no request waits and no block is to be saved."""
-        books = (self._parts, self._loads, self._loading, self._deadlines, self._ended)
-        is_overdue = any(self._num_overdue.values())
-        return not (any(books) or is_overdue or self.num_to_save or self._ledger.num_open)
-
-    @property
-    def loading(self) -> Collection[str]:
-        """Requests whose blocks are being filled."""
-        return self._loads.keys()
-
-    @property
-    def ended(self) -> set[str]:
-        """Requests whose wait has ended, which `drain_load_ends` has yet to tell; for tests."""
-        return set(self._ended)
-
-    @property
-    def timed(self) -> Collection[str]:
-        """Requests that wait and have a deadline."""
-        return self._deadlines.keys()
-
-    @property
-    def num_to_save(self) -> int:
-        """Blocks that wait for room among the stores; each connector has a queue of its own."""
-        return sum(map(len, self._backlog))
-
-    def held_blocks(self) -> Iterable[Block]:
-        """Device blocks that transfers reference, once for each reference."""
-        return self._ledger.held_blocks()
-
-    def is_abandoned(self, transfer_id: int) -> bool:
-        """True if a transfer is under way for which no request waits any more."""
-        part = self._parts.get(transfer_id)
-        return part is not None and part.load.request_id is None
+        books = (self.parts, self.loads, self._loading, self.deadlines, self.ended, *self.backlog)
+        return not (any(books) or any(self._num_overdue.values()) or self.ledger.num_open)
 
     # ---- requests that could use KV
 
     def on_queued(self, prefix: PrefixRequest, start: int) -> None:
-        """A request is queued; the device has its blocks up to `start`."""
         for connector in self.connectors:
             connector.on_queued(prefix, start)
 
     def on_dequeued(self, request_id: str) -> None:
-        """The request is admitted, finished or aborted: no lookup for it follows."""
         for connector in self.connectors:
             connector.on_dequeued(request_id)
 
@@ -213,7 +180,8 @@ class TieredKVConnector:
             segment = self._next_segment(prefix, end)
             if isinstance(segment, PendingLookup):
                 return segment
-            loading = self._loading_part(prefix.keys[segment.start : segment.end + 1])
+            keys = prefix.keys[segment.start : segment.end + 1] if self._loading else ()
+            loading = next((self._loading[key] for key in keys if key in self._loading), None)
             if loading is not None:
                 loading.load.waiters.add(prefix.request_id)
                 return PendingLookup(loading.connector)
@@ -235,23 +203,17 @@ class TieredKVConnector:
                 return Segment(connector, start, start + count)
         return Segment(self.connectors[-1], start, start)
 
-    def _loading_part(self, keys: Sequence[bytes]) -> _Part | None:
-        """The transfer that brings the first of `keys` that is being loaded."""
-        if not self._loading:
-            return None
-        return next((self._loading[key] for key in keys if key in self._loading), None)
-
     # ---- waiting
 
     def wait(self, request_id: str, pending: PendingLookup) -> None:
         """The request waits for `pending`, at most `LOAD_TIMEOUT_S` from its first wait on."""
-        if pending.connector.has_own_timeout:
+        self._wait_for(request_id, [pending.connector])
+
+    def _wait_for(self, request_id: str, connectors: Iterable[KVConnector]) -> None:
+        if all(connector.has_own_timeout for connector in connectors):
             self.stop_waiting(request_id)
         else:
-            self._start_timeout(request_id)
-
-    def _start_timeout(self, request_id: str) -> None:
-        self._deadlines.setdefault(request_id, self._clock.now() + LOAD_TIMEOUT_S)
+            self.deadlines.setdefault(request_id, self._clock.now() + LOAD_TIMEOUT_S)
 
     def load(self, match: TierMatch, blocks: Sequence[Block]) -> None:
         """Fills `blocks` with what `lookup` has just found.
@@ -272,12 +234,11 @@ class TieredKVConnector:
             after_step = max(block.used_by for block in targets)
             transfer_id = segment.connector.load(prefix, segment.start, targets, after_step)
             part = _Part(load, segment.connector, first, end)
-            self._parts[transfer_id] = load.parts[transfer_id] = part
+            self.parts[transfer_id] = load.parts[transfer_id] = part
             self._loading.update(dict.fromkeys(keys[first:end], part))
-        self._loads[prefix.request_id] = load
+        self.loads[prefix.request_id] = load
         self.stop_waiting(prefix.request_id)
-        if not all(segment.connector.has_own_timeout for segment in segments):
-            self._start_timeout(prefix.request_id)
+        self._wait_for(prefix.request_id, (segment.connector for segment in segments))
 
     def abandon(self, request_id: str) -> None:
         """The request no longer waits; an end that was not drained yet is dropped.
@@ -285,8 +246,8 @@ class TieredKVConnector:
         Blocks under transfer stay referenced until their transfers have ended.
         """
         self.stop_waiting(request_id)
-        self._ended.pop(request_id, None)
-        load = self._loads.pop(request_id, None)
+        self.ended.pop(request_id, None)
+        load = self.loads.pop(request_id, None)
         if load is not None:
             load.request_id = None
             for key in load.keys:
@@ -296,26 +257,26 @@ class TieredKVConnector:
 
     def stop_waiting(self, request_id: str) -> None:
         """Ends the request's time-out; the next wait starts a new one."""
-        self._deadlines.pop(request_id, None)
+        self.deadlines.pop(request_id, None)
 
     def drain_load_ends(self) -> list[LoadEnd]:
         """Ends of waits since the last call, without those of abandoned requests."""
-        for end in self._ledger.drain_settled():
+        for end in self.ledger.drain_settled():
             self._apply_end(end)
         self._expire_waits()
-        ended, self._ended = self._ended, {}
+        ended, self.ended = self.ended, {}
         return list(ended.values())
 
     def _expire_waits(self) -> None:
         now = self._clock.now()
-        while self._deadlines:
-            request_id, deadline = next(iter(self._deadlines.items()))
+        while self.deadlines:
+            request_id, deadline = next(iter(self.deadlines.items()))
             if deadline > now:
                 return
-            load = self._loads.get(request_id)
+            load = self.loads.get(request_id)
             if load is None:
                 self.abandon(request_id)
-                self._ended[request_id] = LoadEnd(request_id, 0)
+                self.ended[request_id] = LoadEnd(request_id, 0)
                 continue
             missing = load.parts.values()
             overdue = [part for part in missing if not part.connector.has_own_timeout]
@@ -334,7 +295,7 @@ class TieredKVConnector:
         failure = None
         if load.error is not None and self._fail_on_load_failure:
             failure = f"KV that was found for this request could not be loaded: {load.error}."
-        self._ended[request_id] = LoadEnd(request_id, load.num_good, failure)
+        self.ended[request_id] = LoadEnd(request_id, load.num_good, failure)
 
     # ---- blocks to keep
 
@@ -342,15 +303,15 @@ class TieredKVConnector:
         """A request has passed through these blocks of a prefix; each connector may keep them."""
         if not self._has_workers:
             return
-        for connector, backlog in zip(self.connectors, self._backlog, strict=True):
+        for connector, backlog in zip(self.connectors, self.backlog, strict=True):
             num_done = 0 if backlog else connector.save(cached_blocks)
             room = self._pool.num_blocks - len(backlog)
             backlog.extend(cached_blocks[num_done : num_done + room])
         self._save_backlog()
 
     def _save_backlog(self) -> None:
-        for connector, backlog in zip(self.connectors, self._backlog, strict=True):
-            while backlog and (room := self._ledger.store_room) > 0:
+        for connector, backlog in zip(self.connectors, self.backlog, strict=True):
+            while backlog and (room := self.ledger.store_room) > 0:
                 oldest = [backlog.popleft() for _ in range(min(room, len(backlog)))]
                 # There is room for all of them, so the connector leaves none over.
                 connector.save([it for it in oldest if self._pool.find(it.key) is it.block])
@@ -359,22 +320,22 @@ class TieredKVConnector:
 
     def drain_transfers(self) -> list[Transfer]:
         """Transfers begun since the last call."""
-        return self._ledger.drain()
+        return self.ledger.drain()
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """Applies an end that the executor reports; a repeated one, or one of lost workers, is ignored."""
-        if self._ledger.close(end):
+        if self.ledger.close(end):
             self._apply_end(end)
 
     def _apply_end(self, end: TransferEnd) -> None:
-        part = self._parts.pop(end.transfer_id, None)
+        part = self.parts.pop(end.transfer_id, None)
         if part is not None:
-            self._num_overdue[part.connector] -= part.is_overdue
             self._end_part(part, end)
         self._save_backlog()
 
     def _end_part(self, part: _Part, end: TransferEnd) -> None:
         load = part.load
+        self._num_overdue[part.connector] -= part.is_overdue
         part.connector.loaded(load.keys[part.first : part.end], end.failed)
         if end.failed:
             good = part.first + min(end.failed)
@@ -394,16 +355,16 @@ class TieredKVConnector:
     def workers_lost(self) -> None:
         """All loads and stores are gone. No request waits any more, and no `LoadEnd` follows."""
         self._has_workers = False
-        self._ledger.drop_all()
+        self.ledger.drop_all()
         for connector in self.connectors:
             connector.workers_lost()
-        self._parts.clear()
+        self.parts.clear()
         self._num_overdue.clear()
-        self._loads.clear()
+        self.loads.clear()
         self._loading.clear()
-        self._deadlines.clear()
-        self._ended.clear()
-        for backlog in self._backlog:
+        self.deadlines.clear()
+        self.ended.clear()
+        for backlog in self.backlog:
             backlog.clear()
 
     def poll(self) -> Collection[str]:
@@ -418,7 +379,7 @@ class TieredKVConnector:
 
     def next_event_at(self) -> float | None:
         """Time at which the next wait times out."""
-        return next(iter(self._deadlines.values()), None)
+        return next(iter(self.deadlines.values()), None)
 
     def load_report(self) -> tuple[TierLoad, ...]:
         return tuple(connector.load_report() for connector in self.connectors)

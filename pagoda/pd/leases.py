@@ -25,16 +25,12 @@ class LeaseBook:
         self._blocks: dict[str, list[Block]] = {}
         self._ends: dict[str, float] = {}
         """Times at which leases of computed prompts run out, earliest first: all leases have one length."""
-        self._num_blocks = 0
+        self.num_blocks = 0
+        """References of all leases; a block of two leases counts twice."""
 
     @property
     def num_leases(self) -> int:
         return len(self._blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        """References of all leases; a block of two leases counts twice."""
-        return self._num_blocks
 
     @property
     def next_end(self) -> float | None:
@@ -62,7 +58,7 @@ class LeaseBook:
             return False
         self._pool.share(blocks)
         held.extend(blocks)
-        self._num_blocks += len(blocks)
+        self.num_blocks += len(blocks)
         return True
 
     def finish(self, transfer_id: str) -> bool:
@@ -84,7 +80,7 @@ class LeaseBook:
         if blocks is None:
             return False
         self._ends.pop(transfer_id, None)
-        self._num_blocks -= len(blocks)
+        self.num_blocks -= len(blocks)
         self._pool.release(blocks)
         return True
 

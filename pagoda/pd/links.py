@@ -50,15 +50,12 @@ class Listener(Protocol):
     @property
     def address(self) -> str:
         """Address at which other engines reach this one."""
-        ...
 
     def receive(self) -> list[tuple[bytes, DecodeMessage]]:
         """Messages since the last call, each with the id of its sender."""
-        ...
 
     def send(self, asker: bytes, message: PrefillMessage) -> None:
         """Answers a sender; drops the message if the sender is gone."""
-        ...
 
     def pollables(self) -> list[object]: ...
 
@@ -70,16 +67,13 @@ class Peers(Protocol):
 
     def send(self, address: str, message: DecodeMessage) -> None:
         """Sends a message; connects first if there is no connection. If that fails, `PeerLost` follows."""
-        ...
 
     def receive(self) -> list[tuple[str, PrefillMessage | PeerLost]]:
         """Messages since the last call. After `PeerLost`, the next `send` connects again."""
-        ...
 
     def hang_up(self, address: str) -> None:
         """Ends the connection: nothing more comes from there, not even `PeerLost`. Sent messages may still go
         out."""
-        ...
 
     def pollables(self) -> list[object]: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,48 +23,47 @@ class _Clock:
         return self.now
 
 
-@pytest.mark.parametrize("body", [b"", b"x" * 300_000])
-async def test_a_request_arrives_with_its_first_bytes_not_when_its_turn_comes(body: bytes) -> None:
-    clock = _Clock()
-    seen: list[tuple[int, int]] = []
-
-    def make_request(message, payload, protocol, writer, task):  # type: ignore[no-untyped-def]
-        turn = clock()
-        seen.append((protocol.begin(), turn))
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop)
-
-    async def handle(http: web.BaseRequest) -> web.StreamResponse:
-        assert await http.read() == body
-        http.protocol.end(is_read=http.content.is_eof())
-        return web.Response()
-
-    runner = web.ServerRunner(
-        ApiServer(handle, lambda _status: None, clock, request_factory=make_request)
+def arrivals(api: Any) -> list[int]:
+    """The times of arrival of all answers that start from now on."""
+    arrived: list[int] = []
+    api.service.tracker.subscribe(
+        on_start=lambda record: arrived.append(record.client_request.arrived_ns)
     )
+    return arrived
+
+
+@pytest.mark.parametrize("padding", [0, 300_000])
+async def test_a_request_arrives_with_its_first_bytes_not_when_its_turn_comes(
+    api, monkeypatch, padding: int
+) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(api.service.tracker, "clock_ns", clock)
+    arrived, turns = arrivals(api), list[int]()
+    server = ApiServer(api.service)
+    make_request = server.request_factory
+
+    def in_turn(*parts):  # type: ignore[no-untyped-def]
+        turns.append(clock())
+        return make_request(*parts)
+
+    server.request_factory = in_turn
+    runner = web.ServerRunner(server)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        connector = aiohttp.TCPConnector(limit=1)
-        async with aiohttp.ClientSession(connector=connector) as session:
-            for _ in range(3):  # over one connection
-                async with session.post(
-                    f"http://127.0.0.1:{runner.addresses[0][1]}/", data=body
-                ) as it:
-                    assert it.status == 200
-    finally:
-        await runner.cleanup()
-    assert seen == [(1, 2), (3, 4), (5, 6)]
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/completions"
+    connector = aiohttp.TCPConnector(limit=1)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        for _ in range(3):  # over one connection
+            async with session.post(url, data=b'{"prompt": "hi"}' + b" " * padding) as answer:
+                assert answer.status == 200
+    await runner.cleanup()
+    assert arrived == [turn - 1 for turn in turns]
 
 
 async def test_an_empty_line_is_no_arrival(api, monkeypatch) -> None:
     clock = _Clock()
     monkeypatch.setattr(api.service.tracker, "clock_ns", clock)
-    arrived: list[int] = []
-    api.service.tracker.subscribe(
-        on_start=lambda record: arrived.append(record.client_request.arrived_ns)
-    )
+    arrived = arrivals(api)
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     body = b'{"prompt": "hi", "max_tokens": 1}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -19,6 +19,7 @@ from fragment_files import assert_nested, end_of, read_fragments
 from scripted_endpoint import ScriptedEndpoint
 
 from pagoda.api.server import ProfileConfig, ServerConfig, serve
+from pagoda.api.service import ApiConfig
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError
@@ -179,17 +180,17 @@ def simulated() -> EngineConfig:
 
 
 async def serve_simulated(
-    server: ServerConfig,
     make_fleet: Callable[[], Fleet] = lambda: EngineFleet(simulated()),
     *,
-    on_ready: Callable[[str, EngineReady], None],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    on_ready: Callable[[str, EngineReady], None] = lambda *_: None,
     profile: ProfileConfig | None = None,
 ) -> None:
     await serve(
-        server,
+        ServerConfig(ApiConfig("m"), host, port),
         make_fleet,
         synthetic_model_text,
-        model_name="m",
         on_ready=on_ready,
         profile=profile or ProfileConfig(),
         tracer=Tracer("frontend"),
@@ -202,13 +203,13 @@ async def test_a_port_in_use() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve_simulated(ServerConfig(port=port), on_ready=print)
+            await serve_simulated(port=port)
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
 async def test_an_address_that_is_not_ours(host: str) -> None:
     with pytest.raises(ConfigError, match="choose another --host or --port"):
-        await serve_simulated(ServerConfig(host=host, port=0), on_ready=print)
+        await serve_simulated(host=host)
 
 
 class DoomedFleet(ScriptedEndpoint):
@@ -239,9 +240,7 @@ async def test_a_server_ends_with_its_engine() -> None:
     fleet = DoomedFleet()
     ready: list[str] = []
     with pytest.raises(EngineDeadError, match="died too often"):
-        await serve_simulated(
-            ServerConfig(port=0), lambda: fleet, on_ready=lambda url, _: ready.append(url)
-        )
+        await serve_simulated(lambda: fleet, on_ready=lambda url, _: ready.append(url))
     assert fleet.closed
     [url] = ready
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):
@@ -339,7 +338,7 @@ async def test_a_directory_of_traces_that_cannot_be_written(tmp_path: Path) -> N
     with pytest.raises(
         ConfigError, match=r"^--profile-dir .*taken cannot be written \(File exists"
     ):
-        await serve_simulated(ServerConfig(port=0), on_ready=print, profile=profile)
+        await serve_simulated(profile=profile)
 
 
 async def test_a_server_whose_port_is_taken_leaves_the_traces_of_the_other(tmp_path: Path) -> None:
@@ -352,7 +351,7 @@ async def test_a_server_whose_port_is_taken_leaves_the_traces_of_the_other(tmp_p
         fragment.write_text("of the other")
         profile = ProfileConfig(tmp_path, TraceLevel.E2E)
         with pytest.raises(ConfigError, match="cannot listen"):
-            await serve_simulated(ServerConfig(port=port), on_ready=print, profile=profile)
+            await serve_simulated(port=port, profile=profile)
     assert list(tmp_path.iterdir()) == [fragment]
     await asyncio.to_thread(
         clear_fragments, tmp_path, run
@@ -381,9 +380,7 @@ async def test_a_second_signal_does_not_wait_for_the_trace(tmp_path: Path) -> No
     profile = ProfileConfig(tmp_path, TraceLevel.E2E)
     async with asyncio.timeout(20):
         with pytest.raises(EngineDeadError):
-            await serve_simulated(
-                ServerConfig(port=0), lambda: fleet, on_ready=lambda *_: None, profile=profile
-            )
+            await serve_simulated(lambda: fleet, profile=profile)
     assert fleet.closed
 
 

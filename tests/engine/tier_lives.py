@@ -71,7 +71,8 @@ class FaultyTransfers:
             if not isinstance(event, TransferEnd):
                 continue
             del self.open[event.transfer_id]
-            if self.tiers.is_abandoned(event.transfer_id):
+            part = self.tiers.parts.get(event.transfer_id)
+            if part is not None and part.load.request_id is None:
                 self._met["loads that ended after their request"] += 1
             self._told.append(event)
             if self._rng.random() < self._repeated:

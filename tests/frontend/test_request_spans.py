@@ -302,13 +302,13 @@ async def test_spans_that_come_too_fast_are_counted(
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     spans = RequestSpans(collector.url, "tiny")
-    go_on, sending = threading.Event(), spans.losses.leave
+    go_on, export = threading.Event(), spans.exporter.export
 
-    def leave(count: int) -> None:
+    def export_later(batch: Any) -> Any:
         go_on.wait(10)
-        sending(count)
+        return export(batch)
 
-    monkeypatch.setattr(spans.losses, "leave", leave)
+    monkeypatch.setattr(spans.exporter, "export", export_later)
     tracker = RequestTracker()
     spans.follow(tracker)
     for index in range(5):  # a request and its queue each

@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def everything_is_found_and_counted(self) -> None:
         for directory in SIZES:
-            known = {key for key in KEYS if self.index.find(directory, key)}
+            known = {key for key in KEYS if self.index.has(directory, key)}
             assert known == {key for home, key in self.model if home == directory}
             assert self.index.count(directory) == len(known)
         assert self.index.num_bytes == sum(SIZES[home] for home, _ in self.model)
@@ -124,7 +124,7 @@ def test_two_models_may_have_the_same_key() -> None:
     index.add_directory(0, 1)
     index.add_directory(1, 1)
     index.add(1, KEYS[0], 5)
-    assert not index.find(0, KEYS[0])
+    assert not index.has(0, KEYS[0])
     index.touch(0, KEYS[0], 7)
     assert not index.remove(0, KEYS[0])
-    assert index.find(1, KEYS[0])
+    assert index.has(1, KEYS[0])

@@ -190,7 +190,7 @@ def test_what_is_not_good_is_removed_once() -> None:
     rig.evictor.discard([key(0), key(7)])
     rig.evictor.discard([key(0)])
     assert rig.asked == [(OWN, [key(0), key(7)])]
-    assert not rig.index.find(OWN, key(0))
+    assert not rig.index.has(OWN, key(0))
     assert rig.index.num_bytes == UNIT
 
 

@@ -77,7 +77,7 @@ def test_without_direct_io_the_bytes_are_the_same(
 ) -> None:
     monkeypatch.setattr(object_files, "_supports_direct_io", lambda _: False)
     buffered = ObjectFiles(files.directory, manifest)
-    assert not buffered.is_direct
+    assert not buffered.direct
     write(buffered)
     assert read(files) == read(buffered) == content(files, 1)
 
@@ -94,7 +94,7 @@ def test_a_file_system_that_refuses_direct_io_is_used_without(
 
     monkeypatch.setattr(os, "open", refuse)
     plain = ObjectFiles(files.directory, manifest)
-    assert not plain.is_direct
+    assert not plain.direct
     write(plain)
     assert read(plain) == content(files, 1)
 
@@ -242,11 +242,11 @@ def test_a_read_notes_the_use_but_not_every_time(files: ObjectFiles) -> None:
 def test_to_inspect_an_object_is_no_use_of_it(files: ObjectFiles) -> None:
     write(files)
     os.utime(path_of(files), (5000, 5000))
-    files.inspect(KEY, files.new_buffer())
+    files.read(KEY, files.new_buffer(), is_use=False)
     assert path_of(files).stat().st_mtime == 5000
     os.truncate(path_of(files), 4096)
     with pytest.raises(ObjectError, match="4096 bytes"):
-        files.inspect(KEY, files.new_buffer())
+        files.read(KEY, files.new_buffer(), is_use=False)
 
 
 def test_a_bad_object_is_not_used(files: ObjectFiles) -> None:

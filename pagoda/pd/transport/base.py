@@ -82,11 +82,9 @@ class ExportedMemory(Protocol):
     @property
     def descriptor(self) -> bytes:
         """Everything that a reader needs to connect."""
-        ...
 
     def close(self) -> None:
         """Reads that have not ended when this returns fail. May be called twice."""
-        ...
 
 
 class MemoryLink(Protocol):
@@ -100,11 +98,9 @@ class MemoryLink(Protocol):
         Raises:
             TransportError: they have not; what is in the targets means nothing.
         """
-        ...
 
     def close(self) -> None:
         """Ends reads under way with an error. May be called twice, from any thread."""
-        ...
 
 
 class Transport(Protocol):
@@ -115,7 +111,6 @@ class Transport(Protocol):
         Raises:
             TransportError: this host does not offer what it takes.
         """
-        ...
 
     def connect(self, descriptor: bytes, deadline: float) -> MemoryLink:
         """Connects to the memory of `descriptor`; gives up at `deadline` (`time.monotonic`).
@@ -123,4 +118,3 @@ class Transport(Protocol):
         Raises:
             TransportError: there is no such memory, or not for this worker.
         """
-        ...

@@ -15,16 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.remote_memory import Piece, Readers, batches, find_pieces, read_descriptor
+from pagoda.pd.transport.remote_memory import Piece, Readers, batches, read_descriptor
 
 _STAGING_BYTES = 2**24
-_BATCH_PIECES = 2**9
-"""Pieces of a batch. Mooncake queues some thousands for one host, of all batches together."""
+_BATCH_SPANS = 2**9
+"""Spans of a batch. Mooncake queues some thousands for one host, of all batches together."""
 LATE_WRITES_S = 120.0
 """Seconds for which Mooncake may write to staging memory after a failure."""
 
@@ -122,8 +123,6 @@ class MooncakeLink:
         self._staging = _Staging(engine)
         self._may_be_written = False
         """Mooncake may still write to the staging memory after an error."""
-        self._turn = threading.Lock()
-        """Held by the thread that reads."""
         self._readers = Readers(self._release)
 
     def probe(self, deadline: float) -> None:
@@ -140,27 +139,14 @@ class MooncakeLink:
             raise
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
-        pieces = find_pieces(self._regions, spans)
-        with self._readers.reading(), self._turn:
-            for batch in batches(pieces, _STAGING_BYTES, _BATCH_PIECES):
-                self._readers.check()
-                if time.monotonic() > deadline:
-                    raise TransportError("it took too long")
-                self._read(batch)
+        parts = batches(spans, _STAGING_BYTES, _BATCH_SPANS)
+        self._readers.read_batches(self._read, parts, self._regions, deadline)
 
     def _read(self, batch: list[Piece]) -> None:
-        places = []
-        at = self._staging.address
-        for piece in batch:
-            places.append(at)
-            at += piece.num_bytes
-        status = self._engine.batch_transfer_sync_read(
-            self._session,
-            places,
-            [piece.source for piece in batch],
-            [piece.num_bytes for piece in batch],
-        )
-        if status:
+        sizes = [piece.num_bytes for piece in batch]
+        places = list(accumulate(sizes[:-1], initial=self._staging.address))
+        sources = [piece.source for piece in batch]
+        if self._engine.batch_transfer_sync_read(self._session, places, sources, sizes):
             self._may_be_written = True
             self.close()
             raise TransportError(f"Mooncake could not read from {self._session}")

@@ -12,15 +12,16 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from pagoda.pd.transport.base import Access, OwnMemory, Region, Span, TransportError
-from pagoda.pd.transport.remote_memory import Piece, Readers, batches, find_pieces, read_descriptor
+from pagoda.pd.transport.remote_memory import Piece, Readers, batches, check_time, read_descriptor
 
 _BATCH_BYTES = 2**26
-_BATCH_PIECES = 2**14
+_BATCH_SPANS = 2**14
 _PAUSE_S = 50e-6
 """Seconds between two polls: NIXL has no notification to wait for."""
 _IDLE_PAUSE_S = 2e-3
@@ -104,8 +105,6 @@ class NixlLink:
         self._regions = remote.regions
         self._abandoned = abandoned
         self._has_failed = False
-        self._turn = threading.Lock()
-        """Held by the thread that reads."""
         self._readers = Readers(self._release)
         self.agent: Any = _new_agent(nixl, regions)
         try:
@@ -114,25 +113,26 @@ class NixlLink:
         except Exception as error:
             self.agent = None
             raise TransportError(f"NIXL does not reach it: {_told(error)}") from error
-        if time.monotonic() > deadline:
+        try:
+            check_time(deadline)
+        except TransportError:
             self.close()
-            raise TransportError("it took too long")
+            raise
 
     def read(self, spans: Sequence[Span], deadline: float) -> None:
-        pieces = find_pieces(self._regions, spans)
-        with self._readers.reading(), self._turn:
-            for batch in batches(pieces, _BATCH_BYTES, _BATCH_PIECES):
-                self._readers.check()
-                if time.monotonic() > deadline:
-                    raise TransportError("it took too long")
-                try:
-                    self._read(batch, deadline)
-                except TransportError:
-                    self._has_failed = True
-                    self.close()
-                    raise
+        parts = batches(spans, _BATCH_BYTES, _BATCH_SPANS)
+        read = partial(self._read, deadline)
+        self._readers.read_batches(read, parts, self._regions, deadline)
 
-    def _read(self, batch: list[Piece], deadline: float) -> None:
+    def _read(self, deadline: float, batch: list[Piece]) -> None:
+        try:
+            self._transfer(batch, deadline)
+        except TransportError:
+            self._has_failed = True
+            self.close()
+            raise
+
+    def _transfer(self, batch: list[Piece], deadline: float) -> None:
         agent = self.agent
         try:
             here = agent.get_xfer_descs([(p.target, p.num_bytes, 0) for p in batch], "DRAM")
@@ -140,7 +140,9 @@ class NixlLink:
             handle = agent.initialize_xfer("READ", here, there, self._peer)
             agent.send_notif(self._peer, b"reads")
             state = agent.transfer(handle)
-            while state == "PROC" and not self._is_overdue(deadline):
+            while state == "PROC" and time.monotonic() <= self._readers.deadline(
+                deadline, _FAREWELL_S
+            ):
                 time.sleep(_PAUSE_S)
                 state = agent.check_xfer_state(handle)
             if state == "DONE":
@@ -149,9 +151,6 @@ class NixlLink:
         except Exception as error:
             raise TransportError(f"NIXL: {_told(error)}") from error
         raise TransportError("it took too long" if state == "PROC" else "NIXL could not read it")
-
-    def _is_overdue(self, deadline: float) -> bool:
-        return time.monotonic() > self._readers.deadline(deadline, _FAREWELL_S)
 
     def _release(self) -> None:
         agent, self.agent = self.agent, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -35,6 +35,15 @@ def read_descriptor(descriptor: bytes, kind: type[DescriptorT]) -> DescriptorT:
         raise TransportError(f"the descriptor of the memory makes no sense: {error}") from None
 
 
+def check_time(deadline: float) -> None:
+    """
+    Raises:
+        TransportError: it is later than `deadline` (`time.monotonic`).
+    """
+    if time.monotonic() > deadline:
+        raise TransportError("it took too long")
+
+
 def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]:
     """Returns the addresses of spans of the exporter's regions.
 
@@ -52,16 +61,16 @@ def find_pieces(regions: Sequence[Region], spans: Sequence[Span]) -> list[Piece]
     return pieces
 
 
-def batches(pieces: Sequence[Piece], most_bytes: int, most_pieces: int) -> Iterator[list[Piece]]:
-    """Splits pieces, in order, into batches of at most `most_bytes` and `most_pieces`."""
-    batch: list[Piece] = []
+def batches(spans: Iterable[Span], most_bytes: int, most_spans: int) -> Iterator[list[Span]]:
+    """Splits spans, in order, into batches of at most `most_bytes` and `most_spans`."""
+    batch: list[Span] = []
     room = most_bytes
-    for source, target, left in pieces:
+    for region, offset, left, target in spans:
         while left:
             count = min(left, room)
-            batch.append(Piece(source, target, count))
-            source, target, left, room = source + count, target + count, left - count, room - count
-            if room == 0 or len(batch) == most_pieces:
+            batch.append(Span(region, offset, count, target))
+            offset, target, left, room = offset + count, target + count, left - count, room - count
+            if room == 0 or len(batch) == most_spans:
                 yield batch
                 batch, room = [], most_bytes
     if batch:
@@ -77,6 +86,8 @@ class Readers:
     def __init__(self, release: Callable[[], None]) -> None:
         """`release` is called once, when no thread reads or will read, by `close` or by the last read."""
         self._release = release
+        self._turn = threading.Lock()
+        """Held by a thread in `read_batches`."""
         self._lock = threading.Lock()
         self._num_reads = 0
         self._closed_at: float | None = None
@@ -116,6 +127,24 @@ class Readers:
                 is_last = self.is_closed and self._num_reads == 0
             if is_last:
                 self._release()
+
+    def read_batches(
+        self,
+        read: Callable[[list[Piece]], None],
+        batches: Iterable[list[Span]],
+        regions: Sequence[Region],
+        deadline: float,
+    ) -> None:
+        """Calls `read` with each batch of spans of `regions`, for one thread at a time.
+
+        Raises:
+            TransportError: the link has been closed, there is no such memory, or it is later than `deadline`.
+        """
+        with self.reading(), self._turn:
+            for batch in batches:
+                self.check()
+                check_time(deadline)
+                read(find_pieces(regions, batch))
 
     def close(self) -> None:
         """Closes the link; callable twice, from any thread, also from one that reads."""

@@ -18,9 +18,10 @@ import ctypes
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from pagoda.pd.transport.proof import (
     send_all,
     wait_until,
 )
-from pagoda.pd.transport.remote_memory import read_descriptor
+from pagoda.pd.transport.remote_memory import batches, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, Admitted, StreamServer
 
 MAX_SPANS = 4096
@@ -128,9 +129,8 @@ class TcpListener:
     def _serve(self, reader: Admitted) -> None:
         stream = reader.stream
         while True:
-            stream.settimeout(
-                None
-            )  # until the reader asks for something; the kernel finds out if it is alive
+            # The reader may ask for something at any time; the kernel finds out if it is alive.
+            stream.settimeout(None)
             first = stream.recv(1)
             if not first:
                 return
@@ -196,7 +196,7 @@ class TcpLink:
     def read(self, spans: Sequence[Span], deadline: float) -> None:
         total = sum(span.num_bytes for span in spans)
         num_streams = max(1, min(MAX_STREAMS, total // _STREAM_BYTES))
-        first, *others = _shares(spans, -(-total // num_streams))
+        first, *others = [*batches(spans, -(-total // num_streams), sys.maxsize)] or [[]]
         readings: list[Future[None]] = []
         try:
             # Those that have begun are in the list even where one does not begin.
@@ -303,7 +303,7 @@ class _Stream:
         Raises:
             OSError: the stream ended, or it took too long.
         """
-        for request in _requests(spans):
+        for request in batches(spans, MAX_REQUEST_BYTES, MAX_SPANS):
             self._ask(request, deadline)
             targets = (
                 (ctypes.c_char * span.num_bytes).from_address(span.target) for span in request
@@ -339,9 +339,8 @@ class _Stream:
     def hang_up(self) -> None:
         """Wakes the thread that waits at it."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(
-                self._stream, socket.SHUT_RDWR
-            )  # not TLS, which another thread uses
+            # The socket below TLS, which another thread uses.
+            socket.socket.shutdown(self._stream, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._stream.close()
@@ -386,62 +385,10 @@ def _advance(buffers: list[Any], first: int, count: int) -> int:
     return first
 
 
-def _requests(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Splits spans into requests of an allowed size."""
-    request: list[Span] = []
-    size = 0
-    for span in _cut(spans, MAX_REQUEST_BYTES):
-        if len(request) == MAX_SPANS or size + span.num_bytes > MAX_REQUEST_BYTES:
-            yield request
-            request, size = [], 0
-        request.append(span)
-        size += span.num_bytes
-    if request:
-        yield request
-
-
-def _shares(spans: Sequence[Span], share_bytes: int) -> list[list[Span]]:
-    """Splits spans into parts of `share_bytes`; one part at least."""
-    shares: list[list[Span]] = [[]]
-    room = share_bytes
-    for span in spans:
-        while span.num_bytes > room:
-            head, span = _split(span, room)
-            shares[-1].append(head)
-            shares.append([])
-            room = share_bytes
-        shares[-1].append(span)
-        room -= span.num_bytes
-        if room == 0:
-            shares.append([])
-            room = share_bytes
-    return [share for share in shares if share] or [[]]
-
-
-def _cut(spans: Iterable[Span], most_bytes: int) -> Iterator[Span]:
-    for span in spans:
-        while span.num_bytes > most_bytes:
-            head, span = _split(span, most_bytes)
-            yield head
-        yield span
-
-
-def _split(span: Span, count: int) -> tuple[Span, Span]:
-    head = span._replace(num_bytes=count)
-    rest = Span(span.region, span.offset + count, span.num_bytes - count, span.target + count)
-    return head, rest
-
-
 def _listen(host: str) -> socket.socket:
+    listener = socket.socket()
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, 0, socket.AF_INET, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise TransportError(f"{host} is no address of this host: {error}") from None
-    try:
-        listener.bind(address)
+        listener.bind((host, 0))
     except OSError as error:
         listener.close()
         raise TransportError(f"{host} is no address of this host: {error}") from None
@@ -455,9 +402,7 @@ def tls_context(side: int, kind: int = PLAIN) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(side)
     context.check_hostname = False
-    context.verify_mode = (
-        ssl.CERT_NONE
-    )  # who is there is proved by the secret, over this very channel
+    context.verify_mode = ssl.CERT_NONE  # a proof over this very channel tells who is there
     # The last version with anonymous key exchange and with a name for the channel that Python can tell.
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     try:
