@@ -147,7 +147,7 @@ class SimEndpoint:
         scheduler = None if self._core is None else self._core.scheduler
         if scheduler is None:
             return
-        if scheduler.has_requests():
+        if scheduler.requests:
             raise RuntimeError("The scheduler has requests.")
         pool = scheduler.kv.pool
         pool.check()
@@ -241,9 +241,9 @@ class SimEndpoint:
                 self._core.subscribe_cache(_FRONTEND)
                 self._news.set()
             case SubscribeSteps():
-                self._core.subscribe_steps(_FRONTEND)
+                self._core.steps.follow(_FRONTEND)
             case UnsubscribeSteps():
-                self._core.unsubscribe_steps(_FRONTEND)
+                self._core.steps.unfollow(_FRONTEND)
 
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:
         report = core.load()
