@@ -33,9 +33,7 @@ class IndexMachine(RuleBasedStateMachine):
         return sorted(self.model, key=lambda it: (self.model[it][0] // PERIOD, self.model[it][1]))
 
     @rule(
-        directory=st.sampled_from(list(SIZES)),
-        key=st.sampled_from(KEYS),
-        age=st.integers(0, 1000),
+        directory=st.sampled_from(list(SIZES)), key=st.sampled_from(KEYS), age=st.integers(0, 1000)
     )
     def find_on_disk(self, directory: int, key: bytes, age: int) -> None:
         used_at = self.now - age

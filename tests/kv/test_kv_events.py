@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.kv.block_keys import block_key, root_key
-from pagoda.kv.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventRecorder,
-    Medium,
-)
+from pagoda.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventRecorder, Medium
 from pagoda.kv.manager import BlockTable, KVManager
 
 SIZE = 4

@@ -212,11 +212,7 @@ def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]
     def fate(transfer: Transfer) -> TransferFate:
         return TransferFate(delay_s=1.0 if isinstance(transfer.source, HostSlots) else 0.0)
 
-    tiers = {
-        "kv_host_slots": 64,
-        "kv_tiers": KVTiersConfig(host_bytes=1),
-        "transfer_fate": fate,
-    }
+    tiers = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1), "transfer_fate": fate}
     pair = Pair(**{role.value: tiers})
     engine = pair.prefill if role is Role.PREFILL else pair.decode
     if role is Role.PREFILL:

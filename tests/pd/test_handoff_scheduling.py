@@ -7,15 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, in_state, make_request
-from pair import (
-    CHUNKS,
-    PROMPT,
-    Message,
-    Pair,
-    documents,
-    is_loading,
-    requests_of,
-)
+from pair import CHUNKS, PROMPT, Message, Pair, documents, is_loading, requests_of
 
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
@@ -286,8 +278,7 @@ def test_a_prompt_whose_kv_is_lost_is_computed_once_more_only(loses_workers: boo
 
 def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
     pair = Pair(
-        prefill={"num_blocks": 34},
-        decode={"transfer_fate": lambda _: TransferFate(delay_s=10.0)},
+        prefill={"num_blocks": 34}, decode={"transfer_fate": lambda _: TransferFate(delay_s=10.0)}
     )
     held = requests_of(3)
     wanted, oldest, newest = (pair.hold(request) for request in held)
