@@ -13,8 +13,8 @@ import time
 from collections import deque
 
 from benchmarks.figure import Figure
+from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import SimConfig
-from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import MonotonicClock
@@ -106,7 +106,7 @@ def _measure_burst() -> str:
     for request in requests:
         scheduler.add(request)
     added = time.perf_counter()
-    if scheduler.schedule() is None or scheduler.num_running != _MANY:
+    if scheduler.schedule() is None or len(scheduler.running) != _MANY:
         raise RuntimeError("the step does not admit as many as may run")
     scheduled = time.perf_counter()
     return f"{1000 * (added - began):.0f} ms + {1000 * (scheduled - added):.0f} ms"
@@ -130,7 +130,7 @@ def _measure_stuck_queue(context: int) -> str:
     for index in range(_WAITING - 1):
         scheduler.add(_request(_RUNNING + 1 + index, context))
     figures = steps.measure()
-    if scheduler.num_waiting != _WAITING or scheduler.counters.num_preemptions:
+    if len(scheduler.waiting) != _WAITING or scheduler.counters.num_preemptions:
         raise RuntimeError("the queue was not stuck")
     return figures
 

@@ -39,7 +39,7 @@ def start(threads: int | None, isa: str | None) -> tuple[CpuBackend, Limits]:
     torch.set_num_threads(threads or available_cores())
     ops = CpuBackend(isa or choose_instruction_set())
     limits = measure_limits(ops)
-    output.stdout().print(f"{ops.summary}: {limits}")
+    output.stdout().print(f"{ops.arithmetic}, {torch.get_num_threads()} threads: {limits}")
     return ops, limits
 
 

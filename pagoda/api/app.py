@@ -23,10 +23,16 @@ from aiohttp.http_exceptions import LineTooLong
 from pagoda.api import hosts, info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
-from pagoda.api.errors import CLIENTS_NAME, ApiError, as_api_error, unavailable
+from pagoda.api.errors import (
+    CLIENTS_NAME,
+    INTERNAL_ERROR,
+    ApiError,
+    as_api_error,
+    unavailable,
+)
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
-from pagoda.api.request_context import INTERNAL_ERROR, RequestContext
+from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
 from pagoda.frontend.request_tracker import ClientRequest
@@ -92,10 +98,7 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     except ConnectionError:
         raise
     except Exception as error:
-        answer = as_api_error(error)
-        if answer is None:
-            _log.exception("request failed", extra={"request_id": context.request_id})
-            answer = ApiError(500, INTERNAL_ERROR)
+        answer = as_api_error(error, context.request_id)
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status

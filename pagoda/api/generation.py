@@ -75,7 +75,7 @@ class Job:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached_by_answer: dict[int, int] = {}
-        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.is_first)
+        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.index == 0)
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": chunk_kind if self._streams else kind,
@@ -126,7 +126,7 @@ class Job:
             raise GenerationError(f"{request_id}: {delta.error}")
         self._num_completion_tokens += len(delta.token_ids)
         num_cached = delta.num_cached_tokens
-        if num_cached and self.requests[index].is_first:
+        if num_cached and self.requests[index].index == 0:
             self._num_cached_tokens += num_cached - self._cached_by_answer.get(index, 0)
             self._cached_by_answer[index] = num_cached
 

@@ -12,7 +12,6 @@ from aiohttp import web
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-_MARK = "\x00"
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -22,21 +21,14 @@ def event(value: object) -> bytes:
     return b"data: %b\n\n" % encode_json(value)
 
 
-def error_event(body: Mapping[str, object]) -> bytes:
-    """An error inside a running stream."""
-    return b"event: error\n" + event(body)
-
-
 class EventTemplate:
     """An event that is encoded once, for a stream of events that differ in one string."""
 
-    __slots__ = ("_prefix", "_suffix")
+    PLACE = "\x00"
+    """Stands where the string goes."""
 
     def __init__(self, encoded: bytes) -> None:
-        """`encoded` is an event that has `EventTemplate.PLACE` where the string goes."""
-        self._prefix, _, self._suffix = encoded.partition(encode_json(_MARK))
-
-    PLACE = _MARK
+        self._prefix, _, self._suffix = encoded.partition(encode_json(self.PLACE))
 
     def fill(self, text: str) -> bytes:
         return self._prefix + encode_json(text) + self._suffix
@@ -157,9 +149,8 @@ class EventStream:
         self._num_seen, self._num_buffered = self._num_sent, buffered
         if buffered == 0 and not progress:
             self._comment = asyncio.ensure_future(self._send_comment())
-        self._stalled_for_s = (
-            0.0 if progress or not buffered else self._stalled_for_s + self._tick_s
-        )
+        is_stalled = buffered and not progress
+        self._stalled_for_s = self._stalled_for_s + self._tick_s if is_stalled else 0.0
         if self._stalled_for_s >= self._stall_s:
             transport.abort()
 

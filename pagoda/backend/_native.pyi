@@ -1,10 +1,13 @@
-"""The kernels in csrc/. Tensors are given by address; 0 stands for none."""
+"""The kernels in csrc/. Tensors are given by address; 0 stands for none.
+
+`Segment.bind` gives `*arguments` in the order of csrc/module.cpp: first the weight, then rows.
+"""
 
 MAX_HEAD_DIM: int
 MAX_EXPERTS: int
 
 def instruction_sets() -> list[str]:
-    """Those that this CPU has and kernels exist for, from the lowest to the highest."""
+    """Instruction sets of this CPU that kernels exist for, from the lowest to the highest."""
 
 def packed_bytes(dtype: int, outputs: int, inputs: int) -> int: ...
 def pack_quantized(
@@ -51,81 +54,12 @@ class Kernels:
     def pack_weight(
         self, dtype: int, outputs: int, inputs: int, weight: int, packed: int
     ) -> None: ...
-    def embedding(
-        self,
-        dtype: int,
-        outputs: int,
-        inputs: int,
-        packed: int,
-        first_id: int,
-        ids: int,
-        n: int,
-        out: int,
-    ) -> None: ...
-    def linear(
-        self,
-        dtype: int,
-        outputs: int,
-        inputs: int,
-        packed: int,
-        bias: int,
-        x: int,
-        row_stride: int,
-        n: int,
-        out: int,
-        out_stride: int,
-        out_dtype: int,
-    ) -> None: ...
-    def quantized_embedding(
-        self,
-        shape: QuantizedShape,
-        packed: int,
-        order: int,
-        first_id: int,
-        ids: int,
-        n: int,
-        out: int,
-    ) -> None: ...
-    def quantized_linear(
-        self,
-        shape: QuantizedShape,
-        packed: int,
-        order: int,
-        bias: int,
-        x: int,
-        row_stride: int,
-        n: int,
-        out: int,
-        out_stride: int,
-        out_dtype: int,
-    ) -> None: ...
-    def linear_argmax(
-        self,
-        dtype: int,
-        outputs: int,
-        inputs: int,
-        packed: int,
-        bias: int,
-        x: int,
-        row_stride: int,
-        n: int,
-        columns: int,
-        values: int,
-        finite: int,
-    ) -> None: ...
-    def quantized_argmax(
-        self,
-        shape: QuantizedShape,
-        packed: int,
-        order: int,
-        bias: int,
-        x: int,
-        row_stride: int,
-        n: int,
-        columns: int,
-        values: int,
-        finite: int,
-    ) -> None: ...
+    def embedding(self, *arguments: int) -> None: ...
+    def linear(self, *arguments: int) -> None: ...
+    def quantized_embedding(self, *arguments: int | QuantizedShape) -> None: ...
+    def quantized_linear(self, *arguments: int | QuantizedShape) -> None: ...
+    def linear_argmax(self, *arguments: int) -> None: ...
+    def quantized_argmax(self, *arguments: int | QuantizedShape) -> None: ...
     def quantize_int8(
         self, dtype: int, outputs: int, inputs: int, weight: int, codes: int, scales: int
     ) -> None: ...
@@ -227,50 +161,14 @@ class Program:
     def __init__(self, kernels: Kernels) -> None: ...
     def value(self, dtype: int, width: int) -> int: ...
     def input(self, dtype: int, width: int) -> int: ...
-    def embedding(
-        self,
-        out: int,
-        dtype: int,
-        outputs: int,
-        inputs: int,
-        packed: int,
-        first_id: int,
-        num_ids: int,
-    ) -> None: ...
-    def quantized_embedding(
-        self,
-        out: int,
-        shape: QuantizedShape,
-        packed: int,
-        order: int,
-        first_id: int,
-        num_ids: int,
-    ) -> None: ...
+    def embedding(self, *arguments: int) -> None: ...
+    def quantized_embedding(self, *arguments: int | QuantizedShape) -> None: ...
     def all_reduce(self, x: int, group: Collectives) -> None:
         """In place."""
 
     def add(self, x: int, delta: int) -> int: ...
-    def linear(
-        self,
-        x: int,
-        out: int,
-        column: int,
-        dtype: int,
-        outputs: int,
-        inputs: int,
-        packed: int,
-        bias: int,
-    ) -> None: ...
-    def quantized_linear(
-        self,
-        x: int,
-        out: int,
-        column: int,
-        shape: QuantizedShape,
-        packed: int,
-        order: int,
-        bias: int,
-    ) -> None: ...
+    def linear(self, *arguments: int) -> None: ...
+    def quantized_linear(self, *arguments: int | QuantizedShape) -> None: ...
     def rms_norm(self, x: int, weight: int, eps: float) -> int: ...
     def add_rms_norm(self, x: int, delta: int, weight: int, eps: float) -> tuple[int, int]: ...
     def silu_and_mul(self, gate_up: int) -> int: ...

@@ -273,11 +273,6 @@ class Backend(Operations[Tensor, LinearT, MetadataT], Protocol, Generic[LinearT,
         """Name such as `cpu (avx2)`: backends of one arithmetic compute the same bits, whatever the machine."""
         ...
 
-    @property
-    def summary(self) -> str:
-        """Line for the operator, such as `reference on cpu, 2 threads`."""
-        ...
-
     def allocate_kv_cache(
         self,
         num_blocks: int,

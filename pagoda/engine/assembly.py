@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.prefix_cache_updates import CacheReporter
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
@@ -51,21 +51,19 @@ class EngineParts:
     cache_reporter: CacheReporter
     kv_events: KVEventRecorder | None
     """None if no events are published."""
-    tiers: TieredKVConnector | None
-    """None if KV is on the device alone."""
-    exporter: KVExporter | None
-    """None if no KV is held for other engines."""
     remote: RemoteKV | None
     """None if no KV is fetched from other engines."""
 
     @property
     def timed(self) -> Sequence[Timed]:
-        parts = (self.cache_reporter, self.tiers, self.exporter, self.remote)
+        scheduler = self.scheduler
+        parts = (self.cache_reporter, scheduler.tiers, scheduler.exporter, self.remote)
         return [part for part in parts if part is not None]
 
     @property
     def connected(self) -> Sequence[Connected]:
-        return [part for part in (self.exporter, self.tiers) if part is not None]
+        parts = (self.scheduler.exporter, self.scheduler.tiers)
+        return [part for part in parts if part is not None]
 
 
 def build_parts(
@@ -116,8 +114,6 @@ def build_parts(
         scheduler=Scheduler(limits, kv, clock, tiers, exporter),
         cache_reporter=CacheReporter([kv.pool, *near_pools], clock),
         kv_events=kv_events,
-        tiers=tiers,
-        exporter=exporter,
         remote=remotes[0] if remotes else None,
     )
 

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 from pagoda.engine.assembly import EngineParts, TiersBuilder, Timed, build_parts
 from pagoda.engine.config import EngineConfig
-from pagoda.engine.load_reports import LoadReportSchedule
 from pagoda.engine.scheduler import Scheduler
-from pagoda.engine.step_meter import StepMeter
-from pagoda.engine.step_statistics import StepReporter
+from pagoda.engine.step_statistics import LoadReportSchedule, StepRecorder
 from pagoda.engine.tracing import EngineTracing
 from pagoda.engine.worker_restarts import WorkerRestarts
 from pagoda.errors import ConfigError, EngineDeadError
@@ -63,16 +61,16 @@ class EngineCore:
         """None until the first worker is ready."""
         self._early_cache_followers: list[bytes] = []
         """Frontends that subscribed to the cache before."""
-        self._step_reporter = StepReporter(clock)
+        self.steps = StepRecorder(clock)
         self._load_reports = LoadReportSchedule(clock)
         self._restarts = WorkerRestarts(clock)
-        self._is_worker_ready = False
+        self.is_worker_ready = False
+        """False while the first worker starts, and while a lost one is being replaced."""
         self._step_time_s = 0.0
-        self._meter = StepMeter(clock)
         self._expert_tokens: list[int] = []
         self._last_progress = clock.now()
         self._tracer = tracer or Tracer("engine")
-        self._tracing = EngineTracing(self._tracer, executor.max_in_flight)
+        self.tracing = EngineTracing(self._tracer, executor.max_in_flight)
         if config.trace is not None:
             self.start_trace(config.trace)
         executor.start()
@@ -95,11 +93,6 @@ class EngineCore:
         )
 
     @property
-    def is_worker_ready(self) -> bool:
-        """False while the first worker starts, and while a lost one is being replaced."""
-        return self._is_worker_ready
-
-    @property
     def scheduler(self) -> Scheduler | None:
         """None until the first worker is ready."""
         return None if self.parts is None else self.parts.scheduler
@@ -108,23 +101,17 @@ class EngineCore:
         """Takes a request. One that returns after a restart is never refused for want of room."""
         if self.parts is None:
             return RequestRefused(request.request_id, retry_after_s=1)
-        scheduler = self.parts.scheduler
+        scheduler, remote = self.parts.scheduler, self.parts.remote
         room = scheduler.limits.max_num_seqs + self._config.max_num_waiting
-        if scheduler.num_requests >= room and not request.returns:
-            self._release_source(self.parts, request)
-            return RequestRefused(request.request_id, retry_after_s=1)
-        if not scheduler.has_requests():
+        is_full = len(scheduler.requests) >= room and not request.returns
+        if not scheduler.requests:
             self._last_progress = self._clock.now()
-        chunks = scheduler.add(request)
-        if chunks and chunks[-1].finish_reason is not None:
-            self._release_source(self.parts, request)
+        chunks = [] if is_full else scheduler.add(request)
+        has_ended = is_full or (chunks and chunks[-1].finish_reason is not None)
+        if has_ended and remote is not None and request.kv_source is not None:
+            remote.release(request.kv_source)
         self._submit_transfers(self.parts)
-        return chunks
-
-    def _release_source(self, parts: EngineParts, request: GenerateRequest) -> None:
-        """The request is not taken: the KV that is held for it elsewhere is not needed."""
-        if parts.remote is not None and request.kv_source is not None:
-            parts.remote.release(request.kv_source)
+        return RequestRefused(request.request_id, retry_after_s=1) if is_full else chunks
 
     def abort(self, request_id: str) -> None:
         if self.parts is not None:
@@ -143,15 +130,15 @@ class EngineCore:
                 case StepResult():
                     chunks += self._apply_result(event)
                 case TransferEnd():
-                    if self.parts is not None and self.parts.tiers is not None:
-                        self.parts.tiers.transfer_ended(event)
+                    if self.parts is not None and self.parts.scheduler.tiers is not None:
+                        self.parts.scheduler.tiers.transfer_ended(event)
                 case WorkerReady():
                     self._on_worker_ready(event)
                 case TraceStopped():
-                    self._tracing.on_workers_stopped(event)
+                    self.tracing.on_workers_stopped(event)
                 case WorkerLost():
                     chunks += self.lose_worker(event)
-                    self._tracing.on_workers_stopped(TraceStopped())
+                    self.tracing.on_workers_stopped(TraceStopped())
         if self._restarts.is_due():
             self.executor.start(self.parts.worker.num_blocks if self.parts else None)
         if self.parts is not None:
@@ -160,39 +147,38 @@ class EngineCore:
 
     def _step_parts(self, parts: EngineParts) -> list[TokenChunk]:
         remote_events: Sequence[Arrived | Failed] = ()
-        if parts.exporter is not None:
-            parts.exporter.step()
+        if parts.scheduler.exporter is not None:
+            parts.scheduler.exporter.step()
         if parts.remote is not None:
             parts.remote.step()
             remote_events = parts.remote.drain_events()
         chunks = parts.scheduler.apply_kv_events(remote_events)
-        if self._is_worker_ready:
+        if self.is_worker_ready:
             self._submit_plans(parts.scheduler)
         self._submit_transfers(parts)
         if self._tracer.e2e():
-            self._tracing.count(parts.scheduler)
+            self.tracing.count(parts.scheduler)
         return chunks
 
     def _submit_plans(self, scheduler: Scheduler) -> None:
-        while scheduler.num_in_flight < self.executor.max_in_flight:
+        while len(scheduler.in_flight) < self.executor.max_in_flight:
             began, trace_began = self._clock.now(), self._tracer.e2e()
             plan = scheduler.schedule()
             if plan is None:
                 return
             planned = self._clock.now()
             if trace_began:
-                self._tracing.scheduled(trace_began, plan, scheduler)
-            self._step_reporter.begin(plan)
+                self.tracing.scheduled(trace_began, plan, scheduler)
             trace_began = self._tracer.e2e()
             self.executor.submit(plan)
-            self._meter.submitted(plan, began, planned)
+            self.steps.submitted(plan, began, planned)
             if trace_began:
-                self._tracing.submitted(trace_began, plan)
+                self.tracing.submitted(trace_began, plan)
 
     def _submit_transfers(self, parts: EngineParts) -> None:
-        if parts.tiers is None:
+        if parts.scheduler.tiers is None:
             return
-        transfers = parts.tiers.drain_transfers()
+        transfers = parts.scheduler.tiers.drain_transfers()
         added, removed = ([], []) if parts.remote is None else parts.remote.drain_peer_changes()
         if transfers or added or removed:
             self.executor.submit_transfers(transfers, added, removed)
@@ -204,13 +190,12 @@ class EngineCore:
         self._last_progress = self._clock.now()
         self._step_time_s += _STEP_TIME_WEIGHT * (result.step_time_s - self._step_time_s)
         self._count_expert_tokens(result.expert_tokens)
-        self._step_reporter.end(result)
         taken, trace_began = self._last_progress, self._tracer.e2e()
         chunks = self.parts.scheduler.update(result)
-        self._meter.finished(result, taken)
+        self.steps.finished(result, taken)
         if trace_began:
-            self._tracing.updated(trace_began, result)
-        if self._tracing.count_step():
+            self.tracing.updated(trace_began, result)
+        if self.tracing.count_step():
             self.stop_trace()
         return chunks
 
@@ -219,10 +204,10 @@ class EngineCore:
         self._expert_tokens = [a + b for a, b in zip(so_far, tokens, strict=True)]
 
     def _on_worker_ready(self, worker: WorkerReady) -> None:
-        self._is_worker_ready = True
+        self.is_worker_ready = True
         self._last_progress = self._clock.now()
         self._restarts.on_ready()
-        self._tracing.worker_ready()
+        self.tracing.worker_ready()
         parts = self.parts
         if parts is None:
             parts = self.parts = build_parts(
@@ -231,25 +216,25 @@ class EngineCore:
             for frontend in self._early_cache_followers:
                 parts.cache_reporter.follow(frontend)
             if self._tracer.session is not None:
-                self._tracing.watch(parts.scheduler)
-        if parts.tiers is not None:
-            parts.tiers.workers_ready(worker)
-        if parts.exporter is not None:
-            parts.exporter.workers_ready(worker)
+                self.tracing.watch(parts.scheduler)
+        if parts.scheduler.tiers is not None:
+            parts.scheduler.tiers.workers_ready(worker)
+        if parts.scheduler.exporter is not None:
+            parts.scheduler.exporter.workers_ready(worker)
 
     def lose_worker(self, loss: WorkerLost) -> list[TokenChunk]:
-        self._is_worker_ready = False
-        self._meter.lost()
+        self.is_worker_ready = False
+        self.steps.lost()
         if self.parts is None:
             raise ConfigError(loss.reason) if loss.is_user_error else EngineDeadError(loss.reason)
         scheduler = self.parts.scheduler
-        self._restarts.on_loss(loss.reason, is_idle=scheduler.num_in_flight == 0)
-        self._tracing.worker_lost(loss.reason)
+        self._restarts.on_loss(loss.reason, is_idle=not scheduler.in_flight)
+        self.tracing.worker_lost(loss.reason)
         chunks = scheduler.recover()
         _log.error(
             "%s; starting it again, %d requests will continue",
             loss.reason.removesuffix("."),
-            scheduler.num_requests,
+            len(scheduler.requests),
         )
         for chunk in chunks:
             _log.error("is given up: %s", chunk.error, extra={"request_id": chunk.request_id})
@@ -257,17 +242,13 @@ class EngineCore:
 
     def start_trace(self, order: StartTrace) -> None:
         """Traces from now on, with all workers."""
-        self._tracing.start(order, self.scheduler)
+        self.tracing.start(order, self.scheduler)
         self.executor.start_trace(order.session)
 
     def stop_trace(self) -> None:
-        """Asks the workers to stop; once they have, this engine does, and `drain_trace_end` returns the end."""
-        self._tracing.await_workers()
+        """Asks the workers to stop; once they have, this engine does, and `tracing.drain_end` returns the end."""
+        self.tracing.await_workers()
         self.executor.stop_trace()
-
-    def drain_trace_end(self) -> TraceStopped | None:
-        """The end of the trace whose fragments have been closed since the last call."""
-        return self._tracing.drain_end()
 
     def drain_kv_events(self) -> list[KVEvent]:
         """Events of cached blocks since the last call; none unless the configuration asks for them."""
@@ -282,24 +263,17 @@ class EngineCore:
         else:
             self.parts.cache_reporter.follow(frontend)
 
-    def subscribe_steps(self, frontend: bytes) -> None:
-        """Sends statistics of steps to `frontend`, until `unsubscribe_steps`."""
-        self._step_reporter.follow(frontend)
-
-    def unsubscribe_steps(self, frontend: bytes) -> None:
-        self._step_reporter.unfollow(frontend)
-
     def drain_updates(self) -> list[tuple[bytes, PrefixCacheUpdate | StepStatistics]]:
         """Messages that are due to frontends which have subscribed."""
         cache_updates = [] if self.parts is None else self.parts.cache_reporter.drain()
-        return [*cache_updates, *self._step_reporter.drain()]
+        return [*cache_updates, *self.steps.drain()]
 
     def next_wakeup(self) -> float | None:
         """The next instant, on the clock, with something to do even if no event comes; None for never."""
         timed: list[Timed] = [
             self._restarts,
             self.executor,
-            self._step_reporter,
+            self.steps,
             self._load_reports,
             *(self.parts.timed if self.parts else ()),
         ]
@@ -309,7 +283,7 @@ class EngineCore:
     def drain_load_report(self) -> LoadReport | None:
         """The report that frontends are to be sent now without having asked; None if none is due."""
         if self.parts is None or not self._load_reports.is_due(
-            self.parts.scheduler.counters.num_steps, is_worker_ready=self._is_worker_ready
+            self.parts.scheduler.counters.num_steps, is_worker_ready=self.is_worker_ready
         ):
             return None
         return self.load()
@@ -318,14 +292,14 @@ class EngineCore:
         """Answered at any time: an engine that answers is not stuck, whatever its workers do."""
         if self.parts is None:
             return LoadReport(is_worker_ready=False)
-        scheduler, tiers, exporter = self.parts.scheduler, self.parts.tiers, self.parts.exporter
-        busy = scheduler.has_requests()
+        scheduler = self.parts.scheduler
+        tiers, exporter = scheduler.tiers, scheduler.exporter
         leases = None if exporter is None else exporter.leases
         return LoadReport(
             **dataclasses.asdict(scheduler.counters),
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_pending_tokens=scheduler.num_pending_tokens,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pending_tokens=scheduler.places.num_pending_tokens,
             num_free_blocks=scheduler.kv.pool.num_available,
             num_cached_blocks=scheduler.kv.pool.num_evictable,
             num_blocks=scheduler.kv.pool.num_blocks,
@@ -333,17 +307,17 @@ class EngineCore:
             num_blocks_stored=scheduler.kv.pool.num_stored,
             num_blocks_removed=scheduler.kv.pool.num_removed,
             step_time_s=self._step_time_s,
-            stalled_for_s=self._clock.now() - self._last_progress if busy else 0.0,
+            stalled_for_s=self._clock.now() - self._last_progress if scheduler.requests else 0.0,
             expert_tokens=self._expert_tokens,
             expert_rank_tokens=self._expert_rank_tokens(),
-            is_worker_ready=self._is_worker_ready,
-            num_awaiting_kv=scheduler.num_awaiting_kv,
+            is_worker_ready=self.is_worker_ready,
+            num_awaiting_kv=scheduler.loader.num_requests,
             tiers=() if tiers is None else tiers.load_report(),
             num_leases=leases.num_leases if leases else 0,
             num_wanted_leases=0 if exporter is None else exporter.num_wanted,
             num_leased_blocks=leases.num_blocks if leases else 0,
             num_leases_expired=leases.num_expired if leases else 0,
-            steps=self._meter.totals(),
+            steps=self.steps.totals(),
         )
 
     def _expert_rank_tokens(self) -> list[int]:
@@ -355,12 +329,12 @@ class EngineCore:
         return [sum(self._expert_tokens[expert] for expert in share) for share in shares]
 
     def pollables(self) -> list[object]:
-        """File descriptors and sockets that become readable with news for `step` or `drain_trace_end`."""
-        connected = [self.executor, *(self.parts.connected if self.parts else ()), self._tracing]
+        """File descriptors and sockets that become readable with news for `step` or `tracing.drain_end`."""
+        connected = [self.executor, *(self.parts.connected if self.parts else ()), self.tracing]
         return [source for part in connected for source in part.pollables()]
 
     def close(self) -> None:
         for part in self.parts.connected if self.parts else ():
             part.close()
         self.executor.close()
-        self._tracing.close()
+        self.tracing.close()

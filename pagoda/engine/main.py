@@ -12,6 +12,8 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ import zmq
 from pagoda.engine.config import EngineConfig
 from pagoda.engine.core import EngineCore
 from pagoda.engine.kv_events import KVEventPublisher
-from pagoda.engine.request_routes import RequestRoutes
 from pagoda.errors import ConfigError, PagodaError
 from pagoda.executor.base import Executor
 from pagoda.executor.group import GroupExecutor
@@ -50,14 +51,61 @@ from pagoda.messages.frontend import (
     TokenChunks,
     UnsubscribeSteps,
 )
-from pagoda.messages.load import LoadReport, ProcessMemory
+from pagoda.messages.load import ProcessMemory
 from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace
-from pagoda.pd.links import HandoffLinks, SocketLinks
+from pagoda.pd.links import SocketLinks
 from pagoda.telemetry.clocks import ClockComparison
 from pagoda.telemetry.logging import configure_logging
 from pagoda.telemetry.tracer import Tracer
 
 _log = logging.getLogger(__name__)
+
+
+class RequestRoutes:
+    """Maps ids of frontends to ids of the engine.
+
+    Frontends choose ids by themselves. Where two of them choose the same, the engine gives the second request
+    another id, and chunks go out under the id that their frontend knows.
+    """
+
+    def __init__(self) -> None:
+        self._origins: dict[str, tuple[bytes, str]] = {}
+        """Frontend and its id, by the engine's id."""
+        self._engine_ids: dict[tuple[bytes, str], str] = {}
+        self._num_renamed = 0
+
+    def add(self, frontend: bytes, request: GenerateRequest) -> GenerateRequest | None:
+        """The request under the engine's id; None if the frontend has a running request with this id already."""
+        origin = frontend, request.request_id
+        if origin in self._engine_ids:
+            return None
+        engine_id = request.request_id
+        while engine_id in self._origins:
+            self._num_renamed += 1
+            engine_id = f"{request.request_id}#{self._num_renamed}"
+        self._origins[engine_id], self._engine_ids[origin] = origin, engine_id
+        if engine_id == request.request_id:
+            return request
+        return msgspec.structs.replace(request, request_id=engine_id)
+
+    def remove(self, frontend: bytes, request_id: str) -> str | None:
+        """Forgets a request; returns the engine's id of it, or None if the frontend has no such request."""
+        engine_id = self._engine_ids.pop((frontend, request_id), None)
+        if engine_id is not None:
+            del self._origins[engine_id]
+        return engine_id
+
+    def sort(self, chunks: Iterable[TokenChunk]) -> dict[bytes, list[TokenChunk]]:
+        """The chunks by frontend, under its ids. Forgets requests that have ended."""
+        by_frontend: dict[bytes, list[TokenChunk]] = {}
+        for chunk in chunks:
+            frontend, request_id = self._origins[chunk.request_id]
+            if chunk.finish_reason is not None:
+                self.remove(frontend, request_id)
+            if chunk.request_id != request_id:
+                chunk = msgspec.structs.replace(chunk, request_id=request_id)
+            by_frontend.setdefault(frontend, []).append(chunk)
+        return by_frontend
 
 
 class EngineProcess:
@@ -94,47 +142,44 @@ class EngineProcess:
             self._serve()
         except PagodaError as error:
             self._wait_for_a_frontend()
-            for frontend in self._frontends:
-                self._send(frontend, EngineFailed(str(error), isinstance(error, ConfigError)))
+            self._send_all(EngineFailed(str(error), isinstance(error, ConfigError)))
         finally:
             self._socket.close()
 
     def _serve(self) -> None:
-        self._publisher = _make_publisher(self._config, self._context)
-        try:
-            self._link()
-        finally:
-            if self._publisher is not None:
-                self._publisher.close()
-
-    def _link(self) -> None:
-        config = self._config
-        if config.handoff is None:
-            self._run_core(None)
-            return
-        sockets = SocketLinks(config.handoff, config.worker.place.dp)
-        try:
-            self._run_core(sockets.links)
-        finally:
-            sockets.close()
-
-    def _run_core(self, links: HandoffLinks | None) -> None:
-        self._executor = _make_executor(self._config, self._directory, self._clock, self._tracer)
-        self._core = EngineCore(
-            self._config, self._executor, self._clock, handoff=links, tracer=self._tracer
-        )
-        try:
+        config, replica = self._config, self._config.worker.place.dp
+        with contextlib.ExitStack() as stack:
+            self._publisher, links = None, None
+            if config.kv_events is not None:
+                num_replicas = config.worker.parallel.data_parallel_size
+                self._publisher = stack.enter_context(
+                    closing(
+                        KVEventPublisher(config.kv_events, replica, num_replicas, self._context)
+                    )
+                )
+            if config.handoff is not None:
+                links = stack.enter_context(closing(SocketLinks(config.handoff, replica))).links
+            self._executor = _make_executor(config, self._directory, self._clock, self._tracer)
+            self._core = stack.enter_context(
+                closing(
+                    EngineCore(
+                        config, self._executor, self._clock, handoff=links, tracer=self._tracer
+                    )
+                )
+            )
             while not self._stopping:
                 self._sleep()
                 self._receive()
                 self._send_chunks(self._core.step())
                 self._greet()
-                self._report_load()
-                self._tell_followers()
-                self._tell_of_the_trace()
-                self._publish_kv_events()
-        finally:
-            self._core.close()
+                # Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one.
+                self._send_all(self._core.drain_load_report())
+                for frontend, update in self._core.drain_updates():
+                    self._send(frontend, update)
+                self._send_all(self._core.tracing.drain_end())
+                if self._publisher is not None:
+                    self._publisher.publish(self._core.drain_kv_events())
+                    self._publisher.replay()
 
     def _sleep(self) -> None:
         wakeup = self._core.next_wakeup()
@@ -164,18 +209,16 @@ class EngineProcess:
                     if engine_id is not None:
                         self._core.abort(engine_id)
             case LoadQuery():
-                is_ready = self._core.ready is not None
-                load = self._core.load() if is_ready else LoadReport(is_worker_ready=False)
                 report = msgspec.structs.replace(
-                    load, query_id=message.query_id, processes=self._processes()
+                    self._core.load(), query_id=message.query_id, processes=self._processes()
                 )
                 self._send(frontend, report)
             case SubscribeCache():
                 self._core.subscribe_cache(frontend)
             case SubscribeSteps():
-                self._core.subscribe_steps(frontend)
+                self._core.steps.follow(frontend)
             case UnsubscribeSteps():
-                self._core.unsubscribe_steps(frontend)
+                self._core.steps.unfollow(frontend)
             case Hello():
                 self._welcome(frontend, message)
             case StartTrace():
@@ -213,23 +256,6 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # a pass over a large block pool would take longer than many steps
 
-    def _report_load(self) -> None:
-        """Frontends avoid an engine whose worker is being replaced, and keep the counters of a killed one."""
-        report = self._core.drain_load_report()
-        if report is not None:
-            for frontend in self._frontends:
-                self._send(frontend, report)
-
-    def _tell_followers(self) -> None:
-        for frontend, news in self._core.drain_updates():
-            self._send(frontend, news)
-
-    def _tell_of_the_trace(self) -> None:
-        end = self._core.drain_trace_end()
-        if end is not None:
-            for frontend in self._frontends:
-                self._send(frontend, end)
-
     def _compare_clocks(self, frontend: bytes) -> None:
         self._clocks, self._stops_trace = ClockComparison(self._tracer.clock_ns), False
         self._ask_for_time(frontend, self._clocks)
@@ -243,11 +269,6 @@ class EngineProcess:
         self._clocks = None
         if self._stops_trace:
             self._core.stop_trace()
-
-    def _publish_kv_events(self) -> None:
-        if self._publisher is not None:
-            self._publisher.publish(self._core.drain_kv_events())
-            self._publisher.replay()
 
     def _admit(self, frontend: bytes, request: GenerateRequest) -> None:
         routed = self._routes.add(frontend, request)
@@ -280,6 +301,11 @@ class EngineProcess:
         if began and by_frontend:
             self._tracer.span("send", began)
 
+    def _send_all(self, message: EngineMessage | None) -> None:
+        if message is not None:
+            for frontend in self._frontends:
+                self._send(frontend, message)
+
     def _send(self, frontend: bytes, message: EngineMessage) -> None:
         self._socket.send_multipart([frontend, self._codec_out.encode(message)])
 
@@ -287,16 +313,6 @@ class EngineProcess:
         """A start that fails at once must still be told to the frontend that is just connecting."""
         if not self._frontends and self._socket.poll(5000):
             self._receive()
-
-
-def _make_publisher(
-    config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]
-) -> KVEventPublisher | None:
-    if config.kv_events is None:
-        return None
-    worker = config.worker
-    num_replicas = worker.parallel.data_parallel_size
-    return KVEventPublisher(config.kv_events, worker.place.dp, num_replicas, context)
 
 
 def _make_executor(config: EngineConfig, directory: Path, clock: Clock, tracer: Tracer) -> Executor:

@@ -7,7 +7,6 @@ nor has its own raised by them. The count starts anew once the request gets furt
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from operator import attrgetter
 
 from pagoda.engine.request import Request, RequestState
@@ -19,15 +18,11 @@ MAX_CRASHES = QUARANTINE_CRASHES + 3
 
 class Quarantine:
     def __init__(self) -> None:
-        self._requests: set[Request] = set()
-
-    @property
-    def requests(self) -> Collection[Request]:
-        return self._requests
+        self.requests: set[Request] = set()
 
     def first(self) -> Request | None:
         """The request to run alone now; None when all run together."""
-        return min(self._requests, key=attrgetter("order_key"), default=None)
+        return min(self.requests, key=attrgetter("order_key"), default=None)
 
     def on_crash(self, in_flight: set[Request]) -> list[Request]:
         """Counts a crash during these requests; returns those that must fail, in order."""
@@ -37,7 +32,7 @@ class Quarantine:
             request.crash_point = max(request.crash_point, request.num_scheduled_tokens)
             request.crash_count = min(request.crash_count + 1, most)
             if request.crash_count >= QUARANTINE_CRASHES:
-                self._requests.add(request)
+                self.requests.add(request)
         failing = (request for request in alive if request.crash_count >= MAX_CRASHES)
         return sorted(failing, key=attrgetter("order_key"))
 
@@ -45,7 +40,7 @@ class Quarantine:
         """Further tokens of the request are computed."""
         if request.num_computed_tokens >= request.crash_point:
             request.crash_count = 0
-            self._requests.discard(request)
+            self.requests.discard(request)
 
     def on_finished(self, request: Request) -> None:
-        self._requests.discard(request)
+        self.requests.discard(request)

@@ -37,52 +37,30 @@ class RequestRows:
         self._by_slot: dict[int, int] = {}
 
     def of_slots(self, slots: list[int], values: list[int]) -> tuple[list[int], list[int]]:
-        """The rows of the requests that have these slots, and the values beside them. Of a slot whose request is
-        not known neither is there."""
-        known = [
-            (self._by_slot[slot], value)
-            for slot, value in zip(slots, values, strict=True)
-            if slot in self._by_slot
-        ]
+        """The rows of the requests in these slots, and the values beside them; unknown slots are left out."""
+        rows, pairs = self._by_slot, list(zip(slots, values, strict=True))
+        known = [(rows[slot], value) for slot, value in pairs if slot in rows]
         return [row for row, _ in known], [value for _, value in known]
 
     def moved(self, request: Request, before: RequestState, *, is_lost: bool = False) -> None:
-        """The request has a new state."""
-        match request.state:
-            case RequestState.WAITING if is_lost:
-                self.lost(request)
-            case RequestState.WAITING if before is RequestState.RUNNING:
-                self.preempted(request)
-            case RequestState.WAITING:
-                self.queued(request)
-            case RequestState.AWAITING_KV | RequestState.LOADING:
-                self.awaits_kv(request)
-            case RequestState.RUNNING:
-                self.admitted(request)
-
-    def queued(self, request: Request) -> None:
+        """The request has a new state; `is_lost` says that its KV is lost with the workers."""
         row = self._rows.get(request.request_id)
         if row is None:
-            self._open(request, PREEMPTED if request.admission else QUEUED)
-        else:
+            row = self._open(request)
+        elif request.state is RequestState.WAITING:
+            if is_lost:
+                row.waits_as = RECOVERING
+            elif before is RequestState.RUNNING:
+                self._tracer.instant("preempted", {"request": request.request_id})
+                row.num_preemptions += 1
+                row.waits_as = PREEMPTED
             self._enter(row, row.waits_as)
-
-    def awaits_kv(self, request: Request) -> None:
-        row = self._rows.get(request.request_id)
-        if row is None:
-            self._open(request, AWAITS_KV)
-        else:
+        elif request.is_awaiting_kv:
             row.waits_as = (
                 QUEUED  # behind that it waits for a step: it was preempted before, and once
             )
             self._enter(row, AWAITS_KV)
-
-    def admitted(self, request: Request) -> None:
-        row = self._rows.get(request.request_id)
-        if row is None:
-            is_decoding = request.num_computed_tokens >= request.num_tokens - 1
-            row = self._open(request, DECODE if is_decoding else PREFILL)
-        else:
+        elif request.state is RequestState.RUNNING:
             self._enter(row, PREFILL)
         if request.slot is not None:
             self._by_slot[request.slot] = row.number
@@ -91,20 +69,6 @@ class RequestRows:
         row = self._rows.get(request.request_id)
         if row is not None and row.phase == PREFILL:
             self._enter(row, DECODE)
-
-    def preempted(self, request: Request) -> None:
-        row = self._rows.get(request.request_id)
-        if row is not None:
-            self._tracer.instant("preempted", {"request": request.request_id})
-            row.num_preemptions += 1
-            row.waits_as = PREEMPTED
-            self._enter(row, PREEMPTED)
-
-    def lost(self, request: Request) -> None:
-        row = self._rows.get(request.request_id)
-        if row is not None:
-            row.waits_as = RECOVERING
-            self._enter(row, RECOVERING)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         row = self._rows.pop(request.request_id, None)
@@ -118,7 +82,13 @@ class RequestRows:
         self._rows.clear()
         self._by_slot.clear()
 
-    def _open(self, request: Request, phase: str) -> _Row:
+    def _open(self, request: Request) -> _Row:
+        if request.is_awaiting_kv:
+            phase = AWAITS_KV
+        elif request.state is RequestState.RUNNING:
+            phase = DECODE if request.num_computed_tokens >= request.num_tokens - 1 else PREFILL
+        else:
+            phase = PREEMPTED if request.admission else QUEUED
         now = self._tracer.clock_ns()
         number = self._tracer.open_row(f"request {request.request_id}")
         waits_as = phase if phase == PREEMPTED else QUEUED

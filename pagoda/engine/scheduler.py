@@ -13,29 +13,21 @@ Every ending of a request goes through `_finish`, and every change of its state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pagoda.engine.batching import Batcher
+from pagoda.engine.batching import Batcher, SchedulerLimits
 from pagoda.engine.kv_exports import KVExports, Unwanted
 from pagoda.engine.kv_loading import KVLoader, LoadStart
-from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.places import Places
-from pagoda.engine.plan import InFlightStep
 from pagoda.engine.quarantine import Quarantine
 from pagoda.engine.request import OrderKey, Request, RequestState, order_key
 from pagoda.engine.request_tracing import RequestRows
-from pagoda.engine.waiting_queue import Reserved
 from pagoda.ipc.clock import Clock
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import LoadEnd, TieredKVConnector
-from pagoda.messages.frontend import (
-    FinishReason,
-    GenerateRequest,
-    TokenChunk,
-    TokenLogprobs,
-)
+from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 from pagoda.messages.worker import StepResult
 from pagoda.pd.connector import Arrived, Failed
 from pagoda.pd.exporter import FirstToken, KVExporter
@@ -61,80 +53,28 @@ class Scheduler:
             )
         self.limits = limits
         self.kv = kv
-        self._clock = clock
-        self._order = order
-        self._requests: dict[str, Request] = {}
-        self._places = Places(kv, limits.max_num_seqs)
         self.tiers = tiers
         self.exporter = exporter
-        self._loader = KVLoader(kv, tiers, limits.max_num_seqs)
+        self._clock = clock
+        self._order = order
+        self.requests: dict[str, Request] = {}
+        self.places = Places(kv, limits.max_num_seqs)
+        self.running, self.waiting = self.places.running, self.places.waiting
+        self.loader = KVLoader(kv, tiers, limits.max_num_seqs)
+        self.quarantine = Quarantine()
         self._exports = KVExports(kv, exporter)
-        self._quarantine = Quarantine()
-        self._batcher = Batcher(
-            limits, kv, clock, self._places, self._loader, self._exports, self._quarantine
+        self.batcher = Batcher(
+            limits, kv, clock, self.places, self.loader, self._exports, self.quarantine
         )
-        self._in_flight = self._batcher.in_flight
-        self.counters = self._batcher.counters
-        self.schedule = self._batcher.schedule
-        self.preempt = self._batcher.preempt
+        self.in_flight, self.counters = self.batcher.in_flight, self.batcher.counters
+        self.schedule, self.preempt = self.batcher.schedule, self.batcher.preempt
         self._num_arrivals = 0
-
-    # ---- what others may look at
-
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        return self._requests
-
-    @property
-    def reserved(self) -> Reserved:
-        """Sequences and blocks that running and loading requests keep."""
-        return self._places.reserved
-
-    @property
-    def quarantined(self) -> Collection[Request]:
-        return self._quarantine.requests
-
-    @property
-    def in_flight(self) -> Sequence[InFlightStep]:
-        return self._in_flight
-
-    @property
-    def next_step(self) -> int:
-        return self._batcher.next_step
-
-    @property
-    def num_running(self) -> int:
-        return len(self._places.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._places.waiting)
-
-    @property
-    def num_awaiting_kv(self) -> int:
-        return self._loader.num_requests
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._requests)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def num_pending_tokens(self) -> int:
-        """Prompt and output tokens of all requests that are not computed yet."""
-        return self._places.num_pending_tokens
-
-    def has_requests(self) -> bool:
-        return bool(self._requests)
 
     def trace(self, rows: RequestRows | None) -> None:
         """Tells `rows` what becomes of requests from now on, first where they are; None for nobody."""
-        self._places.rows = rows
+        self.places.rows = rows
         if rows is not None:
-            for request in self._requests.values():
+            for request in self.requests.values():
                 rows.moved(request, RequestState.NEW)
 
     # ---- requests come and go
@@ -160,16 +100,16 @@ class Scheduler:
             reason, stop_reason = request.finish_reason()
             if reason is not None:
                 return [TokenChunk(message.request_id, [], reason, stop_reason)]
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         chunks = self._exports.open(message, request)
-        if self._loader.has_tiers:
+        if self.loader.has_tiers:
             hits = self.kv.find_prefix(request.table, request.token_ids)
-            self._loader.on_queued(request, len(hits))
+            self.loader.on_queued(request, len(hits))
         self._place(request)
         return chunks
 
     def _refusal(self, request: Request) -> str | None:
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             return f"A request with id {request.request_id} is already running."
         if request.num_prompt_tokens == 0:
             return "The prompt has no tokens."
@@ -185,22 +125,22 @@ class Scheduler:
 
         Else the request goes in line.
         """
-        if self._loader.may_load(request):
+        if self.loader.may_load(request):
             hits = self.kv.find_prefix(request.table, request.token_ids)
             if (
-                not self._quarantine.requests
-                and self._places.has_room(request, hits, in_turn=True)
-                and self._batcher.start_load(request, hits)
+                not self.quarantine.requests
+                and self.places.has_room(request, hits, in_turn=True)
+                and self.batcher.start_load(request, hits)
                 in (LoadStart.AWAITING, LoadStart.LOADING)
             ):
                 return
-            self._loader.abandon(request)
-            self._loader.prefetch(request, len(hits))
-        self._places.enter(request, RequestState.WAITING)
+            self.loader.abandon(request)
+            self.loader.prefetch(request, len(hits))
+        self.places.enter(request, RequestState.WAITING)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without a chunk; returns False if there is none."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return False
         self._finish(request, FinishReason.ABORT)
@@ -213,16 +153,16 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Every ending of a request goes through here."""
-        del self._requests[request.request_id]
-        self._quarantine.on_finished(request)
+        del self.requests[request.request_id]
+        self.quarantine.on_finished(request)
         self._exports.on_finished(request)
-        self._loader.abandon(request)
-        self._loader.on_dequeued(request)
-        self._batcher.free_blocks(request)
-        self._batcher.forget_blocked()
-        self._places.enter(request, RequestState.FINISHED)
-        if self._places.rows is not None:
-            self._places.rows.ended(request, reason)
+        self.loader.abandon(request)
+        self.loader.on_dequeued(request)
+        self.batcher.free_blocks(request)
+        self.batcher.forget_blocked()
+        self.places.enter(request, RequestState.FINISHED)
+        if self.places.rows is not None:
+            self.places.rows.ended(request, reason)
 
     # ---- step results
 
@@ -232,11 +172,11 @@ class Scheduler:
         Raises:
             RuntimeError: the result does not belong to that step; the worker cannot be trusted any more.
         """
-        if not self._in_flight or self._in_flight[0].step != result.step:
+        if not self.in_flight or self.in_flight[0].step != result.step:
             raise RuntimeError(
                 f"The worker answered step {result.step}, which is not the next one."
             )
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         self.counters.num_steps += 1
         sampled = dict(zip(result.slots, result.token_ids, strict=True))
         logprobs, errors = result.logprobs, result.errors
@@ -267,12 +207,12 @@ class Scheduler:
 
     def _confirm(self, request: Request, num_tokens: int) -> None:
         """Further tokens of a running request are computed."""
-        self._places.count_computed(request, num_tokens)
+        self.places.count_computed(request, num_tokens)
         if request.num_computed_tokens >= (request.table.num_published + 1) * self.kv.block_size:
             self.kv.publish(request.table, request.token_ids, request.num_computed_tokens)
-            self._batcher.on_published(request)
+            self.batcher.on_published(request)
         if request.crash_count:
-            self._quarantine.on_progress(request)
+            self.quarantine.on_progress(request)
 
     def _append(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
@@ -280,7 +220,7 @@ class Scheduler:
         source = None
         if request.transfer_id is not None:
             source = self._exports.on_prefilled(request, token_id, logprobs)
-        self._places.append(request, token_id)
+        self.places.append(request, token_id)
         reason, stop_reason = request.finish_reason()
         if reason is not None:
             self._finish(request, reason)
@@ -304,9 +244,9 @@ class Scheduler:
         by an event right before it, is dropped here and nowhere else.
         """
         chunks: list[TokenChunk] = []
-        unwanted, load_ends = self._exports.drain_unwanted(), self._loader.drain_load_ends()
+        unwanted, load_ends = self._exports.drain_unwanted(), self.loader.drain_load_ends()
         for event in (*unwanted, *remote, *load_ends):
-            request = self._requests.get(event.request_id)
+            request = self.requests.get(event.request_id)
             if request is None:
                 continue
             match event:
@@ -319,16 +259,16 @@ class Scheduler:
                     error = f"KV of this request could not be fetched: {reason}."
                     chunks.append(self._fail(request, error))
                 case LoadEnd(failure=failure):
-                    self._loader.end_load(request, event)
-                    self._places.enter(request, RequestState.WAITING)
-                    self._batcher.forget_blocked()
+                    self.loader.end_load(request, event)
+                    self.places.enter(request, RequestState.WAITING)
+                    self.batcher.forget_blocked()
                     if failure is not None:
                         chunks.append(self._fail(request, failure))
-        news = self._loader.poll()
+        news = self.loader.poll()
         if news is not None:
             for request in news:
                 self._place(request)
-            self._loader.prefetch_more()
+            self.loader.prefetch_more()
         return chunks
 
     def _apply_first_token(self, request: Request, token: FirstToken) -> list[TokenChunk]:
@@ -361,20 +301,20 @@ class Scheduler:
 
         Returns the ends of requests that crashed the worker too often (`Quarantine`).
         """
-        crashed = {part.request for step in self._in_flight for part in step.scheduled}
-        self._in_flight.clear()
-        failing = self._quarantine.on_crash(crashed)
-        self._exports.on_workers_lost(self._requests.values())
-        for request in list(self._places.running):
+        crashed = {part.request for step in self.in_flight for part in step.scheduled}
+        self.in_flight.clear()
+        failing = self.quarantine.on_crash(crashed)
+        self._exports.on_workers_lost(self.requests.values())
+        for request in list(self.running):
             self.kv.free(request.table)
             self._wait_again(request)
-        for request in self._loader.on_workers_lost(list(self._places.waiting)):
+        for request in self.loader.on_workers_lost(list(self.waiting)):
             self._wait_again(request)
-        for request in self._places.waiting:
+        for request in self.waiting:
             request.num_pending_samples = request.num_saved = 0
         self.kv.pool.clear_cache()
-        self._places.drain_freed_slots()
-        self._batcher.forget_blocked()
+        self.places.drain_freed_slots()
+        self.batcher.forget_blocked()
         return [
             self._fail(request, "The worker died whenever this request was computed.")
             for request in failing
@@ -382,8 +322,8 @@ class Scheduler:
 
     def _wait_again(self, request: Request) -> None:
         """The request waits: its KV, or the KV on its way, is lost."""
-        self._places.forget_computed(request)
-        self._places.enter(request, RequestState.WAITING, is_lost=True)
+        self.places.forget_computed(request)
+        self.places.enter(request, RequestState.WAITING, is_lost=True)
 
 
 def _with_queue_time(chunk: TokenChunk, request: Request) -> TokenChunk:

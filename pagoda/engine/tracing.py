@@ -120,8 +120,8 @@ class EngineTracing:
             "tokens": num_tokens,
             "prefill_tokens": num_tokens - num_decodes,
             "decodes": num_decodes,
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
             "free_blocks": scheduler.kv.pool.num_available,
             "hit_tokens": num_hits - self._num_hit_tokens,
         }
@@ -171,12 +171,12 @@ class EngineTracing:
 
     def count(self, scheduler: Scheduler) -> None:
         """Writes the numbers of requests and blocks, at most every 50 ms and when no request is left."""
-        now, is_idle = self.tracer.clock_ns(), not scheduler.has_requests()
+        now, is_idle = self.tracer.clock_ns(), not scheduler.requests
         is_recent = self._counted_at is not None and now - self._counted_at < _COUNTERS_NS
         if is_recent and (not is_idle or self._counted_idle):
             return
         self._counted_at, self._counted_idle = now, is_idle
-        counts = {"running": scheduler.num_running, "waiting": scheduler.num_waiting}
+        counts = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
         self.tracer.counter("requests", counts)
         pool = scheduler.kv.pool
         free, cached = pool.num_available - pool.num_evictable, pool.num_evictable

@@ -33,7 +33,6 @@ class Executor(Protocol):
     """
 
     max_in_flight: int
-    """Number of plans that may be in flight."""
 
     def start(self, num_blocks: int | None = None) -> None:
         """Begins to start the workers; a `WorkerReady` or `WorkerLost` event follows.
@@ -83,9 +82,7 @@ class Executor(Protocol):
         """Time on the engine's clock at which to call `poll` even if nothing became readable; None: never."""
         ...
 
-    def close(self) -> None:
-        """Ends the workers."""
-        ...
+    def close(self) -> None: ...
 
 
 def max_in_flight(num_stages: int) -> int:

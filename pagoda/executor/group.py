@@ -263,8 +263,6 @@ class GroupExecutor:
 
 
 class _Group:
-    """One start of the workers."""
-
     def __init__(
         self,
         configs: list[WorkerConfig],
@@ -311,9 +309,7 @@ class _Group:
         self.deadline: float | None = None
         """Time until which the step in flight must have ended; None without a step."""
         self.trace = configs[0].trace
-        """Trace session that the workers know of."""
         self._trace_ends_of: set[int] = set()
-        """Ranks that have not closed their fragments yet."""
         self._trace_problems: list[str] = []
         self._endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.workers = launch(configs, self._endpoint)
@@ -332,7 +328,6 @@ class _Group:
         self._send(self._configs[rank], self._identities[rank], payload, now)
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the workers on this host, by role."""
         pids = self.workers.pids
         return {
             config.place.role: pids[name]
@@ -488,7 +483,6 @@ def _link_identity(rank: int) -> bytes:
 
 
 def _connections(identities: list[bytes], message_type: object) -> dict[bytes, tuple[int, _Decode]]:
-    """Rank and decoder of each connection, by identity."""
     decode: _Decode = Codec[WorkerMessage | TransferMessage](message_type).decode
     return {identity: (rank, decode) for rank, identity in enumerate(identities)}
 

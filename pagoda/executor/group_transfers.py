@@ -20,7 +20,6 @@ class GroupTransfers:
         self._timeout_s = timeout_s
         self._block_bytes = 0
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
-        """Transfers in flight, by id and generation."""
         self._work = {(rank, kind): _Work() for rank in range(num_ranks) for kind in _Kind}
 
     def learn(self, ranks: Sequence[KVRank]) -> None:
@@ -94,12 +93,9 @@ class _UnderWay:
         if isinstance(transfer.source, RemoteBlocks):
             self.limit_s = longest_transfer_s(len(transfer.source.block_ids) * block_bytes)
         self.ends: dict[int, TransferEnd] = {}
-        """Ends by rank."""
 
 
 class _Work:
-    """Open transfers of one kind on one rank."""
-
     def __init__(self) -> None:
         self.num_open = 0
         self.moved_at = 0.0

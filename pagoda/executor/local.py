@@ -16,7 +16,6 @@ WORKER_MODULE = "pagoda.worker.main"
 
 class LocalLauncher:
     def __init__(self, module: str = WORKER_MODULE) -> None:
-        """`module` is run as the worker."""
         self._module = module
 
     def launch(self, configs: Sequence[WorkerConfig], address: str) -> LocalWorkers:
@@ -31,8 +30,6 @@ class LocalLauncher:
 
 
 class LocalWorkers:
-    """Child processes by name."""
-
     def __init__(self, children: dict[str, ChildProcess]) -> None:
         self._children = children
 

@@ -55,7 +55,6 @@ def _largest_share(cores_of_hosts: Sequence[int], num_ranks: int) -> int:
 
 
 def _room(cores_of_hosts: Sequence[int], cores: int) -> int:
-    """Number of bundles of `cores` cores that fit on the hosts."""
     return sum(host // cores for host in cores_of_hosts)
 
 

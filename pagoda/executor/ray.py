@@ -201,7 +201,6 @@ class RayWorkers:
     def _on_hosts(
         self, facts: Sequence[HostFacts], nodes: Mapping[str, _Node]
     ) -> list[WorkerConfig]:
-        """The ranks' configurations, on the hosts of `facts`."""
         count = Counter(fact.node_id for fact in facts)
         threads = self._placement.threads
         return [
@@ -222,11 +221,9 @@ class _Node(msgspec.Struct, frozen=True):
     address: str
     """Address at which other nodes reach the node."""
     cores: int
-    """Cores of the node for work, taken or free."""
 
 
 def _nodes() -> dict[str, _Node]:
-    """Nodes that are alive, by id."""
     return {
         node["NodeID"]: _Node(node["NodeManagerAddress"], int(node["Resources"].get("CPU", 0)))
         for node in ray.nodes()

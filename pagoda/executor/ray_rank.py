@@ -21,7 +21,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     node_id: str
     memory_bytes: int
-    """Available now."""
     version: str = __version__
     protocol_version: int = PROTOCOL_VERSION
 
@@ -30,7 +29,6 @@ class RankActor:
     """Lives as long as its worker process may. What it says is msgpack: Ray's own pickling sees only bytes."""
 
     def describe(self) -> bytes:
-        """A `HostFacts`."""
         facts = HostFacts(
             node_id=ray.get_runtime_context().get_node_id(),
             memory_bytes=available_memory_bytes(),

@@ -61,7 +61,6 @@ class TransferFate(NamedTuple):
 
     delay_s: float = 0.0
     failed: tuple[int, ...] = ()
-    """Blocks that are not copied."""
 
 
 class SimNeighbours:
@@ -72,7 +71,6 @@ class SimNeighbours:
         self._numbers = count_from()
 
     def enter(self, worker: SimWorker) -> bytes:
-        """Returns under which name others find it."""
         name = str(next(self._numbers)).encode()
         self._workers[name] = worker
         return name
@@ -81,7 +79,6 @@ class SimNeighbours:
         self._workers.pop(name, None)
 
     def find(self, peer: KVPeer) -> SimWorker | None:
-        """None if it is gone."""
         return self._workers.get(peer.ranks[0].descriptors[_NEIGHBOUR])
 
 
@@ -122,9 +119,7 @@ class SimExecutor:
         self._steps: deque[tuple[float, int]] = deque()
         """Steps under way, and when they will have been executed."""
         self._executed_step = -1
-        """The last step that this worker has executed."""
         self._busy_until = [0.0] * num_stages
-        """Time until which each stage is busy."""
         self._disk = {} if disk is None else disk
         self._neighbours = neighbours
         self._name = b""

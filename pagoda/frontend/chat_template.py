@@ -25,19 +25,9 @@ MAX_RENDERED_CHARS = 16 * 2**20
 MAX_SWITCH_CHARS = 1024
 
 _RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "documents",
-        "messages",
-        "raise_exception",
-        "strftime_now",
-        "tokenize",
-        "tools",
-    }
+    {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
+    | {"continue_final_message", "raise_exception", "strftime_now"}
 )
-
 
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,

@@ -147,7 +147,9 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
         _refuse(f"{where}.content", "must be a string or a list of text parts")
     if message.tool_calls and message.role != "assistant":
         _refuse(f"{where}.tool_calls", "is only for the role assistant")
-    turn: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    content = message.content or ""
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    turn: dict[str, Any] = {"role": message.role, "content": text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
         if value is not None:
@@ -158,12 +160,6 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
             for i, call in enumerate(message.tool_calls)
         ]
     return turn
-
-
-def _text(content: str | list[TextPart] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""
 
 
 def _template_call(call: ToolCall, where: str) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class ReplicaState(enum.StrEnum):
 CacheListener = Callable[[PrefixCacheUpdate], None]
 StepListener = Callable[[StepStatistics], None]
 Unsubscribe = Callable[[], None]
-"""Ends a subscription."""
 
 
 class Endpoint(Protocol):

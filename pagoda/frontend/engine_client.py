@@ -46,7 +46,6 @@ joining a Ray cluster takes its time."""
 _LAST_WORDS_S = 0.05
 """Seconds without a message after which nothing more is expected from an engine that has ended."""
 _STOP_S = 5.0
-"""Seconds that an engine may take to end its workers and itself."""
 _LEASES_POLL_S = 0.1
 _TRACE_END_S = 15.0
 """Seconds that an engine may take to close its fragment. Its workers close theirs first: each waits up to 5 s for
@@ -77,7 +76,6 @@ class EngineClient:
         self._tracer = tracer or Tracer("frontend")
         self._num_traces = 0
         self._trace_end: asyncio.Future[list[str]] | None = None
-        """The problems of the last trace, once the engine has closed its fragment."""
         self._directory = RuntimeDirectory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encode = Codec[FrontendMessage](FrontendMessage).encode
@@ -123,7 +121,6 @@ class EngineClient:
         return self._engine.child.pid if self._engine else None
 
     async def start(self) -> None:
-        """See `Replica.start`."""
         self._supervisor = asyncio.create_task(self._supervise())
         try:
             await self.connection.wait_open()
@@ -289,7 +286,6 @@ class EngineClient:
 
 
 def _name(config: EngineConfig) -> str:
-    """The engine in the log."""
     worker = config.worker
     if worker.parallel.data_parallel_size == 1:
         return "the engine"
@@ -297,8 +293,6 @@ def _name(config: EngineConfig) -> str:
 
 
 class _Engine:
-    """One engine process and the socket to it."""
-
     def __init__(
         self,
         config: EngineConfig,

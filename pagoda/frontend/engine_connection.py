@@ -112,12 +112,10 @@ class EngineConnection:
 
     @property
     def is_open(self) -> bool:
-        """The peer takes requests."""
         return self._state in (ReplicaState.READY, ReplicaState.DEGRADED)
 
     @property
     def has_started(self) -> bool:
-        """The peer has been ready once."""
         return self._limits is not None
 
     @property
@@ -131,16 +129,13 @@ class EngineConnection:
 
     @property
     def num_subscribers(self) -> int:
-        """Listeners to the prefix cache and to steps."""
         return len(self._cache_listeners) + len(self._step_listeners)
 
     def watch(self, listener: Callable[[], None]) -> Unsubscribe:
-        """See `Endpoint.watch`."""
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
     def notify(self) -> None:
-        """Calls all listeners of `watch`."""
         for listener in list(self._listeners):
             listener()
 
@@ -154,12 +149,10 @@ class EngineConnection:
         self._check_alive()
 
     async def wait_failed(self) -> EngineDeadError:
-        """See `Replica.wait_failed`."""
         await self._failed.wait()
         return EngineDeadError(str(self._failure))
 
     async def health(self) -> Health:
-        """See `Endpoint.health`."""
         if self._failure is not None:
             return Health(False, str(self._failure).removesuffix("."))
         if self._draining:
@@ -201,7 +194,6 @@ class EngineConnection:
         return stream
 
     async def abort(self, request_id: str) -> None:
-        """See `Endpoint.abort`."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._abandon(request_id)
@@ -234,7 +226,6 @@ class EngineConnection:
         return partial(self._cache_listeners.remove, listener)
 
     def subscribe_steps(self, listener: StepListener) -> Unsubscribe:
-        """See `Endpoint.subscribe_steps`."""
         self._step_listeners.append(listener)
         self._tell(SubscribeSteps())
 
@@ -246,7 +237,6 @@ class EngineConnection:
         return end
 
     async def drain(self, timeout_s: float) -> None:
-        """See `Endpoint.drain`."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -257,7 +247,6 @@ class EngineConnection:
     # ---- for the transport
 
     def receive(self, message: Answer) -> None:
-        """Delivers a message of the peer."""
         if self._watchdog:
             self._watchdog.heard()
         match message:

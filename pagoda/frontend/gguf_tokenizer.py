@@ -47,16 +47,14 @@ _ROLES = {
 }
 _SENTENCEPIECE_DEFAULTS = {UNKNOWN: 0, BOS: 1, EOS: 2}
 _END_KEYS = (EOS, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-_END_TOKENS = frozenset(
-    (
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<end_of_turn>",
-    )
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
 )
 """Control tokens that end an answer. A file names one end token, where generation_config.json names them all."""
 
@@ -86,23 +84,18 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_LLAMA3_SPLIT = _Split((_LLAMA3,), words_first=True, begins=True)
-_DIGITS_SPLIT = _Split((r"\p{N}", _GPT2))
 _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Split((_GPT2,)),
     "qwen2": _Split((_QWEN2,), nfc=True),
     "deepseek-r1-qwen": _Split((_QWEN2,)),
-    "llama-bpe": _LLAMA3_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "falcon3": _LLAMA3_SPLIT,
-    "pixtral": _LLAMA3_SPLIT,
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        _Split((_LLAMA3,), words_first=True, begins=True),
+    ),
     "smaug-bpe": _Split((_LLAMA3,)),
     "tekken": _Split((_TEKKEN,), words_first=True, begins=True),
-    "smollm": _DIGITS_SPLIT,
-    "refact": _DIGITS_SPLIT,
-    "starcoder": _DIGITS_SPLIT,
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _Split((r"\p{N}", _GPT2))),
 }
 
 
@@ -115,11 +108,9 @@ class Vocabulary:
         self.tokens = metadata.texts(TOKENS)
         if max(map(len, self.tokens), default=0) > _MAX_TOKEN_CHARS:
             self._refuse(f"has a token of more than {_MAX_TOKEN_CHARS} characters")
-        self.types = (
-            self._of_each(TYPES, metadata.integers(TYPES))
-            if TYPES in metadata
-            else [_NORMAL] * len(self.tokens)
-        )
+        self.types = [_NORMAL] * len(self.tokens)
+        if TYPES in metadata:
+            self.types = self._of_each(TYPES, metadata.integers(TYPES))
         # The places of unused tokens are filled with names that stand for no text.
         self.ids = {
             token: i
@@ -281,9 +272,6 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 def _frame(first: int | None, last: int | None) -> processors.TemplateProcessing:
     """Puts a token in front of every text, one behind it, or both."""
-    ends = {"FIRST": first, "LAST": last}
-    named = [
-        {"id": name, "ids": [i], "tokens": [name]} for name, i in ends.items() if i is not None
-    ]
-    parts = ["FIRST" if first is not None else "", "$A", "LAST" if last is not None else ""]
-    return processors.TemplateProcessing(single=" ".join(parts).strip(), special_tokens=named)
+    begin, end = "FIRST" * (first is not None), "LAST" * (last is not None)
+    ids = [(name, i) for name, i in ((begin, first), (end, last)) if i is not None]
+    return processors.TemplateProcessing(single=f"{begin} $A {end}".strip(), special_tokens=ids)

@@ -18,8 +18,6 @@ from pagoda.pd.transport.choose import TRANSPORTS
 
 
 class Handoff(NamedTuple):
-    """Settings of prefill/decode handoff, for the engine and for its workers."""
-
     engine: HandoffConfig
     workers: KVHandoffConfig
 

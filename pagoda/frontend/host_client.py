@@ -27,7 +27,6 @@ from pagoda.messages.worker_config import CurveKeys
 from pagoda.telemetry.tracer import Tracer
 
 HELLO_TIMEOUT_S = 10.0
-"""Seconds that a host may take to answer a router's first message."""
 HANG_TIMEOUT_S = 30.0
 """Seconds of silence after which a host that owes an answer counts as lost. Heartbeats of the socket
 (`pagoda.ipc.heartbeat`) notice a dead host or a cut line, but go on when the host's event loop hangs."""
@@ -35,8 +34,6 @@ HANG_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Identity:
-    """One end of a connection between a router and a host."""
-
     id: str
     """New at each start."""
     model: str

@@ -61,19 +61,15 @@ _log = logging.getLogger(__name__)
 
 
 class _Router:
-    """One router that has sent something, until it is known to have gone."""
-
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
         self.is_welcome = False
         """The router has said hello and fits this host."""
         self.requests: dict[str, asyncio.Task[None]] = {}
         self.chunks: list[TokenChunk] = []
-        """Chunks of this turn of the event loop, which become one message."""
         self.clocks: ClockComparison | None = None
         """The measurement of the router's clock, while it lasts."""
         self.unsubscribe: Unsubscribe | None = None
-        """Ends the router's subscription to the prefix cache."""
 
 
 class HostServer:
@@ -107,7 +103,6 @@ class HostServer:
         self._routers: dict[bytes, _Router] = {}
         self._leaves = False
         self._flushing: list[_Router] = []
-        """Routers with chunks of this turn."""
         self._reports: set[asyncio.Task[None]] = set()
         self._parting: asyncio.TimerHandle | None = None
         socket = host_socket(context, zmq.ROUTER)
@@ -129,12 +124,10 @@ class HostServer:
 
     @property
     def num_requests(self) -> int:
-        """Requests of all routers that run."""
         return sum(len(router.requests) for router in self._routers.values())
 
     @property
     def num_subscriptions(self) -> int:
-        """Routers that are subscribed to the prefix cache."""
         return sum(router.unsubscribe is not None for router in self._routers.values())
 
     def leave(self) -> None:

@@ -33,20 +33,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostReport:
-    """State of one host, for operators."""
-
     id: str
     """Empty while only the address is known."""
     address: str
     state: str
     """`connecting`, `refused`, `leaving` (it gets nothing new), or the `ReplicaState` of one that is used."""
     reason: str = ""
-    """Reason why the host is not used."""
     role: Role = Role.NONE
     since: float | None = None
     """Unix time from which on the host is used."""
     num_requests: int = 0
-    """Requests of this router that the host has."""
     load: LoadReport | None = None
     """None if the host does not answer."""
 
@@ -83,7 +79,6 @@ class Registry:
         router: Identity,
         tracer: Tracer | None = None,
     ) -> None:
-        """`tracer` is that of this process."""
         self._tracer = tracer
         self._members = members
         self._discovery = discovery
@@ -102,11 +97,9 @@ class Registry:
 
     @property
     def num_named(self) -> int:
-        """Hosts that are named, or have not finished."""
         return len(self._entries)
 
     async def first_host(self) -> None:
-        """Returns when a host is used."""
         await self._first.wait()
 
     async def close(self) -> None:
@@ -118,7 +111,6 @@ class Registry:
     # ---- for operators
 
     async def hosts(self) -> list[HostReport]:
-        """All that are named or in use, in the order in which they were found."""
         return list(await asyncio.gather(*map(self._report, list(self._entries.values()))))
 
     def dismiss(self, host_id: str) -> bool:
@@ -156,7 +148,6 @@ class Registry:
     # ---- hosts come and go
 
     def add(self, host: HostRecord) -> None:
-        """See `HostListener.add`."""
         if self._is_closed:
             return
         entry = self._entries.get(host)
@@ -168,7 +159,6 @@ class Registry:
             entry.changed.set()
 
     def remove(self, host: HostRecord) -> None:
-        """See `HostListener.remove`."""
         entry = self._entries.get(host)
         if entry is not None:
             entry.unnamed.set()

@@ -25,7 +25,6 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 T = TypeVar("T")
 
 _PREPARE_S = 10.0
-"""Seconds that a disk may take before a trace begins."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ class TraceStateError(PagodaError):
 
 
 class EndedTrace(msgspec.Struct, frozen=True):
-    """A trace that has ended, and sentences that say what is missing in it."""
-
     session: TraceSession
     problems: list[str]
 
@@ -58,14 +55,12 @@ class TraceControl:
         self._order: StartTrace | None = None
         self._rows: list[AnswerRows] = []
         self._waiting: asyncio.Task[None] | None = None
-        """Waits for the end of a trace that ends by itself."""
         self._ending: asyncio.Task[EndedTrace] | None = None
         self._ended: EndedTrace | None = None
         """The last trace, if nobody was told of its end."""
 
     @property
     def session(self) -> TraceSession | None:
-        """Session of the running trace; None while tracing is off."""
         return None if self._order is None else self._order.session
 
     def join(self, fleet: Fleet) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 _TICKS = 8
-"""Timer ticks in one time-out."""
 
 
 class Watchdog:
@@ -40,7 +39,6 @@ class Watchdog:
             self._count_later()
 
     def heard(self) -> None:
-        """The peer has sent something, whatever it is."""
         self._num_silent_ticks = 0
 
     def stop(self) -> None:

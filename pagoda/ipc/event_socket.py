@@ -56,7 +56,6 @@ class EventSocket:
 
     @property
     def port(self) -> int:
-        """The TCP port that the socket is bound to."""
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def bind(self, address: str) -> None:

@@ -75,7 +75,6 @@ class ChildProcess:
         return f"was killed by signal {-code}"
 
     def was_killed(self) -> bool:
-        """True if a signal ended the child."""
         return (self._process.poll() or 0) < 0
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -88,7 +87,6 @@ class ChildProcess:
             self._process.wait()
 
     def kill(self) -> None:
-        """Ends the child with SIGKILL and waits for it."""
         kill_all([self])
 
 

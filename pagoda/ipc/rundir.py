@@ -53,12 +53,10 @@ class RuntimeDirectory:
 
 
 def socket_address(directory: Path, name: str) -> str:
-    """The ZeroMQ address of a socket in a runtime directory."""
     return f"ipc://{directory / name}"
 
 
 def _make(parent: Path) -> tuple[Path, int]:
-    """A new directory and its lock, held."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # made with mode 0700
         lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)

@@ -99,12 +99,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """
 
     num_running: Annotated[
-        int,
-        gauge("num_requests_running", "Requests that run.", vllm=("num_requests_running",)),
+        int, gauge("num_requests_running", "Requests that run.", vllm=("num_requests_running",))
     ] = 0
     num_waiting: Annotated[
-        int,
-        gauge("num_requests_waiting", "Requests that wait.", vllm=("num_requests_waiting",)),
+        int, gauge("num_requests_waiting", "Requests that wait.", vllm=("num_requests_waiting",))
     ] = 0
     num_awaiting_kv: Annotated[
         int,
@@ -168,8 +166,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
         ),
     ] = 0
     num_generated_tokens: Annotated[
-        int,
-        counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",)),
+        int, counter("generated_tokens_total", "Tokens sampled.", vllm=("generation_tokens_total",))
     ] = 0
     num_preemptions: Annotated[
         int,
@@ -205,9 +202,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     expert_tokens: Annotated[
         list[int],
         counter(
-            "expert_tokens_total",
-            "Tokens given to an expert, over all layers.",
-            label="expert",
+            "expert_tokens_total", "Tokens given to an expert, over all layers.", label="expert"
         ),
     ] = []
     """Counts by expert; see `StepResult`."""

@@ -30,8 +30,6 @@ class Collectives(Protocol):
 
 
 class Alone:
-    """A group of one."""
-
     rank = 0
     size = 1
 

@@ -33,7 +33,6 @@ from pagoda.pd.links import HandoffLinks
 from pagoda.sim.network import SimNetwork
 
 _FRONTEND = b"frontend"
-"""Identity of the engine's only frontend."""
 
 
 class SimEndpoint:
@@ -124,7 +123,6 @@ class SimEndpoint:
         asyncio.get_running_loop().call_later(restart_s, on_ready)
 
     def give_up(self, reason: str) -> None:
-        """Ends the engine for good."""
         if not self.connection.has_failed:
             self._end()
             self.connection.fail(EngineDeadError(reason))
@@ -149,7 +147,7 @@ class SimEndpoint:
         scheduler = None if self._core is None else self._core.scheduler
         if scheduler is None:
             return
-        if scheduler.has_requests():
+        if scheduler.requests:
             raise RuntimeError("The scheduler has requests.")
         pool = scheduler.kv.pool
         pool.check()
@@ -243,9 +241,9 @@ class SimEndpoint:
                 self._core.subscribe_cache(_FRONTEND)
                 self._news.set()
             case SubscribeSteps():
-                self._core.subscribe_steps(_FRONTEND)
+                self._core.steps.follow(_FRONTEND)
             case UnsubscribeSteps():
-                self._core.unsubscribe_steps(_FRONTEND)
+                self._core.steps.unfollow(_FRONTEND)
 
     def _report(self, core: EngineCore, query_id: int | None) -> LoadReport:
         report = core.load()

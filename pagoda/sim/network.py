@@ -155,7 +155,6 @@ class SimPeers:
         self._network.ask(address, asker, message)
 
     def lose(self, asker: bytes, address: str, loss: PeerLost) -> bool:
-        """Returns True if there was such a connection."""
         if self._addresses.get(asker) != address:
             return False
         self.inbox.put((asker, loss), 0.0)

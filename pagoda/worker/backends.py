@@ -38,7 +38,9 @@ def choose_backend(wanted: str, group: Collectives | None = None) -> tuple[Backe
             missing.append(f"not the {name} backend: {error}")
             reason = str(error)
         else:
-            return backend, " ".join((backend.summary, *(f"({why})" for why in missing)))
+            threads = torch.get_num_threads()
+            line = f"{backend.arithmetic}, {threads} thread{'s' if threads > 1 else ''}"
+            return backend, " ".join((line, *(f"({why})" for why in missing)))
     raise ConfigError(f"--backend {wanted} is not available: {reason}.")
 
 

@@ -10,6 +10,7 @@ import msgspec
 from kv_subscriber import CacheView
 from sim_disk import SimDisk
 
+from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import (
     EngineConfig,
     HandoffConfig,
@@ -18,7 +19,6 @@ from pagoda.engine.config import (
     SimConfig,
 )
 from pagoda.engine.core import EngineCore
-from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.request import OrderKey, RequestState, order_key
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.base import Executor
@@ -225,19 +225,19 @@ class Harness:
         for _ in range(max_ticks):
             if not self.tick():
                 break
-        assert not self.scheduler.has_requests(), "requests are stuck"
+        assert not self.scheduler.requests, "requests are stuck"
 
     def check_nothing_left(self) -> None:
         scheduler = self.scheduler
         scheduler.kv.pool.check()
         assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
-        assert scheduler.num_running == scheduler.num_waiting == scheduler.num_in_flight == 0
-        assert scheduler.num_awaiting_kv == 0
+        assert len(scheduler.running) == len(scheduler.waiting) == len(scheduler.in_flight) == 0
+        assert scheduler.loader.num_requests == 0
         if scheduler.tiers is not None:
             check_books(scheduler)
             assert_nothing_under_way(scheduler.tiers)
         assert not scheduler.requests
-        assert not scheduler.quarantined
+        assert not scheduler.quarantine.requests
         check_sums(scheduler)
 
 
@@ -260,7 +260,7 @@ def check_books(scheduler: Scheduler) -> None:
             tier.check()
     loading = in_state(scheduler, RequestState.LOADING)
     awaiting = in_state(scheduler, RequestState.AWAITING_KV)
-    assert scheduler.num_running + len(loading) <= scheduler.limits.max_num_seqs
+    assert len(scheduler.running) + len(loading) <= scheduler.limits.max_num_seqs
     assert len(awaiting) <= scheduler.limits.max_num_seqs
     loading -= tiers.ended.keys()
     waiting = loading | (awaiting - tiers.ended.keys())
@@ -275,18 +275,18 @@ def check_sums(scheduler: Scheduler) -> None:
     """The sums that the scheduler keeps are right."""
     requests = scheduler.requests.values()
     holders = [it for it in requests if it.state in (RequestState.RUNNING, RequestState.LOADING)]
-    assert scheduler.reserved.num_seqs == len(holders)
-    assert scheduler.reserved.num_blocks == sum(it.reserved_blocks for it in holders)
+    assert scheduler.places.reserved.num_seqs == len(holders)
+    assert scheduler.places.reserved.num_blocks == sum(it.reserved_blocks for it in holders)
     for request in requests:
         missing = scheduler.kv.num_blocks_for(request.num_tokens) - len(request.table.blocks)
         is_awaiting = request.state is RequestState.AWAITING_KV
         assert request.reserved_blocks == (0 if is_awaiting else max(0, missing) + 1)
     pending = sum(request.num_tokens - request.num_computed_tokens for request in requests)
-    assert scheduler.num_pending_tokens == pending
-    assert scheduler.num_running == len(in_state(scheduler, RequestState.RUNNING))
-    assert scheduler.num_waiting == len(in_state(scheduler, RequestState.WAITING))
-    elsewhere = len(requests) - scheduler.num_running - scheduler.num_waiting
-    assert scheduler.num_awaiting_kv == elsewhere
+    assert scheduler.places.num_pending_tokens == pending
+    assert len(scheduler.running) == len(in_state(scheduler, RequestState.RUNNING))
+    assert len(scheduler.waiting) == len(in_state(scheduler, RequestState.WAITING))
+    elsewhere = len(requests) - len(scheduler.running) - len(scheduler.waiting)
+    assert scheduler.loader.num_requests == elsewhere
 
 
 def in_state(scheduler: Scheduler, state: RequestState) -> set[str]:

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from fragment_files import phases_of, read_fragments
 
-from pagoda.engine.request import Request
+from pagoda.engine.request import Request, RequestState
 from pagoda.engine.request_tracing import RequestRows
 from pagoda.messages.frontend import FinishReason
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
@@ -17,8 +17,9 @@ from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
 
 @dataclass
 class Seen:
-    """Rows of a request."""
+    """What rows read of a request."""
 
+    state: RequestState = RequestState.NEW
     request_id: str = "r"
     slot: int | None = 3
     num_computed_tokens: int = 0
@@ -28,6 +29,10 @@ class Seen:
     num_output_tokens: int = 3
     admission: int | None = None
 
+    @property
+    def is_awaiting_kv(self) -> bool:
+        return self.state is RequestState.AWAITING_KV
+
 
 @pytest.fixture
 def tracer(tmp_path: Path) -> Tracer:
@@ -36,18 +41,19 @@ def tracer(tmp_path: Path) -> Tracer:
     return made
 
 
+def move(rows: RequestRows, request: Seen, *states: RequestState) -> None:
+    for state in states:
+        before, request.state = request.state, state
+        rows.moved(cast(Request, request), before)
+        if state is RequestState.RUNNING:
+            rows.sampled(cast(Request, request))
+
+
 def test_one_preemption_is_one_span(tracer: Tracer, tmp_path: Path) -> None:
-    rows, request = RequestRows(tracer), cast(Request, Seen())
-    rows.queued(request)
-    rows.admitted(request)
-    rows.sampled(request)
-    rows.preempted(request)
-    rows.queued(request)
-    rows.awaits_kv(request)  # which was moved to another place meanwhile
-    rows.queued(request)
-    rows.admitted(request)
-    rows.sampled(request)
-    rows.ended(request, FinishReason.STOP)
+    rows, request, state = RequestRows(tracer), Seen(), RequestState
+    move(rows, request, state.WAITING, state.RUNNING, state.WAITING)
+    move(rows, request, state.AWAITING_KV, state.WAITING, state.RUNNING)
+    rows.ended(cast(Request, request), FinishReason.STOP)
     tracer.stop()
     (fragment,) = read_fragments(tmp_path)
     assert phases_of(fragment, "r") == [
@@ -58,7 +64,7 @@ def test_one_preemption_is_one_span(tracer: Tracer, tmp_path: Path) -> None:
 
 def test_what_is_said_of_an_unknown_slot_is_left_out(tracer: Tracer) -> None:
     rows = RequestRows(tracer)
-    rows.admitted(cast(Request, Seen()))
+    move(rows, Seen(), RequestState.RUNNING)
     known, tokens = rows.of_slots([2, 3, 4], [20, 30, 40])
     assert (len(known), tokens) == (1, [30])
     assert rows.of_slots([2], [20]) == ([], [])

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from harness import Harness, assert_complete, expected_tokens, make_request, make_scheduler
 
-from pagoda.engine.limits import SchedulerLimits
+from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.quarantine import MAX_CRASHES
 from pagoda.engine.request import OrderKey
 from pagoda.engine.scheduler import Scheduler
@@ -73,7 +73,7 @@ def chunk_before_decodes(num_decodes: int, priority: int, **limits: object) -> S
     scheduler = make_scheduler(max_num_seqs=40, num_blocks=200, order=order, **limits)
     for index in range(num_decodes):
         scheduler.add(make_request(f"d{index}", [index], priority=1))
-    while scheduler.num_waiting:
+    while len(scheduler.waiting):
         plan = plan_of(scheduler)
         scheduler.update(answer(plan, plan.slots))
     scheduler.add(make_request("long", list(range(40)), priority=1))
@@ -184,7 +184,7 @@ def test_steps_run_ahead_of_results_and_stop_at_the_last_sample() -> None:
     scheduler.update(answer(first, first.slots))
     (chunk,) = scheduler.update(answer(second, second.slots))
     assert chunk.finish_reason is FinishReason.LENGTH
-    assert not scheduler.has_requests()
+    assert not scheduler.requests
 
 
 def test_a_token_computed_past_the_end_is_dropped() -> None:
@@ -353,8 +353,8 @@ def test_a_request_that_kills_workers_is_isolated_then_failed(deadly_chunk: int)
         "better": FinishReason.LENGTH,
     }
     assert num_deaths <= MAX_CRASHES
-    assert not scheduler.has_requests()
-    assert not scheduler.quarantined
+    assert not scheduler.requests
+    assert not scheduler.quarantine.requests
 
 
 def test_crash_counts_start_anew_once_a_request_gets_further() -> None:
@@ -458,7 +458,7 @@ def test_the_first_chunk_with_tokens_says_how_long_the_request_waited() -> None:
         harness.add(make_request(name, [1, 2, 3], max_tokens=3))
     chunks: dict[str, list[float | None]] = {"first": [], "second": []}
     ended_at = 0.0
-    while harness.scheduler.has_requests():
+    while harness.scheduler.requests:
         harness.clock.advance_to(harness.core.next_wakeup() or 0.0)
         for chunk in harness.step():
             chunks[chunk.request_id].append(chunk.queue_time_s)
@@ -474,7 +474,7 @@ def test_waiting_after_a_preemption_is_not_waiting_for_the_first_step() -> None:
     told: dict[str, list[float]] = {request.request_id: [] for request in requests}
     for request in requests:
         harness.add(request)
-    while harness.scheduler.has_requests():
+    while harness.scheduler.requests:
         harness.clock.advance_to(harness.core.next_wakeup() or 0.0)
         for chunk in harness.step():
             told[chunk.request_id] += [] if chunk.queue_time_s is None else [chunk.queue_time_s]
@@ -492,6 +492,6 @@ def test_only_requests_of_the_steps_in_flight_are_in_quarantine() -> None:
         assert scheduler.recover() == []
     counts = {name: request.crash_count for name, request in scheduler.requests.items()}
     assert counts == {"a": 2, "b": 2, "waits": 0, "waits too": 0}
-    assert {request.request_id for request in scheduler.quarantined} == {"a", "b"}
+    assert {request.request_id for request in scheduler.quarantine.requests} == {"a", "b"}
     alone = [plan_of(scheduler) for _ in range(2)]
     assert [start.request_id for plan in alone for start in plan.starts] == ["a"]

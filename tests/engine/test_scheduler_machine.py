@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_subscriber import CacheView
 
+from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import SimConfig
-from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
 
-    @precondition(lambda self: self.scheduler.num_in_flight < 4)
+    @precondition(lambda self: len(self.scheduler.in_flight) < 4)
     @rule()
     def schedule(self) -> None:
         plan = self.scheduler.schedule()
@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.worker = SimWorker(self.sim, check_kv=True, num_stages=self.limits.num_stages)
         self.results.clear()
         self.take(self.scheduler.recover())
-        assert self.scheduler.num_running == 0
+        assert len(self.scheduler.running) == 0
         assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
 
     def take(self, chunks: list[TokenChunk]) -> None:
@@ -170,12 +170,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5000):
-            if not self.scheduler.has_requests() and not self.results:
+            if not self.scheduler.requests and not self.results:
                 break
             self.schedule()
             if self.results:
                 self.deliver()
-        assert not self.scheduler.has_requests()
+        assert not self.scheduler.requests
         assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
 
 

@@ -74,7 +74,7 @@ def test_an_arrival_costs_the_same_however_many_run_or_wait() -> None:
         scheduler.schedule()
         for index in range(size):
             scheduler.add(make_request(f"w{index}", [7, index % 50, 1]))
-        assert (scheduler.num_running, scheduler.num_waiting) == (size, size)
+        assert (len(scheduler.running), len(scheduler.waiting)) == (size, size)
         return lambda: scheduler.add(make_request("last", [1, 2, 3]))
 
     assert_constant(arrival, SIZES)

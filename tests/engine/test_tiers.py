@@ -195,7 +195,7 @@ def test_a_load_waits_for_steps_that_read_what_a_preempted_request_had_computed(
         it.tokens[request.request_id] = []
         assert it.core.add(request) == []
     while it.scheduler.counters.num_preemptions == 0:
-        last_step = it.scheduler.next_step - 1
+        last_step = it.scheduler.batcher.next_step - 1
         assert it.tick()
     (load,) = it.fates.loads()
     assert isinstance(load.target, DeviceBlocks)
@@ -264,7 +264,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
     it.fates.load = TransferFate(delay_s=1.0)
     it.add(document("a", 1))
     it.core.abort("a")
-    assert not it.scheduler.has_requests()
+    assert not it.scheduler.requests
     assert it.scheduler.kv.pool.num_available < 16
     check_books(it.scheduler)
     it.run()
@@ -480,10 +480,10 @@ def test_no_request_loads_while_another_is_in_quarantine() -> None:
         it.lose_the_worker()
         while not it.core.is_worker_ready:
             it.tick()
-    assert it.scheduler.quarantined
+    assert it.scheduler.quarantine.requests
     again = document("again", 1)
     it.add(again)
-    assert it.scheduler.quarantined
+    assert it.scheduler.quarantine.requests
     assert it.core.load().num_awaiting_kv == 0
     it.run()
     assert_complete(it, [quarantined, again])

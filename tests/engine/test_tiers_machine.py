@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sim_disk import SimDisk
 
+from pagoda.engine.batching import SchedulerLimits
 from pagoda.engine.config import KVTiersConfig, SimConfig
-from pagoda.engine.limits import SchedulerLimits
 from pagoda.engine.scheduler import Scheduler
 from pagoda.executor.sim import SimWorker
 from pagoda.ipc.clock import VirtualClock
@@ -102,7 +102,7 @@ class TiersMachine(RuleBasedStateMachine):
         )
         self.results: deque[StepResult] = deque()
         self.transfers: list[Transfer] = []
-        self.executed_step = self.scheduler.next_step - 1
+        self.executed_step = self.scheduler.batcher.next_step - 1
         self.tiers.workers_ready(self.ready)
 
     @rule(
@@ -127,7 +127,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.tokens[request.request_id] = []
         self.submit_transfers()
 
-    @precondition(lambda self: self.scheduler.num_in_flight < 3)
+    @precondition(lambda self: len(self.scheduler.in_flight) < 3)
     @rule()
     def schedule(self) -> None:
         self.turn()
@@ -139,7 +139,7 @@ class TiersMachine(RuleBasedStateMachine):
     def submit_transfers(self) -> None:
         """The worker looks at what each touches, now and when it ends."""
         for transfer in self.tiers.drain_transfers():
-            assert transfer.after_step < self.scheduler.next_step
+            assert transfer.after_step < self.scheduler.batcher.next_step
             self.worker.begin(transfer)
             self.transfers.append(transfer)
 
@@ -254,12 +254,12 @@ class TiersMachine(RuleBasedStateMachine):
             return
         self.turn()
         for _ in range(2000):
-            if not (self.scheduler.has_requests() or self.results or self.transfers):
+            if not (self.scheduler.requests or self.results or self.transfers):
                 break
             self.run(1)
             self.wait(1.5)
             self.turn()
-        assert not self.scheduler.has_requests()
+        assert not self.scheduler.requests
         assert self.scheduler.kv.pool.num_available == self.scheduler.kv.pool.num_blocks
         assert_nothing_under_way(self.tiers)
 

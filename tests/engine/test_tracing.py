@@ -11,13 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fragment_files import (
-    Fragment,
-    assert_nested,
-    end_of,
-    phases_of,
-    read_fragments,
-)
+from fragment_files import Fragment, assert_nested, end_of, phases_of, read_fragments
 from harness import Harness, assert_complete, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,8 +40,8 @@ def end_of_trace(harness: Harness) -> TraceStopped:
     end = None
     while end is None:  # what is said of an earlier trace wakes as well
         assert select.select(harness.core.pollables(), [], [], 20)[0]
-        end = harness.core.drain_trace_end()
-    assert harness.core.drain_trace_end() is None
+        end = harness.core.tracing.drain_end()
+    assert harness.core.tracing.drain_end() is None
     assert harness.core.pollables() == []
     return end
 
@@ -169,10 +163,7 @@ def test_a_lost_worker_is_recovered_from(tmp_path: Path) -> None:
 
 def test_waiting_for_kv_of_another_tier_has_a_phase(tmp_path: Path) -> None:
     harness = Harness(
-        num_blocks=16,
-        kv_host_slots=64,
-        kv_tiers=KVTiersConfig(host_bytes=1),
-        trace=trace(tmp_path),
+        num_blocks=16, kv_host_slots=64, kv_tiers=KVTiersConfig(host_bytes=1), trace=trace(tmp_path)
     )
     prompts = [[seed] * 32 for seed in (1, 2, 3)]
     for turn in ("first", "second"):
@@ -273,7 +264,7 @@ def test_serving_does_not_wait_for_a_disk_that_hangs(
     harness.add(request)
     harness.run()
     assert_complete(harness, [request])
-    assert harness.core.drain_trace_end() is None
+    assert harness.core.tracing.drain_end() is None
     released.set()
     assert end_of_trace(harness) == TraceStopped([], 1)
 
@@ -298,7 +289,7 @@ def test_a_trace_that_begins_while_another_is_closed_has_its_own_end(tmp_path: P
     harness.step()
     harness.clock.advance_to(harness.clock.now() + 1)
     harness.core.start_trace(trace(tmp_path, number=2))
-    assert harness.core.drain_trace_end() is None
+    assert harness.core.tracing.drain_end() is None
     assert stop(harness) == TraceStopped([], 2)
     until_written()
     assert len(read_fragments(tmp_path)) == 2

@@ -52,7 +52,7 @@ class Engine:
 
     @property
     def exporter(self) -> KVExporter:
-        exporter = self.harness.core.parts.exporter
+        exporter = self.harness.core.parts.scheduler.exporter
         assert exporter is not None
         return exporter
 
@@ -91,7 +91,7 @@ class Engine:
             pool = scheduler.kv.pool
             pool.check()
             assert pool.references() == wanted
-        if self.harness.core.parts.exporter is not None:
+        if self.harness.core.parts.scheduler.exporter is not None:
             assert len(self.exporter.held) == self.exporter.leases.num_leases
             assert all(transfer in self.exporter.leases for transfer in self.exporter.held)
         if self.harness.core.parts.remote is not None:
@@ -100,7 +100,7 @@ class Engine:
     def check_nothing_left(self) -> None:
         self.check_books()
         self.harness.check_nothing_left()
-        if self.harness.core.parts.exporter is not None:
+        if self.harness.core.parts.scheduler.exporter is not None:
             assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:

@@ -38,7 +38,7 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
     pair.submit(request)
     remote = pair.decode.remote
     pair.run_until(lambda: bool(remote.reads))
-    assert pair.prefill.harness.scheduler.has_requests(), "the prompt is still being computed"
+    assert pair.prefill.harness.scheduler.requests, "the prompt is still being computed"
     pair.finish(request)
     assert len(pair.told(KVBlocks)) == 4
 
@@ -242,13 +242,13 @@ def test_a_release_meets_the_end_of_a_load() -> None:
     pair.decode.harness.step()
     pair.clock.advance_to(pair.clock.now() + 2.0)
     pair.prefill.harness.step()
-    assert not pair.prefill.harness.scheduler.has_requests()
+    assert not pair.prefill.harness.scheduler.requests
     pair.finish()
 
 
 def test_a_first_token_that_is_the_last_meets_the_end_of_a_load() -> None:
     pair, engine = loading_from_host(Role.DECODE, max_tokens=1)
-    while pair.prefill.harness.scheduler.has_requests():
+    while pair.prefill.harness.scheduler.requests:
         at = pair.prefill.next_event_at()
         assert at is not None
         pair.clock.advance_to(at)

@@ -54,7 +54,7 @@ def test_decode_refuses_a_request_and_prefill_lets_go_at_once(why: str) -> None:
     pair.run()
     request = make_request("r", PROMPT)
     source = pair.hold(request)
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
     core = pair.decode.harness.core
     refused = msgspec.structs.replace(request, kv_source=source)
     match why:
@@ -90,7 +90,7 @@ def test_decode_needs_nothing_and_prefill_lets_go_at_once() -> None:
 def test_nobody_fetches_and_the_lease_runs_out() -> None:
     pair = Pair()
     pair.hold(make_request("r", PROMPT))
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
     finished_at = pair.clock.now()
     pair.run_until(lambda: not has_leases(pair))
     assert pair.clock.now() - finished_at == pytest.approx(LEASE_S)

@@ -126,7 +126,7 @@ def test_who_says_hello_before_there_are_workers_is_asked_for_his_model_too() ->
 def test_waiting_for_the_handshake_costs_nothing() -> None:
     pair = Pair(fate=lambda it: (0.9,) if isinstance(it, KVWelcome) else (0.001,))
     pair.submit(make_request("r", PROMPT))
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
     steps = 0
     while not pair.told(KVCheck):
         assert pair.tick()
@@ -218,7 +218,7 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
     while pair.tick():
         loading = len(in_state(scheduler, RequestState.LOADING))
         most_loading = max(most_loading, loading)
-        assert loading + scheduler.num_running <= 2
+        assert loading + len(scheduler.running) <= 2
         pair.decode.check_books()
     assert most_loading == 2
     pair.finish(*requests)
@@ -234,7 +234,7 @@ def test_engines_that_wait_for_each_others_room_get_on() -> None:
     )
     behind = [third, fourth]
     sources = [pair.hold(request) for request in behind]
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
     pair.submit(*first)
     for request, source in zip(behind, sources, strict=True):
         pair.fetch(request, source)
@@ -283,7 +283,7 @@ def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
     held = requests_of(3)
     wanted, oldest, newest = (pair.hold(request) for request in held)
     pair.fetch(held[0], wanted)
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
     asked_at = pair.clock.now()
     pair.prefill.add(make_request("next", PROMPT, max_tokens=2))
     pair.run_until(lambda: "next" in pair.prefill.harness.finished)
@@ -306,7 +306,7 @@ def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
     pair.run_until(lambda: "held" in pair.prefill.harness.finished)
     for number, document in enumerate(documents(3)):
         pair.prefill.add(make_request(f"r{number}", document))
-    pair.run_until(lambda: not pair.prefill.harness.scheduler.has_requests())
+    pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
     assert source.transfer_id in pair.prefill.exporter.leases
 
 

@@ -19,7 +19,6 @@ from pagoda.frontend.outliers import SILENCE_S
 from pagoda.frontend.policies import POLICIES, PolicyName
 from pagoda.frontend.prefill_decode import PrefillDecodeRouter
 from pagoda.frontend.prefill_offload import PATIENCE_S, is_better_here
-from pagoda.frontend.replica_slot import ReplicaInfo
 from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
@@ -211,7 +210,10 @@ def test_a_queue_of_prefill_hosts_is_weighed_against_what_the_prompt_would_hold_
     waiting: int, decoding: int, num_streams: int, is_here: bool
 ) -> None:
     """By a prompt of 100 tokens."""
-    assert is_better_here(100, ReplicaInfo(D, 0, decoding, num_streams), waiting) == is_here
+    is_better = is_better_here(
+        100, pending_here=decoding, num_streams=num_streams, pending_there=waiting
+    )
+    assert is_better == is_here
 
 
 def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:

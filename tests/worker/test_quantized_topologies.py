@@ -106,7 +106,7 @@ def _tensors(held: object) -> Iterator[Tensor]:
 
 
 def _held_bytes(decoder: Decoder[Any, Any]) -> int:
-    parts = [vars(decoder)[name] for name in ("_layers", "_norm", "_embedding", "_head")]
+    parts = [vars(decoder)[name] for name in ("_layers", "_norm", "_embedding", "head")]
     storages = [tensor.untyped_storage() for tensor in _tensors(parts)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -34,9 +34,7 @@ from pagoda.backend.cpu.weights import (
     KV_DTYPES,
     UNLIMITED,
     AttentionMetadata,
-    DenseSegment,
     PackedLinear,
-    QuantizedSegment,
     Segment,
     address,
     check_experts,
@@ -84,7 +82,7 @@ class CpuBackend:
         """
         self._native = load_native()
         self._kernels: _native.Kernels = self._native.Kernels(instruction_set)
-        self._instruction_set = instruction_set
+        self.arithmetic = f"cpu ({instruction_set})"
         self._reference = ReferenceBackend()
         self._known_experts: WeakKeyDictionary[Experts[PackedLinear], _native.Experts] = (
             WeakKeyDictionary()
@@ -93,15 +91,6 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.group = group or Alone()
         self.capabilities: Capabilities = self._reference.capabilities
-
-    @property
-    def arithmetic(self) -> str:
-        return f"cpu ({self._instruction_set})"
-
-    @property
-    def summary(self) -> str:
-        threads = torch.get_num_threads()
-        return f"{self.arithmetic}, {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
         self,
@@ -191,48 +180,36 @@ class CpuBackend:
         """Parts of one format."""
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -len(bias) % 32))
-        if isinstance(parts[0], DenseWeight):
-            return self._pack_dense(_join(parts, "values").to(dtype), bias)
-        if isinstance(parts[0], Int8Weight):
+        first = parts[0]
+        if isinstance(first, DenseWeight):
+            weight = _join(parts, "values").to(dtype)
+            outputs, inputs = weight.shape
+            dense = (DTYPES[dtype], outputs, inputs)
+            panels = self._memory.take(self._native.packed_bytes(*dense))
+            self._kernels.pack_weight(*dense, weight.data_ptr(), panels.data_ptr())
+            return Segment(panels, bias, outputs, dense)
+        if isinstance(first, Int8Weight):
             return self._pack_int8(_join(parts, "values"), _join(parts, "scales"), bias, dtype)
-        return self._pack_grouped(parts[0], parts, bias, dtype)
-
-    def _pack_dense(self, weight: Tensor, bias: Tensor | None) -> DenseSegment:
-        outputs, inputs = weight.shape
-        dtype = DTYPES[weight.dtype]
-        size = self._native.packed_bytes(dtype, outputs, inputs)
-        panels = self._memory.take(size)
-        self._kernels.pack_weight(dtype, outputs, inputs, weight.data_ptr(), panels.data_ptr())
-        return DenseSegment(panels, bias, outputs)
-
-    def _pack_int8(
-        self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> QuantizedSegment:
-        outputs, inputs = values.shape
-        if inputs > MAX_INT8_INPUTS:
-            raise ValueError(
-                f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
-            )
-        shape = self._native.QuantizedShape.int8(DTYPES[dtype], outputs, inputs)
-        panels = self._pack_codes(shape, values, scales, None)
-        return QuantizedSegment(panels, bias, outputs, shape, None)
-
-    def _pack_grouped(
-        self,
-        first: GroupedWeight,
-        parts: Sequence[LinearWeight],
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> QuantizedSegment:
         codes, scales = _join(parts, "codes"), _join(parts, "scales")
         offsets = None if first.offsets is None else _join(parts, "offsets")
         outputs, inputs = codes.shape
         shape = self._native.QuantizedShape.grouped(
             DTYPES[dtype], outputs, inputs, first.bits, first.group_size, offsets is not None
         )
-        panels = self._pack_codes(shape, codes, scales, offsets)
         order = None if first.act_order is None else first.act_order.contiguous()
-        return QuantizedSegment(panels, bias, outputs, shape, order)
+        panels = self._pack_codes(shape, codes, scales, offsets)
+        return Segment(panels, bias, outputs, shape, order)
+
+    def _pack_int8(
+        self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Segment:
+        outputs, inputs = values.shape
+        if inputs > MAX_INT8_INPUTS:
+            raise ValueError(
+                f"An int8 map takes at most {MAX_INT8_INPUTS} inputs, not {inputs}: its sums would overflow."
+            )
+        shape = self._native.QuantizedShape.int8(DTYPES[dtype], outputs, inputs)
+        return Segment(self._pack_codes(shape, values, scales, None), bias, outputs, shape)
 
     def _pack_codes(
         self, shape: _native.QuantizedShape, codes: Tensor, scales: Tensor, offsets: Tensor | None
@@ -254,7 +231,10 @@ class CpuBackend:
         out = torch.empty((len(x), weight.outputs), dtype=out_dtype)
         first = 0
         for segment in weight.segments:
-            self._multiply(x, segment, out[:, first:])
+            part = out[:, first:]
+            multiply = segment.bind(self._kernels.linear, self._kernels.quantized_linear)
+            to = (part.data_ptr(), part.stride(0), DTYPES[out_dtype])
+            multiply(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *to)
             first += segment.outputs
         return out
 
@@ -265,19 +245,6 @@ class CpuBackend:
         if x.shape[1] != weight.inputs:
             raise ValueError(f"Rows of {x.shape[1]} do not fit a weight of {weight.inputs} inputs.")
         return x if x.stride(1) == 1 else x.contiguous()
-
-    def _multiply(self, x: Tensor, segment: Segment, out: Tensor) -> None:
-        """Writes x times a segment to the first columns of `out`."""
-        num_tokens, inputs = x.shape
-        panels, bias = segment.panels.data_ptr(), address(segment.bias)
-        to = (out.data_ptr(), out.stride(0), DTYPES[out.dtype])
-        rows = (x.data_ptr(), x.stride(0), num_tokens, *to)
-        if isinstance(segment, DenseSegment):
-            dtype = DTYPES[x.dtype]
-            self._kernels.linear(dtype, segment.outputs, inputs, panels, bias, *rows)
-        else:
-            order = address(segment.act_order)
-            self._kernels.quantized_linear(segment.shape, panels, order, bias, *rows)
 
     def embedding(
         self,
@@ -302,16 +269,8 @@ class CpuBackend:
         """Rows of one segment."""
         ids = token_ids.contiguous()
         out = torch.empty((len(ids), weight.inputs), dtype=weight.dtype)
-        panels, rows = (
-            segment.panels.data_ptr(),
-            (first_id, ids.data_ptr(), len(ids), out.data_ptr()),
-        )
-        if isinstance(segment, DenseSegment):
-            dtype = DTYPES[weight.dtype]
-            self._kernels.embedding(dtype, segment.outputs, weight.inputs, panels, *rows)
-        else:
-            order = address(segment.act_order)
-            self._kernels.quantized_embedding(segment.shape, panels, order, *rows)
+        look_up = segment.bind(self._kernels.embedding, self._kernels.quantized_embedding)
+        look_up(first_id, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -324,15 +283,9 @@ class CpuBackend:
         columns = torch.empty(len(x), dtype=torch.int64)
         values, finite = torch.empty(len(x)), torch.empty(len(x), dtype=torch.bool)
         (segment,) = weight.segments
-        panels, bias = segment.panels.data_ptr(), address(segment.bias)
+        find = segment.bind(self._kernels.linear_argmax, self._kernels.quantized_argmax)
         results = (columns.data_ptr(), values.data_ptr(), finite.data_ptr())
-        rows = (x.data_ptr(), x.stride(0), len(x), *results)
-        if isinstance(segment, DenseSegment):
-            dtype = DTYPES[x.dtype]
-            self._kernels.linear_argmax(dtype, segment.outputs, weight.inputs, panels, bias, *rows)
-        else:
-            order = address(segment.act_order)
-            self._kernels.quantized_argmax(segment.shape, panels, order, bias, *rows)
+        find(address(segment.bias), x.data_ptr(), x.stride(0), len(x), *results)
         return columns, values, finite
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -345,40 +298,24 @@ class CpuBackend:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype, x = self._checked(x, weight.dtype), x.contiguous()
-        out = torch.empty_like(x)
-        width = x.shape[-1]
-        self._kernels.add_rms_norm(
-            dtype,
-            x.data_ptr(),
-            0,
-            weight.data_ptr(),
-            eps,
-            x.numel() // width,
-            width,
-            0,
-            out.data_ptr(),
-        )
-        return out
+        return self._rms_norm(x, None, weight, eps)[1]
 
     def add_rms_norm(
         self, x: Tensor, delta: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        dtype, x, delta = self._checked(x, weight.dtype), x.contiguous(), delta.contiguous()
         self._checked(delta, weight.dtype)
-        total, out = torch.empty_like(x), torch.empty_like(x)
-        width = x.shape[-1]
-        self._kernels.add_rms_norm(
-            dtype,
-            x.data_ptr(),
-            delta.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            x.numel() // width,
-            width,
-            total.data_ptr(),
-            out.data_ptr(),
-        )
+        return self._rms_norm(x, delta.contiguous(), weight, eps)
+
+    def _rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x, or x + delta, and its norm."""
+        dtype, x = self._checked(x, weight.dtype), x.contiguous()
+        total = x if delta is None else torch.empty_like(x)
+        out, width = torch.empty_like(x), x.shape[-1]
+        norm = (weight.data_ptr(), eps, x.numel() // width, width)
+        sums = 0 if delta is None else total.data_ptr()
+        self._kernels.add_rms_norm(dtype, x.data_ptr(), address(delta), *norm, sums, out.data_ptr())
         return total, out
 
     def rotary_table(
@@ -432,12 +369,8 @@ class CpuBackend:
 
     def _native_linear(self, weight: PackedLinear) -> _native.PackedLinear:
         (segment,) = weight.segments
-        panels, kind = segment.panels.data_ptr(), self._native.PackedLinear
-        native: _native.PackedLinear
-        if isinstance(segment, DenseSegment):
-            native = kind.dense(DTYPES[weight.dtype], segment.outputs, weight.inputs, panels)
-        else:
-            native = kind.quantized(segment.shape, panels, address(segment.act_order))
+        kind = self._native.PackedLinear
+        native: _native.PackedLinear = segment.bind(kind.dense, kind.quantized)()
         return native
 
     # ---- attention
@@ -463,12 +396,9 @@ class CpuBackend:
         return AttentionMetadata(native, num_heads, head_dim)
 
     def _native_cache(self, cache: KVCache) -> _native.Cache:
-        scales = (cache.key_scales, cache.value_scales)
+        tensors = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         native: _native.Cache = self._native.Cache(
-            KV_DTYPES[cache.keys.dtype],
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
-            *(0 if part is None else part.data_ptr() for part in scales),
+            KV_DTYPES[cache.keys.dtype], *map(address, tensors)
         )
         return native
 
@@ -489,9 +419,9 @@ class CpuBackend:
             self._checked_for(cache, qkv),
             self._native_cache(cache),
             qkv.data_ptr(),
-            0 if norms is None else norms.queries.data_ptr(),
-            0 if norms is None else norms.keys.data_ptr(),
-            0.0 if norms is None else norms.eps,
+            norms.queries.data_ptr() if norms else 0,
+            norms.keys.data_ptr() if norms else 0,
+            norms.eps if norms else 0.0,
             cosines.data_ptr(),
             sines.data_ptr(),
             queries.data_ptr(),

@@ -14,11 +14,8 @@ from pagoda.backend.cpu.weights import (
     DTYPES,
     UNLIMITED,
     AttentionMetadata,
-    DenseSegment,
     PackedLinear,
-    Segment,
     address,
-    segment_bytes,
 )
 from pagoda.backend.operation import Kind, Operation, OperationNamer, WeightNames
 from pagoda.telemetry.tracer import Tracer
@@ -71,22 +68,14 @@ class _Recorder:
         out = self._value(weight.dtype, weight.outputs)
         column = 0
         for segment in weight.segments:
-            self._multiply(x, segment, out, column)
+            multiply = segment.bind(
+                self._program.linear, self._program.quantized_linear, x.index, out.index, column
+            )
+            multiply(address(segment.bias))
             flops = 2 * segment.outputs * weight.inputs
-            self._note("linear", weight, segment_bytes(segment), flops)
+            self._note("linear", weight, segment.num_bytes, flops)
             column += segment.outputs
         return out
-
-    def _multiply(self, x: Value, segment: Segment, out: Value, column: int) -> None:
-        """Records a product to the columns of `out` from `column` on."""
-        where = (x.index, out.index, column)
-        panels, bias = segment.panels.data_ptr(), address(segment.bias)
-        if isinstance(segment, DenseSegment):
-            dtype = DTYPES[x.dtype]
-            self._program.linear(*where, dtype, segment.outputs, x.width, panels, bias)
-        else:
-            order = address(segment.act_order)
-            self._program.quantized_linear(*where, segment.shape, panels, order, bias)
 
     def embedding(
         self,
@@ -100,14 +89,10 @@ class _Recorder:
         (segment,) = weight.segments
         self.kept.append(weight)
         out = self._value(weight.dtype, weight.inputs)
-        panels = segment.panels.data_ptr()
-        ids = (first_id, first_id + weight.outputs if vocab_size is None else vocab_size)
-        if isinstance(segment, DenseSegment):
-            dtype = DTYPES[weight.dtype]
-            self._program.embedding(out.index, dtype, segment.outputs, weight.inputs, panels, *ids)
-        else:
-            order = address(segment.act_order)
-            self._program.quantized_embedding(out.index, segment.shape, panels, order, *ids)
+        look_up = segment.bind(
+            self._program.embedding, self._program.quantized_embedding, out.index
+        )
+        look_up(first_id, first_id + weight.outputs if vocab_size is None else vocab_size)
         self._note("embedding", weight)
         return out
 
@@ -152,7 +137,7 @@ class _Recorder:
         index = self._program.experts(x.index, logits.index, self._native_experts(experts))
         maps = [m for part in (experts.gate, experts.up, experts.down) for m in part]
         flops = sum(2 * m.outputs * m.inputs for m in maps) * experts.routing.experts_per_token
-        num_bytes = sum(segment_bytes(segment) for m in maps for segment in m.segments)
+        num_bytes = sum(segment.num_bytes for m in maps for segment in m.segments)
         self._note("experts", None, num_bytes, flops // experts.routing.num_experts)
         return Value(index, x.dtype, x.width)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from pagoda.backend.base import Experts
 if TYPE_CHECKING:
     from pagoda.backend import _native
 
+T = TypeVar("T")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers that kernels know them by."""
 KV_DTYPES = {**DTYPES, torch.int8: 3}
@@ -21,36 +24,31 @@ UNLIMITED = 2**62
 
 
 @dataclass(frozen=True)
-class DenseSegment:
-    """Outputs of a linear layer whose weights are numbers."""
+class Segment:
+    """Outputs of a linear layer whose weights have one format."""
 
     panels: Tensor
     """Bytes of the weight [out, in] in panels of 32 outputs; see csrc/kernels.h."""
     bias: Tensor | None
     """[out rounded up to whole panels] float32."""
     outputs: int
-
-
-@dataclass(frozen=True)
-class QuantizedSegment:
-    """Outputs of a linear layer whose weights are codes of one format."""
-
-    panels: Tensor
-    """Bytes of codes and scales in panels of 32 outputs; see csrc/kernels.h."""
-    bias: Tensor | None
-    """[out rounded up to whole panels] float32."""
-    outputs: int
-    shape: _native.QuantizedShape
-    act_order: Tensor | None
+    shape: tuple[int, int, int] | _native.QuantizedShape
+    """Dtype, outputs and inputs of dense weights, or shape and format of quantized ones."""
+    act_order: Tensor | None = None
     """See `GroupedWeight`."""
 
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-Segment = DenseSegment | QuantizedSegment
-
-
-def segment_bytes(segment: Segment) -> int:
-    """Bytes of weights and bias."""
-    return segment.panels.nbytes + (0 if segment.bias is None else segment.bias.nbytes)
+    def bind(
+        self, dense: Callable[..., T], quantized: Callable[..., T], *first: int
+    ) -> Callable[..., T]:
+        """The kernel for this format, with its first arguments: `first`, and the weight."""
+        panels = self.panels.data_ptr()
+        if isinstance(self.shape, tuple):
+            return partial(dense, *first, *self.shape, panels)
+        return partial(quantized, *first, self.shape, panels, address(self.act_order))
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class ReferenceBackend:
 
     def __init__(self, group: Collectives | None = None) -> None:
         """Creates a backend for one rank of the group; without a group it computes alone."""
+        self.arithmetic = "reference on cpu"
         self.device = torch.device("cpu")
         self.group = group or Alone()
         self.capabilities = Capabilities(
@@ -108,15 +109,6 @@ class ReferenceBackend:
             weight_formats=("float32", "bfloat16", "float16", "int8", "int4"),
             kv_cache_dtypes=("float32", "bfloat16", "float16", "int8"),
         )
-
-    @property
-    def arithmetic(self) -> str:
-        return "reference on cpu"
-
-    @property
-    def summary(self) -> str:
-        threads = torch.get_num_threads()
-        return f"{self.arithmetic}, {threads} thread{'s' if threads > 1 else ''}"
 
     def allocate_kv_cache(
         self,

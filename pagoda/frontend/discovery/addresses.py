@@ -28,8 +28,6 @@ def parse_address(address: str, flag: str, *, fixed: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Advertised:
-    """Address at which routers reach a host."""
-
     host: str
     port: int | None
     """None takes a free one."""

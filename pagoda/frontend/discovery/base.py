@@ -66,7 +66,6 @@ Raises:
     ConfigError: it cannot work as it was asked to.
 """
 Register = Callable[[Context, HostRecord], list[Registration]]
-"""Makes a host known wherever it is to be known."""
 
 
 def difference(

@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 
 class _Value(msgspec.Struct, frozen=True):
-    """Value of a host's key, in JSON."""
-
     host: HostRecord
     dismissal: str = ""
     """Written by a router, under a lease of its own: why the host is not to come back."""
@@ -51,7 +49,6 @@ class EtcdDiscovery:
         self._forgetting: asyncio.TimerHandle | None = None
         self._listener: HostListener | None = None
         self.dismissals: dict[str, asyncio.Task[None]] = {}
-        """Dismissals that are being written, by host id."""
 
     async def follow(self, listener: HostListener) -> None:
         self._listener = listener

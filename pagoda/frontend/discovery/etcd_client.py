@@ -29,8 +29,6 @@ class KeyValue(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A key was put, or deleted."""
-
     kv: KeyValue
     kind: str = msgspec.field(name="type", default="PUT")
 

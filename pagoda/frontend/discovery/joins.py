@@ -75,7 +75,6 @@ class JoinDiscovery:
         await asyncio.Event().wait()
 
     def listen(self, listener: HostListener) -> None:
-        """Tells `listener` of all hosts, and of changes from now on."""
         self._listener = listener
         for host in list(self._hosts.values()):
             listener.add(host)
@@ -105,7 +104,6 @@ class JoinDiscovery:
         self._socket.send(sender, msgspec.msgpack.encode(self.answer(join.host)))
 
     def answer(self, host: HostRecord) -> JoinAnswer:
-        """Takes a join message of `host`."""
         host_id = host.host_id
         if host_id in self._dismissed:
             return JoinAnswer(ttl_s=self._ttl_s, refusal=self._dismissed[host_id], is_final=True)
@@ -142,7 +140,6 @@ class Membership:
     """The host's side, for one router."""
 
     def __init__(self, context: Context, router: str, keys: CurveKeys, host: HostRecord) -> None:
-        """`router` is `host:port`."""
         self._router = router
         self._host = host
         socket = _socket(context, zmq.DEALER)
