@@ -204,11 +204,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def read_template(path: Path) -> str:
-    """The template in a file named by the operator.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The template in a file named by the operator. Raises ConfigError: the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
