@@ -53,28 +53,8 @@ class KVLoader:
         """Requests in line for which more KV may be brought nearer."""
 
     @property
-    def has_tiers(self) -> bool:
-        return self._tiers is not None
-
-    @property
-    def awaiting(self) -> Iterable[Request]:
-        return self._awaiting.values()
-
-    @property
-    def loading(self) -> Iterable[Request]:
-        return self._loading.values()
-
-    @property
-    def prefetching(self) -> Iterable[Request]:
-        return self._prefetching.values()
-
-    @property
     def num_requests(self) -> int:
         return len(self._awaiting) + len(self._loading)
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loading)
 
     @property
     def num_blocked(self) -> int:
