@@ -6,13 +6,13 @@ engine, smaller batches and the dispatcher cost, against what threads of one wor
 
 from __future__ import annotations
 
-from pagoda.cli.bench.compare import LoadOptions, compare
+from pagoda.cli.bench.compare import CompareOptions, compare
 from pagoda.cli.server_process import server_process
 
 
 def main() -> int:
     """Prints the table of `pagoda bench compare`; the second server is the one with replicas."""
-    load = LoadOptions(
+    load = CompareOptions(
         concurrency="16", input_len=64, output_len=128, num_prompts=64, repeats=5, num_warmups=16
     )
     quiet = ["--log-level", "warning"]

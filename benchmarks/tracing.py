@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.figure import Figure
 from pagoda.cli import output
-from pagoda.cli.bench.compare import LoadOptions, Server, measure_server, prepare_server
+from pagoda.cli.bench.compare import CompareOptions, Server, measure_server, prepare_server
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.errors import ConfigError
@@ -45,19 +45,23 @@ class _Setting:
 
     what: str
     arguments: Sequence[str]
-    load: LoadOptions
+    load: CompareOptions
 
 
 _SETTINGS = {
     "tiny": _Setting(
         "pagoda-tiny, 16 streams",
         [],
-        LoadOptions(concurrency="16", input_len=64, output_len=256, num_prompts=32, num_warmups=8),
+        CompareOptions(
+            concurrency="16", input_len=64, output_len=256, num_prompts=32, num_warmups=8
+        ),
     ),
     "large": _Setting(
         "shape of Qwen3-0.6B, 16 streams",
         ["qwen3-0.6b", "--load-format", "dummy", "--max-model-len", "2048"],
-        LoadOptions(concurrency="16", input_len=64, output_len=32, num_prompts=16, num_warmups=2),
+        CompareOptions(
+            concurrency="16", input_len=64, output_len=32, num_prompts=16, num_warmups=2
+        ),
     ),
 }
 
@@ -158,7 +162,7 @@ def _measure_server(name: str, rounds: int) -> list[Figure]:
 
 
 async def _take_turns(
-    server: ServerProcess, load: LoadOptions, rounds: int
+    server: ServerProcess, load: CompareOptions, rounds: int
 ) -> dict[str, list[_Measured]]:
     """Runs at each level; in every round another one is first."""
     rng = Random(0)
@@ -177,7 +181,7 @@ async def _take_turns(
 async def _run(
     server: Server,
     processes: Sequence[psutil.Process],
-    load: LoadOptions,
+    load: CompareOptions,
     rng: Random,
     level: str,
 ) -> _Measured:

@@ -33,7 +33,7 @@ from benchmarks.cpu.processes import (
 )
 from benchmarks.cpu.random_model import WEIGHTS_FILE
 from pagoda.cli import output
-from pagoda.cli.bench.compare import LoadOptions, measure_server, prepare_server, problems
+from pagoda.cli.bench.compare import CompareOptions, measure_server, prepare_server, problems
 from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.bench.serve import write_json
 from pagoda.cli.options import GeneralOptions
@@ -71,7 +71,7 @@ class Setting:
     """Settings that all systems have in common."""
 
     model: Path
-    load: LoadOptions
+    load: CompareOptions
     kv_gib: int
     logs: Path
 
@@ -119,7 +119,7 @@ def main(
         sys.exit(
             f"{model} has no {WEIGHTS_FILE}; python -m benchmarks.cpu.random_model writes one."
         )
-    load = LoadOptions(concurrency=concurrency, input_len=input_len, output_len=output_len)
+    load = CompareOptions(concurrency=concurrency, input_len=input_len, output_len=output_len)
     with tempfile.TemporaryDirectory(prefix="peers-") as logs:
         setting = Setting(model=model, load=load, kv_gib=kv_gib, logs=Path(logs))
         systems = [
@@ -157,7 +157,9 @@ def main(
         write_json(output_file, measured)
 
 
-def _measure(systems: Sequence[System], load: LoadOptions, rounds: int) -> dict[str, list[Figures]]:
+def _measure(
+    systems: Sequence[System], load: CompareOptions, rounds: int
+) -> dict[str, list[Figures]]:
     """The figures of each round; a system that fails once is not tried again."""
     measured: dict[str, list[Figures]] = {system.name: [] for system in systems}
     left = list(systems)
@@ -228,7 +230,7 @@ def _measure_server(
     return figures | _memory(resident, model_bytes(log.read_text(errors="replace")))
 
 
-async def _ask(base_url: str, load: LoadOptions, samples: Samples) -> Figures:
+async def _ask(base_url: str, load: CompareOptions, samples: Samples) -> Figures:
     server = await prepare_server(base_url, None, load, random.Random())
     figures: Figures = {}
     for concurrency, requests in samples.items():
@@ -289,7 +291,7 @@ def _run_llama(command: Sequence[str]) -> _LlamaSaid:
     return msgspec.json.decode(done.stdout, type=_LlamaSaid)
 
 
-def _figures_of_llama(said: _LlamaSaid, load: LoadOptions) -> Figures:
+def _figures_of_llama(said: _LlamaSaid, load: CompareOptions) -> Figures:
     firsts, rests = zip(*said.requests, strict=True)
     return {
         READY: said.ready_s,
@@ -310,7 +312,7 @@ def _rate(concurrency: int) -> str:
     return f"tokens/s at {concurrency}"
 
 
-def figure_names(load: LoadOptions) -> list[str]:
+def figure_names(load: CompareOptions) -> list[str]:
     """The columns, in order."""
     return [*map(_rate, load.concurrencies()), TTFT, TPOT, READY, MEMORY, OVERHEAD]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pagoda.cli import output
-from pagoda.cli.bench.compare import LoadOptions, compare
+from pagoda.cli.bench.compare import CompareOptions, compare
 from pagoda.cli.server_process import server_process
 
 
@@ -29,7 +29,7 @@ def no_reuse(
         kv_cache_memory_bytes: Of the device of each server.
         kv_host_bytes: Of the host tier, where there is one.
     """
-    tiny = LoadOptions(
+    tiny = CompareOptions(
         concurrency="16",
         input_len=256,
         output_len=64,
@@ -37,7 +37,7 @@ def no_reuse(
         repeats=repeats,
         num_warmups=8,
     )
-    large = LoadOptions(
+    large = CompareOptions(
         concurrency="4",
         input_len=256,
         output_len=64,
@@ -61,7 +61,9 @@ def no_reuse(
             _compare([*flags, *device], directory, kv_host_bytes, load)
 
 
-def _compare(flags: list[str], directory: Path | None, host_bytes: str, load: LoadOptions) -> None:
+def _compare(
+    flags: list[str], directory: Path | None, host_bytes: str, load: CompareOptions
+) -> None:
     with contextlib.ExitStack() as stack:
         urls = []
         for host in (None, [], ["--kv-host-bytes", host_bytes]):

@@ -23,10 +23,16 @@ from aiohttp.http_exceptions import LineTooLong
 from pagoda.api import hosts, info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
-from pagoda.api.errors import CLIENTS_NAME, ApiError, as_api_error, unavailable
+from pagoda.api.errors import (
+    CLIENTS_NAME,
+    INTERNAL_ERROR,
+    ApiError,
+    as_api_error,
+    unavailable,
+)
 from pagoda.api.metrics import metrics, metrics_with_aliases
 from pagoda.api.profile import start_profile, stop_profile
-from pagoda.api.request_context import INTERNAL_ERROR, RequestContext
+from pagoda.api.request_context import RequestContext
 from pagoda.api.request_metrics import Refusal
 from pagoda.api.service import Service
 from pagoda.frontend.request_tracker import ClientRequest
@@ -79,7 +85,7 @@ _log = logging.getLogger("pagoda.api")
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    connection = cast(_Connection, http.protocol)
+    connection = cast(Connection, http.protocol)
     context = _request_context(http, service, connection.begin())
     began = time.monotonic()
     # 499: the client went away. A live stream ends that way in good order.
@@ -92,10 +98,7 @@ async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse
     except ConnectionError:
         raise
     except Exception as error:
-        answer = as_api_error(error)
-        if answer is None:
-            _log.exception("request failed", extra={"request_id": context.request_id})
-            answer = ApiError(500, INTERNAL_ERROR)
+        answer = as_api_error(error, context.request_id)
         if answer.status == 429 and service.draining:
             answer = unavailable(answer.message)
         status = answer.status
@@ -248,10 +251,10 @@ class ApiServer(web.Server):
         self._service = service
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, self._service, loop=self._loop, **self._kwargs)
+        return Connection(self, self._service, loop=self._loop, **self._kwargs)
 
 
-class _Connection(web.RequestHandler):
+class Connection(web.RequestHandler):
     """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
 
     __slots__ = ("_arrived_ns", "_is_idle", "_service", "_writable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,10 @@ import msgspec
 
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, PagodaError
 from pagoda.frontend.text_generator import PromptTooLongError
+
+INTERNAL_ERROR = "The server made an error; its log says more."
+
+_log = logging.getLogger(__name__)
 
 _STATUSES = {
     400: ("invalid_request_error", "invalid_value"),
@@ -64,8 +69,8 @@ def unavailable(reason: str, *, retry_after_s: int = 5) -> ApiError:
     )
 
 
-def as_api_error(error: Exception) -> ApiError | None:
-    """The answer to an exception with a text for users; None if `error` is a bug."""
+def as_api_error(error: Exception, request_id: str) -> ApiError:
+    """The answer to an exception. One without a text for users is a bug, which only the log tells."""
     match error:
         case ApiError():
             return error
@@ -80,4 +85,5 @@ def as_api_error(error: Exception) -> ApiError | None:
             return unavailable(str(error))
         case PagodaError():
             return ApiError(500, str(error))
-    return None
+    _log.exception("request failed", exc_info=error, extra={"request_id": request_id})
+    return ApiError(500, INTERNAL_ERROR)

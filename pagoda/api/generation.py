@@ -16,7 +16,7 @@ from pagoda.api.kv_transfer import Handoff, handoff_of, transfer_fields
 from pagoda.api.protocol import GenerationFields, sampling_params, session_of
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.version import __version__
@@ -75,7 +75,7 @@ class Job:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached_by_answer: dict[int, int] = {}
-        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.is_first)
+        self._num_prompt_tokens = sum(r.num_prompt_tokens for r in requests if r.index == 0)
         self._envelope = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": chunk_kind if self._streams else kind,
@@ -126,7 +126,7 @@ class Job:
             raise GenerationError(f"{request_id}: {delta.error}")
         self._num_completion_tokens += len(delta.token_ids)
         num_cached = delta.num_cached_tokens
-        if num_cached and self.requests[index].is_first:
+        if num_cached and self.requests[index].index == 0:
             self._num_cached_tokens += num_cached - self._cached_by_answer.get(index, 0)
             self._cached_by_answer[index] = num_cached
 
@@ -169,9 +169,7 @@ async def prepare(
     """
     handoff = handoff_of(body, generator.endpoint.limits.role, is_router=context.service.is_router)
     if handoff != Handoff() and len(prompts) != 1:
-        raise InvalidRequestError(
-            "prompt must be a single prompt with kv_transfer_params.", param="prompt"
-        )
+        refuse("prompt", "must be a single prompt with kv_transfer_params")
     fields = {"max_tokens": max_tokens, "logprobs": logprobs}
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
         # Proxies ask the prefill server for one token, whatever `min_tokens` their client has sent.

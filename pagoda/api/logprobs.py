@@ -44,9 +44,9 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
 class CompletionLogprobs:
     """`choices[].logprobs` of completions; counts the offsets of the tokens in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, text_offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._offset = text_offset
+        self._offset = 0
 
     def format(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]

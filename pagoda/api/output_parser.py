@@ -71,7 +71,8 @@ class OutputParser:
     ) -> None:
         """`thinks`: reasoning may come first. `in_reasoning`: the prompt has already opened it."""
         self._calls_tools = calls_tools
-        self._num_calls = 0
+        self.num_calls = 0
+        """Tool calls seen so far."""
         self._scanner = _ObjectScanner()
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -90,15 +91,9 @@ class OutputParser:
             self._search = _TagSearch(THINK)
 
     @property
-    def num_calls(self) -> int:
-        """Tool calls seen so far."""
-        return self._num_calls
-
-    @property
     def one_call_complete(self) -> bool:
-        return self._num_calls > 1 or (
-            self._num_calls == 1 and self._state is not _State.CALL_ARGUMENTS
-        )
+        is_open = self._state is _State.CALL_ARGUMENTS
+        return self.num_calls > is_open
 
     @property
     def transparent(self) -> bool:
@@ -210,7 +205,6 @@ class OutputParser:
             if head is not None and name is not None:
                 rest = body[head.end() :] + self._search.held
                 self._begin_call(name)
-                self._scanner = _ObjectScanner()
                 self._state = _State.CALL_ARGUMENTS
                 return rest if behind is None else rest + CALL_END + behind
             self._may_be_head = head is None and len(body) < MAX_HEAD_CHARS
@@ -231,12 +225,12 @@ class OutputParser:
         self._add_arguments(arguments)
 
     def _begin_call(self, name: str) -> None:
-        self._calls.append(ToolCallDelta(self._num_calls, name, ""))
-        self._num_calls += 1
+        self._calls.append(ToolCallDelta(self.num_calls, name, ""))
+        self.num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
         """One delta has at most one piece of a call."""
-        index, name = self._num_calls - 1, None
+        index, name = self.num_calls - 1, None
         if self._calls and self._calls[-1].index == index:
             last = self._calls.pop()
             name, text = last.name, last.arguments + text
@@ -268,14 +262,15 @@ class _TagSearch:
         self.held = ""
         if tag:
             return before, behind
-        length = _overlap(text, self._tag)
-        certain = len(text) - length
+        lengths = range(min(len(self._tag) - 1, len(text)), 0, -1)
+        overlap = next((n for n in lengths if text.endswith(self._tag[:n])), 0)
+        certain = len(text) - overlap
         self.held = text[certain:]
         return text[:certain], None
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object in a text that comes in pieces."""
+    """Finds the end of JSON objects in a text that comes in pieces. One object may follow another."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -324,11 +319,3 @@ def _parse_call(body: str) -> tuple[str, str] | None:
     if isinstance(arguments, str):
         return call["name"], arguments
     return call["name"], json.dumps(arguments, ensure_ascii=False)
-
-
-def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that begins `tag`."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,12 +13,8 @@ from aiohttp import web
 from pagoda.api.errors import ApiError, as_api_error
 from pagoda.api.protocol import parse_body
 from pagoda.api.service import Service
-from pagoda.api.sse import EventStream, error_event
+from pagoda.api.sse import EventStream, event
 from pagoda.frontend.request_tracker import ClientRequest
-
-_log = logging.getLogger(__name__)
-
-INTERNAL_ERROR = "The server made an error; its log says more."
 
 _LARGE_BODY_BYTES = 256 * 2**10
 """Longer bodies are decoded in a thread, so that other streams go on meanwhile."""
@@ -124,11 +119,8 @@ class RequestContext:
             except Exception as error:
                 if not stream.is_open:
                     raise
-                answer = as_api_error(error)
-                if answer is None:
-                    _log.exception("request failed", extra={"request_id": self.request_id})
-                    answer = ApiError(500, INTERNAL_ERROR)
-                await stream.send(error_event(answer.body()))
+                answer = as_api_error(error, self.request_id)
+                await stream.send(b"event: error\n" + event(answer.body()))
             return await stream.close()
         finally:
             stream.stop()

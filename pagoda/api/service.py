@@ -63,7 +63,7 @@ class Service:
     @property
     def is_router(self) -> bool:
         """True if the requests go to other servers."""
-        return self.fleet is not None and self.fleet.router_id is not None
+        return self.fleet is not None and self.fleet.is_router
 
     def ready_generator(self) -> TextGenerator:
         """Raises ApiError: 503, the model is still loading."""

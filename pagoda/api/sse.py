@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from aiohttp import web
 
+if TYPE_CHECKING:
+    from pagoda.api.app import Connection
+
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-_MARK = "\x00"
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -22,35 +24,17 @@ def event(value: object) -> bytes:
     return b"data: %b\n\n" % encode_json(value)
 
 
-def error_event(body: Mapping[str, object]) -> bytes:
-    """An error inside a running stream."""
-    return b"event: error\n" + event(body)
-
-
 class EventTemplate:
     """An event that is encoded once, for a stream of events that differ in one string."""
 
-    __slots__ = ("_prefix", "_suffix")
+    PLACE = "\x00"
+    """Stands where the string goes."""
 
     def __init__(self, encoded: bytes) -> None:
-        """`encoded` is an event that has `EventTemplate.PLACE` where the string goes."""
-        self._prefix, _, self._suffix = encoded.partition(encode_json(_MARK))
-
-    PLACE = _MARK
+        self._prefix, _, self._suffix = encoded.partition(encode_json(self.PLACE))
 
     def fill(self, text: str) -> bytes:
         return self._prefix + encode_json(text) + self._suffix
-
-
-class Writable(Protocol):
-    """The connection of a request, as `pagoda.api.app` makes it."""
-
-    @property
-    def writing_paused(self) -> bool:
-        """The client reads too slowly: the buffer of the socket is full."""
-
-    async def wait_writable(self) -> None:
-        """Returns when the buffer has room, or the connection is lost."""
 
 
 class EventStream:
@@ -66,7 +50,7 @@ class EventStream:
         self, request: web.BaseRequest, headers: Mapping[str, str], *, tick_s: float, stall_s: float
     ) -> None:
         self._request = request
-        self._connection = cast(Writable, request.protocol)
+        self._connection = cast("Connection", request.protocol)
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -157,9 +141,8 @@ class EventStream:
         self._num_seen, self._num_buffered = self._num_sent, buffered
         if buffered == 0 and not progress:
             self._comment = asyncio.ensure_future(self._send_comment())
-        self._stalled_for_s = (
-            0.0 if progress or not buffered else self._stalled_for_s + self._tick_s
-        )
+        is_stalled = buffered and not progress
+        self._stalled_for_s = self._stalled_for_s + self._tick_s if is_stalled else 0.0
         if self._stalled_for_s >= self._stall_s:
             transport.abort()
 

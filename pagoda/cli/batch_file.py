@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from pagoda.cli.jsonl import read_jsonl
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.errors import ConfigError
 
@@ -51,31 +52,16 @@ def read_batch(path: Path) -> list[BatchRequest]:
     Raises:
         ConfigError: the file cannot be read, or a line is not a request; the error says which.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--input: cannot read {path}: {error.strerror}.") from error
-    decode = msgspec.json.Decoder(BatchRequest).decode
-    requests = []
-    seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            request = decode(line)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"--input: {path} line {number}: {error}.") from error
+    requests: dict[str, BatchRequest] = {}
+    for place, request in read_jsonl(path, BatchRequest, "--input"):
         if request.body.get("stream"):
-            raise ConfigError(f"--input: {path} line {number}: a batch request cannot be a stream.")
-        if request.custom_id in seen:
-            raise ConfigError(
-                f"--input: {path} line {number}: custom_id {request.custom_id} is used twice."
-            )
-        seen.add(request.custom_id)
-        requests.append(request)
+            raise ConfigError(f"{place}: a batch request cannot be a stream.")
+        if request.custom_id in requests:
+            raise ConfigError(f"{place}: custom_id {request.custom_id} is used twice.")
+        requests[request.custom_id] = request
     if not requests:
         raise ConfigError(f"--input: {path} holds no request.")
-    return requests
+    return list(requests.values())
 
 
 async def answer_batch(

@@ -23,7 +23,7 @@ from pagoda.cli import output
 from pagoda.cli.openai_client import OpenAIClient
 from pagoda.cli.options import EngineOptions, ExecutorOptions, ParallelOptions
 from pagoda.engine.config import EngineConfig
-from pagoda.frontend.fleet import EngineFleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import load_text
 from pagoda.frontend.policies import PolicyName
 from pagoda.frontend.request_tracker import RequestTracker
@@ -98,7 +98,7 @@ async def _load(
     stack: contextlib.AsyncExitStack,
 ) -> Service:
     """The API over engines that end with `stack`, behind a key that nobody else knows."""
-    fleet = EngineFleet(engine, policy)
+    fleet = Fleet.of_engines(engine, policy)
     stack.push_async_callback(fleet.close)
     text = partial(load_text, files, simulated=False, chat_template=None)
     return Service(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
 from typing import NamedTuple
 
 import aiohttp
@@ -81,7 +80,6 @@ class Events(NamedTuple):
 
 class _Model(msgspec.Struct, frozen=True):
     id: str
-    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -98,8 +96,6 @@ class _ErrorReply(msgspec.Struct, frozen=True):
 
 _encode = msgspec.json.Encoder().encode
 _decode_answer = msgspec.json.Decoder(Answer).decode
-_decode_models = msgspec.json.Decoder(_Models).decode
-_decode_error = msgspec.json.Decoder(_ErrorReply).decode
 
 
 class OpenAIClient:
@@ -126,19 +122,14 @@ class OpenAIClient:
         )
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
     async def first_model(self) -> str:
         """The name of the first model that the server lists."""
         try:
-            models = _decode_models(await self._call("GET", "/v1/models", None)).data
+            models = msgspec.json.decode(await self._call("GET", "/v1/models"), type=_Models).data
         except msgspec.DecodeError as error:
             raise ServerError(f"{self._base_url}/v1/models is not a list of models.") from error
         if not models:
@@ -154,10 +145,12 @@ class OpenAIClient:
         """
         return self._decode(await self._call("POST", path, body))
 
-    async def post_raw(self, path: str, body: Mapping[str, object]) -> tuple[int, bytes]:
+    async def post_raw(
+        self, path: str, body: Mapping[str, object] | None, method: str = "POST"
+    ) -> tuple[int, bytes]:
         """Status and body of the reply, whatever they are."""
         try:
-            async with self._request("POST", path, body) as response:
+            async with self._request(method, path, body) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise self._unreachable(error) from error
@@ -201,15 +194,13 @@ class OpenAIClient:
                 yield Events(now, answers)
         raise ServerError("The server ended the stream without [DONE].")
 
-    async def _call(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
-        try:
-            async with self._request(method, path, body) as response:
-                data = await response.read()
-                if response.status != 200:
-                    raise ServerError(_explain(response.status, data))
-                return data
-        except aiohttp.ClientError as error:
-            raise self._unreachable(error) from error
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None
+    ) -> bytes:
+        status, data = await self.post_raw(path, body, method)
+        if status != 200:
+            raise ServerError(_explain(status, data))
+        return data
 
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None
@@ -239,7 +230,7 @@ class OpenAIClient:
 
 def _explain(status: int, data: bytes) -> str:
     try:
-        said = _decode_error(data).error.message
+        said = msgspec.json.decode(data, type=_ErrorReply).error.message
     except msgspec.DecodeError:
         said = data[:200].decode(errors="replace").strip() or "(nothing)"
     return f"The server answered with status {status}: {said}"

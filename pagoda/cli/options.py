@@ -20,19 +20,19 @@ from pagoda.telemetry.logging import (
 )
 
 __all__ = [
-    "BaseUrl",
     "Count",
     "EngineOptions",
     "ExecutorOptions",
     "GeneralOptions",
+    "Length",
     "ParallelOptions",
     "SamplingOptions",
     "Seconds",
 ]
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
+Length = Annotated[int, Parameter(validator=Number(gte=0))]
 Seconds = Annotated[float, Parameter(validator=Number(gte=0))]
-BaseUrl = Annotated[str, Parameter(name="--base-url")]
 
 
 @Parameter(name="*", group=Group("General", sort_key=90))

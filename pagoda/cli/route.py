@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 from cyclopts import Group, Parameter
@@ -17,7 +16,7 @@ from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.base import Discover
 from pagoda.frontend.discovery.flags import discovering
 from pagoda.frontend.dispatcher import DEFAULT_NO_REPLICA_TIMEOUT_S
-from pagoda.frontend.fleet import RoutedFleet, RouterConfig
+from pagoda.frontend.fleet import Fleet, RouterConfig
 from pagoda.frontend.policies import DEFAULT_POLICY, PolicyName
 from pagoda.frontend.prefill_offload import DEFAULT_MIN_TOKENS
 from pagoda.ipc.lifeline import hold_lifeline
@@ -83,4 +82,10 @@ def route(
     )
     tracer = Tracer("router")
     options = (server, join, profile)
-    return run_server(files, partial(RoutedFleet, routed, tracer), tracer, started, options)
+    return run_server(
+        files,
+        lambda join: Fleet(routed, join=join, tracer=tracer),
+        tracer,
+        started,
+        options,
+    )

@@ -38,10 +38,8 @@ from pagoda.errors import ConfigError
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.fleet import (
-    EngineFleet,
     Fleet,
     JoinConfig,
-    JoinedFleet,
     read_cluster_key,
 )
 from pagoda.frontend.handoff_options import HandoffOptions
@@ -199,7 +197,9 @@ def serve(
     tracer = Tracer("frontend")
     return run_server(
         files,
-        lambda: EngineFleet(config, parallel.data_parallel_policy, tracer),
+        lambda join: Fleet.of_engines(
+            config, parallel.data_parallel_policy, join=join, tracer=tracer
+        ),
         tracer,
         started,
         (server, join, profile),
@@ -210,7 +210,7 @@ def serve(
 
 def run_server(
     files: ModelFiles,
-    make_fleet: Callable[[], Fleet],
+    make_fleet: Callable[[JoinConfig | None], Fleet],
     tracer: Tracer,
     started: float,
     options: tuple[ServerOptions, JoinOptions, ProfileOptions],
@@ -228,10 +228,6 @@ def run_server(
     spans = server.spans(files)
     joined = join.config(files, spans)
 
-    def fleet() -> Fleet:
-        inner = make_fleet()
-        return inner if joined is None else JoinedFleet(inner, joined, tracer)
-
     def announce(url: str, limits: EngineReady) -> None:
         """Tells the operator what is served, where, and how to ask it."""
         console = output.stdout()
@@ -248,7 +244,7 @@ def run_server(
     event_loop.run(
         serve_api(
             server.config(files.served_name),
-            fleet,
+            partial(make_fleet, joined),
             partial(load_text, files, simulated=simulated, chat_template=server.chat_template),
             on_ready=announce,
             profile=profile.config(),

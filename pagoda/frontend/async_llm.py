@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import msgspec
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.conversation import Messages, render_conversation
-from pagoda.frontend.fleet import EngineFleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.llm_arguments import Configuration, configure
 from pagoda.frontend.model_text import ModelText, load_text
 from pagoda.frontend.outputs import GrowingAnswer, RequestOutput, request_output
@@ -59,7 +59,7 @@ class AsyncLLM:
         """
         self._files, self._engine, self._policy = configuration or configure(model, options)
         self._chat_template = None if chat_template is None else Path(chat_template)
-        self._fleet: EngineFleet | None = None
+        self._fleet: Fleet | None = None
         self._generator: TextGenerator | None = None
         self._requests: dict[str, list[str]] = {}
 
@@ -69,7 +69,7 @@ class AsyncLLM:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        fleet = self._fleet = EngineFleet(self._engine, self._policy)
+        fleet = self._fleet = Fleet.of_engines(self._engine, self._policy)
         try:
             self._generator = await start_generator(fleet, self._load_text, RequestTracker())
         except BaseException:
@@ -154,10 +154,7 @@ class AsyncLLM:
         requests = await prepare()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._requests:
-            raise InvalidRequestError(
-                f"request_id {request_id!r} is that of a request that still runs.",
-                param="request_id",
-            )
+            refuse("request_id", f"{request_id!r} is that of a request that still runs")
         answers = self._answers(requests)
         self._requests[request_id] = [request.request.request_id for request in requests]
         try:

@@ -26,13 +26,11 @@ from pagoda.errors import (
     OverloadedError,
 )
 from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import CacheListener, Health, Replica, ReplicaState, StepListener
-from pagoda.frontend.outliers import OutlierDetector
+from pagoda.frontend.outliers import Ejection, OutlierDetector
 from pagoda.frontend.placer import Placer
 from pagoda.frontend.policies import Policy
-from pagoda.frontend.quarantine import Quarantine
-from pagoda.frontend.replica_judge import ReplicaJudge
+from pagoda.frontend.prefix_index import CacheUnion
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.totals import counters_of, sum_of_loads
@@ -51,8 +49,6 @@ from pagoda.telemetry.tracer import Tracer
 if TYPE_CHECKING:
     from pagoda.frontend.prefill_offload import PrefillOffload
 
-MAX_PREFIX_BLOCKS = 1024
-"""Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
 DEFAULT_NO_REPLICA_TIMEOUT_S = 30
 """Seconds that a router lets requests wait while it has no host that takes them."""
 _MOVED_RETRY_S = 1
@@ -88,18 +84,17 @@ class Dispatcher:
         self._clock = clock or LoopClock()
         self._offload = offload
         self._cache = CacheUnion()
-        outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
-        self.slots = ReplicaSet(policy, self._cache, outliers, self._clock)
+        self._outliers = OutlierDetector(self._clock, keeps_half=keeps_half)
+        self.slots = ReplicaSet(policy, self._cache, self._outliers, self._clock)
         """The replicas and what is known about them."""
         self._placer = Placer(
             self.slots, self._clock, no_replica_timeout_s, lambda: self._uses_prefixes
         )
+        self.quarantine = self._placer.quarantine
         self.slots.on_room = self._placer.wake
         self.requests: dict[str, TrackedRequest] = {}
         """The requests that have not ended, by id."""
-        self._judge = ReplicaJudge(
-            self.slots, outliers, lambda: bool(self.requests), self._move_requests_of
-        )
+        self._judge_timer: asyncio.TimerHandle | None = None
         self.is_subscribed = False
         """True while replicas tell what they have cached."""
         self._tasks: set[asyncio.Task[object]] = set()
@@ -125,31 +120,8 @@ class Dispatcher:
         return [slot.replica for slot in self.slots]
 
     @property
-    def num_replicas(self) -> int:
-        return len(self.slots)
-
-    @property
     def limits(self) -> EngineReady:
         return self.slots.limits
-
-    @property
-    def least_pending_tokens(self) -> int | None:
-        """The least work of a replica that takes requests, computes and is not left out; None if there is none."""
-        return self.slots.least_pending_tokens()
-
-    @property
-    def is_judging(self) -> bool:
-        """True while replicas are compared: as long as there are requests."""
-        return self._judge.is_running
-
-    @property
-    def quarantine(self) -> Quarantine:
-        """The request that is tried because it may have killed engines, and those that wait for their trial."""
-        return self._placer.quarantine
-
-    def judge(self) -> None:
-        """Compares all replicas once, as it is done every second."""
-        self._judge.judge()
 
     async def start(self) -> None:
         """Starts all replicas at once; returns when all are ready. If one cannot start, none is left.
@@ -157,16 +129,11 @@ class Dispatcher:
         Raises:
             ConfigError, EngineDeadError: as `Replica.start`; of several replicas, the error names the one.
         """
-        starts = [asyncio.create_task(slot.replica.start()) for slot in self.slots]
+        starts = [asyncio.create_task(self._start(slot)) for slot in self.slots]
         try:
-            await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-            for slot, start in zip(self.slots, starts, strict=True):
-                if start.done():
-                    self._check_start(slot, start)
+            await asyncio.gather(*starts)
         except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await cancel_all(starts)
             await self.close()
             raise
         for slot in self.slots:
@@ -174,14 +141,14 @@ class Dispatcher:
             self._spawn(self._watch(slot))
         self.update_subscriptions()
 
-    def _check_start(self, slot: ReplicaSlot, start: asyncio.Task[None]) -> None:
+    async def _start(self, slot: ReplicaSlot) -> None:
         try:
-            start.result()
+            await slot.replica.start()
         except (ConfigError, EngineDeadError) as error:
             raise type(error)(f"{self.slots.prefix(slot)}{error}") from error
 
     def add(self, replica: Replica) -> None:
-        """Takes in a replica that has started. Whoever adds it watches whether it fails, and removes it then."""
+        """Takes in a replica that has started. The caller watches whether it fails, and removes it then."""
         slot = self._new_slot(replica)
         self._take_in(slot)
         self.update_subscriptions()
@@ -239,11 +206,11 @@ class Dispatcher:
             slot.num_losses += 1
             slot.crash_suspects = slot.may_have_computed()
         if was_ready and not is_ready and not is_end:
-            self._judge.on_loss(slot)
+            self._eject(self._outliers.on_loss(slot.health))
         if is_ready and not was_ready:
             slot.health.heard_at = self._clock.now()  # it could not get on before
         if not is_ready:
-            self._cache.clear(slot.prefixes)
+            slot.prefixes.clear()
         if slot.limits is not None:
             self.slots.take_limits(slot)
         self.slots.refit(slot)
@@ -258,7 +225,7 @@ class Dispatcher:
     def update_subscriptions(self) -> None:
         """Subscribes to what replicas have cached as long as that matters: to the choice of a replica, to the
         offload of prompts, or to listeners."""
-        matters = self._uses_prefixes or self._cache.has_listeners
+        matters = self._uses_prefixes or bool(self._cache.listeners)
         if matters is not self.is_subscribed:
             self.is_subscribed = matters
             for slot in self.slots:
@@ -270,14 +237,13 @@ class Dispatcher:
         return is_choice or (self._offload is not None and self._offload.needs_prefixes)
 
     def _subscribe(self, slot: ReplicaSlot) -> None:
-        listener = partial(self._cache.apply, slot.prefixes)
-        slot.unsubscribe = slot.replica.subscribe_cache(listener)
+        slot.unsubscribe = slot.replica.subscribe_cache(slot.prefixes.apply)
 
     def _unsubscribe(self, slot: ReplicaSlot) -> None:
         if slot.unsubscribe is not None:
             slot.unsubscribe()
             slot.unsubscribe = None
-        self._cache.clear(slot.prefixes)
+        slot.prefixes.clear()
 
     async def _watch(self, slot: ReplicaSlot) -> None:
         failure = await slot.replica.wait_failed()
@@ -340,7 +306,7 @@ class Dispatcher:
         """Counts that the request's replica does not do in time what takes no time."""
         tracked = self.requests.get(request_id)
         if tracked is not None and tracked.slot is not None:
-            self._judge.on_failure(tracked.slot)
+            self._eject(self._outliers.on_failure(tracked.slot.health))
 
     async def load(self) -> LoadReport:
         if self._failure is not None:
@@ -415,7 +381,8 @@ class Dispatcher:
             await self.abort(request_id)
 
     async def close(self) -> None:
-        self._judge.stop()
+        if self._judge_timer is not None:
+            self._judge_timer.cancel()
         await cancel_all(list(self._tasks))
         self._fail(EngineDeadError("The engine was closed."))
         ends = await asyncio.gather(
@@ -431,7 +398,7 @@ class Dispatcher:
         tracked = self._accept(request)
         try:
             while (slot := await self._placer.place(tracked)) is not None:
-                self._judge.start()
+                self._judge_soon()
                 try:
                     async with self._stream(tracked, slot) as stream:
                         tracked.waits_since = self._clock.now()
@@ -452,11 +419,13 @@ class Dispatcher:
                     self._on_engine_lost(tracked, slot)
                 except OverloadedError as error:
                     tracked.refusals[slot.number] = error.retry_after_s
+                    self._placer.leave(tracked)
+                    self.slots.on_full(slot, error.retry_after_s)
                 finally:
                     self._placer.leave(tracked)
             yield tracked.final_chunk()
         finally:
-            self._placer.quarantine.clear(tracked)
+            self.quarantine.clear(tracked)
             if tracked.token_ids:
                 # However it ended: at a stop string, and when the client has enough, no last chunk comes.
                 self._placer.load_tracker.observe_length(len(tracked.token_ids))
@@ -498,8 +467,7 @@ class Dispatcher:
         async with contextlib.AsyncExitStack() as stack:
             value = tracked.value()
             if self._offload is not None and not tracked.is_suspect:
-                prepared = self._offload.prepare(value, slot.info(tracked))
-                value = await stack.enter_async_context(prepared)
+                value = await stack.enter_async_context(self._offload.prepare(tracked, slot))
                 if tracked.state is not RequestState.QUEUED or not slot.has_engine:
                     raise _MovedError
                 tracked.fetches_kv = value.kv_source is not None
@@ -527,7 +495,7 @@ class Dispatcher:
             if tracked.crash_count:
                 # It got on: whatever killed engines before, this request did not.
                 tracked.crash_count = 0
-                self._placer.quarantine.clear(tracked)
+                self.quarantine.clear(tracked)
         elif chunk.num_computed_tokens is not None:
             num_computed = work.prompt_progress(chunk.num_computed_tokens)
         if chunk.received_ns != slot.latest_ns:
@@ -576,6 +544,45 @@ class Dispatcher:
                 tracked.state = RequestState.MOVING
                 tracked.crash_count += tracked in suspects
                 self._spawn(slot.replica.abort(tracked.request_id))
+
+    # ---- replicas that do worse than others
+
+    @property
+    def is_judging(self) -> bool:
+        """True while replicas are compared once a second: as long as there are requests."""
+        return self._judge_timer is not None
+
+    def _judge_soon(self) -> None:
+        """Judges from now on, if there is more than one replica."""
+        if self._judge_timer is None and len(self.slots) > 1:
+            loop = asyncio.get_running_loop()
+            self._judge_timer = loop.call_later(_JUDGE_INTERVAL_S, self._judge_again)
+
+    def _judge_again(self) -> None:
+        self._judge_timer = None
+        if self.requests:
+            self._judge_soon()
+            self.judge()
+
+    def judge(self) -> None:
+        """Compares all replicas once. New requests avoid the worst, and requests that hang there are moved."""
+        ejected, stuck = self._outliers.check(lambda number: self.slots.by_number(number).waiting())
+        for ejection in ejected:
+            self._eject(ejection)
+        for number in stuck:
+            self._move_requests_of(self.slots.by_number(number))
+
+    def _eject(self, ejection: Ejection | None) -> None:
+        if ejection is None:
+            return
+        slot = self.slots.by_number(ejection.replica)
+        self.slots.refit(slot)
+        _log.warning(
+            "%sgets no new requests for %g s: %s",
+            self.slots.prefix(slot),
+            ejection.duration_s,
+            ejection.reason,
+        )
 
 
 class _MovedError(Exception):

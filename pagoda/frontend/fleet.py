@@ -1,13 +1,13 @@
-"""Fleets: the engines of this host, or the hosts of a router, behind one dispatcher."""
+"""The engines of this host, or the hosts of a router, behind one dispatcher."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -37,93 +37,6 @@ MIN_SECRET_BYTES = 16
 _log = logging.getLogger(__name__)
 
 
-class Fleet(Protocol):
-    @property
-    def dispatcher(self) -> Dispatcher: ...
-
-    @property
-    def registry(self) -> Registry | None:
-        """Registry of a router's hosts, once the router has started; None for engines."""
-        ...
-
-    @property
-    def router_id(self) -> str | None:
-        """None if it is no router."""
-        ...
-
-    async def start(self) -> None:
-        """Returns when requests can be taken.
-
-        Raises:
-            ConfigError, EngineDeadError: it cannot start; nothing is left behind.
-        """
-        ...
-
-    async def leave(self) -> None:
-        """Tells routers to send nothing new; running requests continue."""
-        ...
-
-    async def close(self) -> None: ...
-
-    def start_trace(self, order: StartTrace) -> None:
-        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
-        ...
-
-    async def stop_trace(self) -> list[str]:
-        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
-        ...
-
-    async def trace_ended(self) -> None:
-        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
-        ...
-
-
-class EngineFleet:
-    """Engine processes of this host, one for each replica of the configuration."""
-
-    def __init__(
-        self,
-        engine: EngineConfig,
-        policy: PolicyName = DEFAULT_POLICY,
-        tracer: Tracer | None = None,
-    ) -> None:
-        """`tracer` is that of this process.
-
-        Raises:
-            ConfigError: there is no place for their sockets.
-        """
-        self._engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
-        self.dispatcher = Dispatcher(self._engines, POLICIES[policy], tracer=tracer)
-
-    @property
-    def registry(self) -> None:
-        return None
-
-    @property
-    def router_id(self) -> None:
-        return None
-
-    async def start(self) -> None:
-        await self.dispatcher.start()
-
-    async def leave(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        await self.dispatcher.close()
-
-    def start_trace(self, order: StartTrace) -> None:
-        for engine in self._engines:
-            engine.start_trace(order)
-
-    async def stop_trace(self) -> list[str]:
-        ends = await asyncio.gather(*(engine.stop_trace() for engine in self._engines))
-        return [problem for problems in ends for problem in problems]
-
-    async def trace_ended(self) -> None:
-        await asyncio.gather(*(engine.trace_ended() for engine in self._engines))
-
-
 @dataclass(frozen=True)
 class JoinConfig:
     register: Register
@@ -132,83 +45,6 @@ class JoinConfig:
     model: str
     model_digest: str
     tracker: RequestTracker = field(default_factory=RequestTracker)
-
-
-class JoinedFleet:
-    """A fleet that also serves routers: the engines of a host, or the hosts of a router."""
-
-    def __init__(self, inner: Fleet, join: JoinConfig, tracer: Tracer | None = None) -> None:
-        self._inner = inner
-        self._tracer = tracer or Tracer("frontend")
-        self._join = join
-        self._context: Context = zmq.Context()
-        self.host_id = inner.router_id or new_id()
-        self._door: HostServer | None = None
-        self._registrations: list[Registration] = []
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        return self._inner.dispatcher
-
-    @property
-    def registry(self) -> Registry | None:
-        return self._inner.registry
-
-    @property
-    def router_id(self) -> str | None:
-        return self._inner.router_id
-
-    async def start(self) -> None:
-        await self._inner.start()
-        join = self._join
-        start_authenticator(self._context, join.keys)
-        identity = Identity(
-            id=self.host_id,
-            model=join.model,
-            model_digest=join.model_digest,
-            is_router=self.router_id is not None,
-        )
-        host, port = join.advertised.host, join.advertised.port
-        address = f"tcp://{host}:{'*' if port is None else port}"
-        self._door = HostServer(
-            self.dispatcher,
-            self._context,
-            address,
-            join.keys,
-            identity,
-            self._tracer,
-            join.tracker,
-        )
-        record = HostRecord(host_id=self.host_id, address=f"tcp://{host}:{self._door.port}")
-        _log.info("routers reach this host at %s:%d", host, self._door.port)
-        self._registrations = join.register(self._context, record)
-
-    async def leave(self) -> None:
-        if self._door is not None:
-            self._door.leave()
-        await self._unregister()
-
-    async def close(self) -> None:
-        await self._unregister()
-        if self._door is not None:
-            await self._door.close()
-        await self._inner.close()
-        self._context.term()
-
-    def start_trace(self, order: StartTrace) -> None:
-        self._inner.start_trace(order)
-        if self._door is not None:
-            self._door.compare_clocks()
-
-    async def stop_trace(self) -> list[str]:
-        return await self._inner.stop_trace()
-
-    async def trace_ended(self) -> None:
-        await self._inner.trace_ended()
-
-    async def _unregister(self) -> None:
-        registrations, self._registrations = self._registrations, []
-        await asyncio.gather(*(registration.close() for registration in registrations))
 
 
 @dataclass(frozen=True)
@@ -224,57 +60,144 @@ class RouterConfig:
     """Seconds that a request waits while no host takes requests."""
 
 
-class RoutedFleet:
-    def __init__(self, config: RouterConfig, tracer: Tracer | None = None) -> None:
-        self._config = config
-        self._tracer = tracer or Tracer("router")
+class Fleet:
+    """A dispatcher over the engines of this host or the hosts of a router; may serve the routers above."""
+
+    def __init__(
+        self,
+        members: Dispatcher | RouterConfig,
+        engines: Sequence[EngineClient] = (),
+        *,
+        join: JoinConfig | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`engines` are the replicas of the dispatcher that trace; `tracer` is that of this process.
+
+        No `join` serves no routers. With both, the keys of the router and of `join` are the same.
+        """
+        self._engines = engines
+        self._join = join
+        self._tracer = tracer or Tracer("frontend")
         self._context: Context = zmq.Context()
+        self._router: tuple[RouterConfig, PrefillDecodeRouter] | None = None
+        self._door: HostServer | None = None
+        self._registrations: list[Registration] = []
+        self.id = new_id()
+        self.registry: Registry | None = None
+        """Registry of a router's hosts, once the router has started."""
+        if isinstance(members, Dispatcher):
+            self.dispatcher = members
+            return
         # There is no host too many but for the system, which has limits of its own.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self.registry: Registry | None = None
-        self.router_id = new_id()
-        self._hosts = PrefillDecodeRouter(
-            POLICIES[config.policy],
-            config.remote_prefill_min_tokens,
+        hosts = PrefillDecodeRouter(
+            POLICIES[members.policy],
+            members.remote_prefill_min_tokens,
             self._tracer,
-            no_replica_timeout_s=config.no_replica_timeout_s,
+            no_replica_timeout_s=members.no_replica_timeout_s,
         )
+        self._router = members, hosts
+        self.dispatcher = hosts.dispatcher
+
+    @classmethod
+    def of_engines(
+        cls,
+        engine: EngineConfig,
+        policy: PolicyName = DEFAULT_POLICY,
+        *,
+        join: JoinConfig | None = None,
+        tracer: Tracer | None = None,
+    ) -> Fleet:
+        """One engine process of this host for each replica of the configuration.
+
+        Raises:
+            ConfigError: there is no place for their sockets.
+        """
+        engines = [EngineClient(config, tracer) for config in replicas_of(engine)]
+        dispatcher = Dispatcher(engines, POLICIES[policy], tracer=tracer)
+        return cls(dispatcher, engines, join=join, tracer=tracer)
 
     @property
-    def dispatcher(self) -> Dispatcher:
-        return self._hosts.dispatcher
+    def is_router(self) -> bool:
+        return self._router is not None
 
     async def start(self) -> None:
-        config = self._config
-        start_authenticator(self._context, config.keys)
-        router = Identity(self.router_id, config.model, config.model_digest, is_router=True)
-        self.registry = Registry(
-            self._hosts,
-            config.discover(self._context),
+        """Returns when requests can be taken.
+
+        Raises:
+            ConfigError, EngineDeadError: the fleet cannot start; `close` leaves nothing behind.
+        """
+        if self._router is None:
+            await self.dispatcher.start()
+        else:
+            config, hosts = self._router
+            start_authenticator(self._context, config.keys)
+            self.registry = Registry(
+                hosts,
+                config.discover(self._context),
+                self._context,
+                config.keys,
+                self._identity(config),
+                self._tracer,
+            )
+            await self.registry.first_host()
+        if self._join is not None:
+            self._serve_routers(self._join)
+
+    def _serve_routers(self, join: JoinConfig) -> None:
+        if not self.is_router:
+            start_authenticator(self._context, join.keys)
+        host, port = join.advertised.host, join.advertised.port
+        self._door = HostServer(
+            self.dispatcher,
             self._context,
-            config.keys,
-            router,
+            f"tcp://{host}:{'*' if port is None else port}",
+            join.keys,
+            self._identity(join),
             self._tracer,
+            join.tracker,
         )
-        await self.registry.first_host()
+        record = HostRecord(host_id=self.id, address=f"tcp://{host}:{self._door.port}")
+        _log.info("routers reach this host at %s:%d", host, self._door.port)
+        self._registrations = join.register(self._context, record)
+
+    def _identity(self, config: JoinConfig | RouterConfig) -> Identity:
+        return Identity(self.id, config.model, config.model_digest, self.is_router)
 
     async def leave(self) -> None:
-        pass
+        """Tells routers to send nothing new; running requests continue."""
+        if self._door is not None:
+            self._door.leave()
+        await self._unregister()
 
     async def close(self) -> None:
+        await self._unregister()
+        if self._door is not None:
+            await self._door.close()
         if self.registry is not None:
             await self.registry.close()
-        await self._hosts.close()
+        await (self.dispatcher if self._router is None else self._router[1]).close()
         self._context.term()
 
+    async def _unregister(self) -> None:
+        registrations, self._registrations = self._registrations, []
+        await asyncio.gather(*(registration.close() for registration in registrations))
+
     def start_trace(self, order: StartTrace) -> None:
-        """Does nothing: each host starts its own traces."""
+        """The engines of this host, and the ones that replace them, trace from now on; other hosts do not."""
+        for engine in self._engines:
+            engine.start_trace(order)
+        if self._door is not None:
+            self._door.compare_clocks()
 
     async def stop_trace(self) -> list[str]:
-        return []
+        """Returns when all fragments are closed, or some seconds later, with sentences about what went wrong."""
+        ends = await asyncio.gather(*(engine.stop_trace() for engine in self._engines))
+        return [problem for problems in ends for problem in problems]
 
     async def trace_ended(self) -> None:
-        pass
+        """Returns when all engines have stopped by themselves, after `StartTrace.num_steps`."""
+        await asyncio.gather(*(engine.trace_ended() for engine in self._engines))
 
 
 def new_id() -> str:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.checkpoints.gguf.reader import Metadata
+from pagoda.checkpoints.fields import Fields
 from pagoda.errors import ConfigError
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -47,16 +47,14 @@ _ROLES = {
 }
 _SENTENCEPIECE_DEFAULTS = {UNKNOWN: 0, BOS: 1, EOS: 2}
 _END_KEYS = (EOS, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-_END_TOKENS = frozenset(
-    (
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<end_of_turn>",
-    )
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
 )
 """Control tokens that end an answer. A file names one end token, where generation_config.json names them all."""
 
@@ -86,40 +84,33 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_LLAMA3_SPLIT = _Split((_LLAMA3,), words_first=True, begins=True)
-_DIGITS_SPLIT = _Split((r"\p{N}", _GPT2))
 _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Split((_GPT2,)),
     "qwen2": _Split((_QWEN2,), nfc=True),
     "deepseek-r1-qwen": _Split((_QWEN2,)),
-    "llama-bpe": _LLAMA3_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "falcon3": _LLAMA3_SPLIT,
-    "pixtral": _LLAMA3_SPLIT,
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        _Split((_LLAMA3,), words_first=True, begins=True),
+    ),
     "smaug-bpe": _Split((_LLAMA3,)),
     "tekken": _Split((_TEKKEN,), words_first=True, begins=True),
-    "smollm": _DIGITS_SPLIT,
-    "refact": _DIGITS_SPLIT,
-    "starcoder": _DIGITS_SPLIT,
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _Split((r"\p{N}", _GPT2))),
 }
 
 
 class Vocabulary:
     """The tokens of a file, with what it says of each."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Fields) -> None:
         """Raises ConfigError: a key is missing or wrong."""
         self.metadata = metadata
         self.tokens = metadata.texts(TOKENS)
         if max(map(len, self.tokens), default=0) > _MAX_TOKEN_CHARS:
             self._refuse(f"has a token of more than {_MAX_TOKEN_CHARS} characters")
-        self.types = (
-            self._of_each(TYPES, metadata.integers(TYPES))
-            if TYPES in metadata
-            else [_NORMAL] * len(self.tokens)
-        )
+        self.types = [_NORMAL] * len(self.tokens)
+        if TYPES in metadata:
+            self.types = self._of_each(TYPES, metadata.integers(TYPES))
         # The places of unused tokens are filled with names that stand for no text.
         self.ids = {
             token: i
@@ -168,7 +159,7 @@ class Vocabulary:
         return values
 
     def _refuse(self, fault: str) -> NoReturn:
-        raise ConfigError(f"{self.metadata.path}: {TOKENS} {fault}.")
+        raise ConfigError(f"{self.metadata.source}: {TOKENS} {fault}.")
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
@@ -181,7 +172,9 @@ def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     except ConfigError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{metadata.path} has no tokenizer that can be built: {error}.") from None
+        raise ConfigError(
+            f"{metadata.source} has no tokenizer that can be built: {error}."
+        ) from None
 
 
 def _backend(vocabulary: Vocabulary) -> Backend:
@@ -203,11 +196,11 @@ def _backend(vocabulary: Vocabulary) -> Backend:
     return backend
 
 
-def _split(metadata: Metadata) -> _Split:
+def _split(metadata: Fields) -> _Split:
     if PRE not in metadata:
         _log.warning(
             "%s has no %s, so texts are cut into words in the way called 'default'; answers may be worse",
-            metadata.path,
+            metadata.source,
             PRE,
         )
     split = _SPLITS.get(metadata.text(PRE, "default"))
@@ -253,13 +246,15 @@ def _sentencepiece(vocabulary: Vocabulary) -> Backend:
     return backend
 
 
-def _merges(metadata: Metadata) -> list[tuple[str, str]]:
+def _merges(metadata: Fields) -> list[tuple[str, str]]:
     """Pairs, the first merges first; a pair is written with one space between its parts."""
     pairs = []
     for merge in metadata.texts(MERGES):
         left, _, right = merge.partition(" ")
         if not left or not right:
-            raise ConfigError(f"{metadata.path}: {MERGES} has {merge!r}, which is not two tokens.")
+            raise ConfigError(
+                f"{metadata.source}: {MERGES} has {merge!r}, which is not two tokens."
+            )
         pairs.append((left, right))
     return pairs
 
@@ -281,9 +276,6 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 def _frame(first: int | None, last: int | None) -> processors.TemplateProcessing:
     """Puts a token in front of every text, one behind it, or both."""
-    ends = {"FIRST": first, "LAST": last}
-    named = [
-        {"id": name, "ids": [i], "tokens": [name]} for name, i in ends.items() if i is not None
-    ]
-    parts = ["FIRST" if first is not None else "", "$A", "LAST" if last is not None else ""]
-    return processors.TemplateProcessing(single=" ".join(parts).strip(), special_tokens=named)
+    begin, end = "FIRST" * (first is not None), "LAST" * (last is not None)
+    ids = [(name, i) for name, i in ((begin, first), (end, last)) if i is not None]
+    return processors.TemplateProcessing(single=f"{begin} $A {end}".strip(), special_tokens=ids)

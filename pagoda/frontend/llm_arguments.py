@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
 
@@ -31,8 +31,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Arguments of vLLM's `LLM` that are accepted with values that change nothing."""
 
-Options = type[EngineOptions] | type[ExecutorOptions] | type[ParallelOptions]
-
+T = TypeVar("T")
 
 Configuration = tuple[ModelFiles, EngineConfig, PolicyName]
 """The files of a model, the configuration of each replica, and the policy that chooses a replica."""
@@ -56,34 +55,28 @@ def configure(model: str | None, arguments: Mapping[str, object]) -> Configurati
             raise ConfigError(f"LLM was given {known[name]} under two names.")
         else:
             given[known[name]] = value
-    engine = EngineOptions(**_fields_of(EngineOptions, given))
-    executor = ExecutorOptions(**_fields_of(ExecutorOptions, given))
-    parallel = ParallelOptions(**_fields_of(ParallelOptions, given))
+    engine, executor = _made(EngineOptions, given), _made(ExecutorOptions, given)
+    parallel = _made(ParallelOptions, given)
     files = executor.resolve(engine, model, parallel)
     config = executor.engine_config(engine, files.model, parallel)
     return files, config, parallel.data_parallel_policy
 
 
 def _known_names() -> dict[str, str]:
-    return {**_names(EngineOptions), **_names(ExecutorOptions), **_names(ParallelOptions)}
-
-
-def _names(options: Options) -> dict[str, str]:
     """The field that each argument sets, by all names that its flag has."""
-    names = {field.name: field.name for field in fields(options)}
-    for field, hint in get_type_hints(options, include_extras=True).items():
-        for extra in getattr(hint, "__metadata__", ()):
-            if isinstance(extra, Parameter):
-                names |= {_argument(flag): field for flag in extra.name or ()}
+    names: dict[str, str] = {}
+    for options in (EngineOptions, ExecutorOptions, ParallelOptions):
+        names |= {field.name: field.name for field in fields(options)}
+        for field, hint in get_type_hints(options, include_extras=True).items():
+            for extra in getattr(hint, "__metadata__", ()):
+                flags = extra.name or () if isinstance(extra, Parameter) else ()
+                names |= {flag.removeprefix("--").replace("-", "_"): field for flag in flags}
     return names
 
 
-def _argument(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _fields_of(options: Options, given: Mapping[str, object]) -> dict[str, Any]:
-    return {field.name: given[field.name] for field in fields(options) if field.name in given}
+def _made(options: type[T], given: Mapping[str, Any]) -> T:
+    names = get_type_hints(options)
+    return options(**{name: value for name, value in given.items() if name in names})
 
 
 def _check_neutral(name: str, value: object, model: str | None) -> None:

@@ -19,8 +19,6 @@ from pagoda.frontend.tokenizer import IM_END, Tokenizer, byte_tokenizer, load_to
 from pagoda.messages.sampling_params import SamplingParams
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GGUF_TEMPLATE = "tokenizer.chat_template"
 _GGUF_SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -28,6 +26,7 @@ _GGUF_SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
+"""Fields of generation_config.json that are taken, with the keys that GGUF files have for them."""
 
 _CHATML = """\
 {%- for message in messages -%}
@@ -105,7 +104,7 @@ def load_gguf_text(path: Path, *, chat_template: Path | None = None) -> ModelTex
     metadata = read_gguf(path).metadata
     vocabulary = Vocabulary(metadata)
     special_tokens = vocabulary.special_tokens()
-    source = metadata.text(_GGUF_TEMPLATE, "")
+    source = metadata.text("tokenizer.chat_template", "")
     if chat_template is not None:
         source = read_template(chat_template)
     preferred = {
@@ -181,9 +180,7 @@ def _template_source(
 
 def _sampling_defaults(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
     """The sampling that a model prefers, in the words of generation_config.json; `path` says so."""
-    found = {
-        name: generation[name] for name in _SAMPLING_DEFAULTS if generation.get(name) is not None
-    }
+    found = {name: generation[name] for name in _GGUF_SAMPLING if generation.get(name) is not None}
     try:
         msgspec.convert(found, SamplingParams).checked()
     except (msgspec.ValidationError, InvalidRequestError) as error:

@@ -94,12 +94,6 @@ class Waiting(NamedTuple):
         return SILENCE_S + self.kv_s + min(most_s, TOKEN_S * self.num_prompt_tokens)
 
 
-class Verdicts(NamedTuple):
-    ejected: list[Ejection]
-    stuck: list[int]
-    """Replicas whose requests should go on elsewhere."""
-
-
 class ReplicaHealth:
     """The deeds of one replica. Records in the path of each token; `OutlierDetector` judges."""
 
@@ -122,8 +116,6 @@ class ReplicaHealth:
         self.pace = _Pace()
         self.out_until = -math.inf
         """Instant at which the replica is back, or was."""
-        self.is_counted_out = False
-        """True as long as the group counts the replica among those left out."""
         self.num_ejections = 0
 
     @property
@@ -167,29 +159,19 @@ class _Group:
 
     def __init__(self) -> None:
         self.members: dict[ReplicaHealth, None] = {}
-        self._num_out = 0
-        self._ends: list[tuple[float, int, ReplicaHealth]] = []
-        """A heap of when those left out are back."""
+        self.ends: list[float] = []
+        """A heap of when members that are left out are back."""
 
     def num_out(self, now: float) -> int:
-        while self._ends and self._ends[0][0] <= now:
-            self._count_in(heapq.heappop(self._ends)[2])
-        return self._num_out
+        while self.ends and self.ends[0] <= now:
+            heapq.heappop(self.ends)
+        return len(self.ends)
 
-    def count_out(self, health: ReplicaHealth) -> None:
-        self._num_out += 1
-        health.is_counted_out = True
-        heapq.heappush(self._ends, (health.out_until, health.number, health))
-
-    def remove(self, health: ReplicaHealth) -> None:
+    def remove(self, health: ReplicaHealth, now: float) -> None:
         del self.members[health]
-        self._count_in(health)
-        self._ends = [end for end in self._ends if end[2] is not health]
-        heapq.heapify(self._ends)
-
-    def _count_in(self, health: ReplicaHealth) -> None:
-        self._num_out -= health.is_counted_out
-        health.is_counted_out = False
+        if self.num_out(now) and health.is_out(now):
+            self.ends.remove(health.out_until)
+            heapq.heapify(self.ends)
 
 
 class OutlierDetector:
@@ -217,7 +199,7 @@ class OutlierDetector:
         """Forgets a replica, which may have been forgotten already."""
         group = self._groups.get(health.group)
         if group is not None and health in group.members:
-            group.remove(health)
+            group.remove(health, self._clock.now())
 
     def on_failure(self, health: ReplicaHealth) -> Ejection | None:
         """Counts a request left unanswered. A refusal is an answer, and so is an error of the request itself."""
@@ -234,53 +216,44 @@ class OutlierDetector:
             return None
         return self._eject(health, f"it was lost {len(health.losses)} times in {FORGIVEN_S:g} s")
 
-    def check(self, waiting: Callable[[int], Waiting | None]) -> Verdicts:
+    def check(self, waiting: Callable[[int], Waiting | None]) -> tuple[list[Ejection], list[int]]:
         """Judges the replicas at which clients wait, all by what is known now.
 
         `waiting` says what clients wait for at the replica of a number, None where none does. It is asked only
         about replicas that are silent or slow, since a look at all requests of all replicas would take long.
+        Returns also the numbers of replicas whose requests should go on elsewhere.
         """
-        verdicts = Verdicts([], [])
-        for group in self._groups.values():
-            self._check_group(list(group.members), waiting, verdicts)
-        return verdicts
-
-    def _check_group(
-        self,
-        members: list[ReplicaHealth],
-        waiting: Callable[[int], Waiting | None],
-        verdicts: Verdicts,
-    ) -> None:
+        ejected: list[Ejection] = []
+        stuck: list[int] = []
         now = self._clock.now()
-        peers = [health for health in members if not health.is_out(now)]
-        steps_s = _LargestTwo([(health, health.pace.longest_s) for health in peers])
-        paces = _Paces([health for health in peers if now - health.heard_at < FRESH_S])
-        silent: dict[ReplicaHealth, tuple[float, Waiting]] = {}
-        for health in members:
-            if now - health.heard_at >= SILENCE_S:
-                wait = waiting(health.number)
-                silence_s = 0.0 if wait is None else now - max(health.heard_at, wait.since)
-                if wait is not None and silence_s >= SILENCE_S:
-                    silent[health] = silence_s, wait
-        num_heard = sum(health not in silent for health in peers)
-        for health in members:
-            is_out = health.is_out(now)
-            reason = ""
-            # When all others are silent too it is not because of this one.
-            step_s = steps_s.without(health)
-            if health in silent and step_s and num_heard:
-                silence_s, wait = silent[health]
-                if silence_s >= max(STUCK_S, 2 * SILENT_STEPS * step_s, wait.patience_s):
-                    verdicts.stuck.append(health.number)
-                if silence_s >= max(SILENT_STEPS * step_s, wait.patience_s):
-                    reason = f"its requests have not got on for {silence_s:.1f} s, and others' have"
-            if not reason and not is_out and health.pace.longest_s > SLOW_STEP_S:
-                slowness = paces.slowness(health)
-                if slowness >= SLOWER and waiting(health.number) is not None:
-                    reason = f"it takes {slowness:.1f} times as long as others for the same work"
-            ejection = self._eject(health, reason) if reason else None
-            if ejection is not None:
-                verdicts.ejected.append(ejection)
+        for group in self._groups.values():
+            members = list(group.members)
+            peers = [health for health in members if not health.is_out(now)]
+            slowest = heapq.nlargest(2, peers, key=lambda health: health.pace.longest_s)
+            paces = _Paces([health for health in peers if now - health.heard_at < FRESH_S])
+            silent = _silent(members, waiting, now)
+            num_heard = sum(health not in silent for health in peers)
+            for health in members:
+                reason = ""
+                step_s = next((h.pace.longest_s for h in slowest if h is not health), 0.0)
+                # When all others are silent too it is not because of this one.
+                if health in silent and step_s and num_heard:
+                    silence_s, patience_s = silent[health]
+                    if silence_s >= max(STUCK_S, 2 * SILENT_STEPS * step_s, patience_s):
+                        stuck.append(health.number)
+                    if silence_s >= max(SILENT_STEPS * step_s, patience_s):
+                        reason = (
+                            f"its requests have not got on for {silence_s:.1f} s, and others' have"
+                        )
+                if not reason and not health.is_out(now) and health.pace.longest_s > SLOW_STEP_S:
+                    slowness = paces.slowness(health)
+                    if slowness >= SLOWER and waiting(health.number) is not None:
+                        reason = (
+                            f"it takes {slowness:.1f} times as long as others for the same work"
+                        )
+                if reason and (ejection := self._eject(health, reason)) is not None:
+                    ejected.append(ejection)
+        return ejected, stuck
 
     def _eject(self, health: ReplicaHealth, reason: str) -> Ejection | None:
         """Leaves a replica out, unless more of its group would be left out than may be."""
@@ -288,7 +261,8 @@ class OutlierDetector:
         group = self._groups.get(health.group)
         if group is None or health not in group.members or health.is_out(now):
             return None
-        if self._keeps_half and 2 * (group.num_out(now) + 1) > len(group.members):
+        num_out = group.num_out(now)  # without this replica's last ejection, which is over
+        if self._keeps_half and 2 * (num_out + 1) > len(group.members):
             return None
         if health.num_ejections:
             forgiven = int((now - health.out_until) / FORGIVEN_S)
@@ -298,19 +272,21 @@ class OutlierDetector:
         health.out_until = now + duration_s
         health.num_failures = 0
         health.pace = _Pace()
-        group.num_out(now)  # its last ejection does not count any more
-        group.count_out(health)
+        heapq.heappush(group.ends, health.out_until)
         return Ejection(health.number, duration_s, reason)
 
 
-class _LargestTwo:
-    """The largest of several values without one of them, whichever that is."""
-
-    def __init__(self, values: list[tuple[ReplicaHealth, float]]) -> None:
-        self._top = heapq.nlargest(2, values, key=lambda entry: entry[1])
-
-    def without(self, health: ReplicaHealth) -> float:
-        return next((value for owner, value in self._top if owner is not health), 0.0)
+def _silent(
+    members: list[ReplicaHealth], waiting: Callable[[int], Waiting | None], now: float
+) -> dict[ReplicaHealth, tuple[float, float]]:
+    """Members whose requests have not got on for long, each with its silence and its patience in seconds."""
+    silent = {}
+    for health in members:
+        if now - health.heard_at >= SILENCE_S and (wait := waiting(health.number)) is not None:
+            silence_s = now - max(health.heard_at, wait.since)
+            if silence_s >= SILENCE_S:
+                silent[health] = silence_s, wait.patience_s
+    return silent
 
 
 class _Paces:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
 from pagoda.errors import EngineDeadError, OverloadedError
 from pagoda.frontend.load_tracker import LoadTracker
 from pagoda.frontend.prefix_index import short_keys
-from pagoda.frontend.quarantine import Quarantine
 from pagoda.frontend.replica_set import ReplicaSet
 from pagoda.frontend.replica_slot import ReplicaSlot
 from pagoda.frontend.tracked_request import RequestState, TrackedRequest
@@ -18,6 +18,40 @@ from pagoda.kv.block_keys import prefix_keys
 
 MAX_PREFIX_BLOCKS = 1024
 """Leading blocks of a prompt that are looked up: digests of a longer one would hold up other streams."""
+
+
+_RETRY_S = 1
+"""Delay told to clients while all replicas count as full."""
+
+
+class Quarantine:
+    """Tells requests that kill engines from requests that were only near: tries one suspect after the other, in
+    the order in which they came."""
+
+    def __init__(self) -> None:
+        self.suspect: TrackedRequest | None = None
+        """The request that is being tried."""
+        self._queue: deque[TrackedRequest] = deque()
+
+    async def enter(self, tracked: TrackedRequest) -> bool:
+        """Waits for the request's turn; False if the request was woken for another reason."""
+        if self.suspect is None:
+            self.suspect = tracked
+        elif self.suspect is not tracked:
+            self._queue.append(tracked)
+            try:
+                await tracked.wait()
+            finally:
+                if self.suspect is not tracked:
+                    self._queue.remove(tracked)
+        return self.suspect is tracked
+
+    def clear(self, tracked: TrackedRequest) -> None:
+        """Ends the trial of the request, if it was on trial: it got on, ended, or left its replica."""
+        if self.suspect is tracked:
+            self.suspect = self._queue.popleft() if self._queue else None
+            if self.suspect is not None:
+                self.suspect.wake()
 
 
 class Placer:
@@ -63,7 +97,7 @@ class Placer:
             now = self._clock.now()
             if self._slots.num_takers:
                 waits_until = math.inf
-                retry_after_s = min(tracked.refusals.values())
+                retry_after_s = min(tracked.refusals.values(), default=_RETRY_S)
                 if not (tracked.has_waited or tracked.returns):
                     raise OverloadedError("The waiting queue is full.", retry_after_s=retry_after_s)
                 # An engine took it before, or none ran; now replicas held too many back for those that do.
@@ -72,16 +106,14 @@ class Placer:
                 tracked.has_waited = True
                 waits_until = min(waits_until, now + self._no_replica_timeout_s)
                 if now >= waits_until or not await self._wait(tracked, waits_until - now):
-                    self._refuse_waiting(tracked)
+                    timeout_s = self._no_replica_timeout_s
+                    tracked.problem = f"No replica has taken requests for {timeout_s:g} s."
+                    if not tracked.token_ids:  # else an error chunk ends the answer
+                        raise OverloadedError(
+                            tracked.problem, retry_after_s=max(1, round(timeout_s))
+                        )
             tracked.refusals.clear()
         return None
-
-    def _refuse_waiting(self, tracked: TrackedRequest) -> None:
-        """Ends a request for which no replica has come; with an error chunk where an answer has begun."""
-        problem = f"No replica has taken requests for {self._no_replica_timeout_s:g} s."
-        if not tracked.token_ids:
-            raise OverloadedError(problem, retry_after_s=max(1, round(self._no_replica_timeout_s)))
-        tracked.problem = problem
 
     async def _wait(self, tracked: TrackedRequest, timeout_s: float) -> bool:
         """Returns when something may be different for a request without a replica; False after `timeout_s`."""
@@ -148,6 +180,7 @@ class Placer:
         slot.num_streams -= bool(tracked.token_ids)
         slot.crash_suspects.discard(tracked)
         slot.left.set()
+        self._slots.on_leave(slot)
         work.close()
         tracked.slot = tracked.work = tracked.waits_since = None
         if tracked.state is not RequestState.ABORTED:

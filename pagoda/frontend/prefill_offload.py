@@ -14,11 +14,12 @@ import msgspec
 
 from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from pagoda.frontend.async_utils import cancel_all
-from pagoda.frontend.replica_slot import ReplicaInfo
 from pagoda.messages.frontend import GenerateRequest, KVSource, TokenChunk
 
 if TYPE_CHECKING:
     from pagoda.frontend.dispatcher import Dispatcher
+    from pagoda.frontend.replica_slot import ReplicaSlot
+    from pagoda.frontend.tracked_request import TrackedRequest
 
 DEFAULT_MIN_TOKENS = 128
 """Tokens from which on a prompt is computed elsewhere; `benchmarks.handoff threshold` measures what is best."""
@@ -28,15 +29,18 @@ PATIENCE_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-def is_better_here(num_tokens: int, replica: ReplicaInfo, pending_tokens: int) -> bool:
-    """True if a prompt with `num_tokens` to compute is better computed at the replica that answers it than behind
-    `pending_tokens` of others, at the prefill host that has the fewest. Both are taken to be as fast.
+def is_better_here(
+    num_tokens: int, *, pending_here: int, num_streams: int, pending_there: int
+) -> bool:
+    """True if a prompt with `num_tokens` to compute is better computed at the replica that answers it, behind
+    `pending_here` tokens of others and beside `num_streams` answers, than behind `pending_there` at the prefill
+    host that has the fewest. Both are taken to be as fast.
 
     Here the prompt waits for the replica's work, and every stream that runs here waits for the prompt. What its
     own computing takes is the same at both, and counted only here: a prompt goes elsewhere unless that is clearly
     worse.
     """
-    return pending_tokens > replica.pending_tokens + (1 + replica.num_streams) * num_tokens
+    return pending_there > pending_here + (1 + num_streams) * num_tokens
 
 
 class PrefillOffload:
@@ -53,17 +57,18 @@ class PrefillOffload:
     @property
     def needs_prefixes(self) -> bool:
         """True if it matters what replicas have cached, which costs a digest over each prompt."""
-        return self._prefill.num_replicas > 0
+        return len(self._prefill.slots) > 0
 
     @asynccontextmanager
     async def prepare(
-        self, request: GenerateRequest, replica: ReplicaInfo
+        self, tracked: TrackedRequest, slot: ReplicaSlot
     ) -> AsyncIterator[GenerateRequest]:
         """The request as its replica is to be given it; what was done for it lasts until the context ends.
 
         Never raises because something failed: then the request is as it was. Does not wait for long.
         """
-        if not self._is_worth_it(request, replica):
+        request = tracked.value()
+        if not self._is_worth_it(request, tracked, slot):
             yield request
             return
         source: asyncio.Future[KVSource] = asyncio.get_running_loop().create_future()
@@ -86,15 +91,22 @@ class PrefillOffload:
         finally:
             await cancel_all([computing])
 
-    def _is_worth_it(self, request: GenerateRequest, replica: ReplicaInfo) -> bool:
+    def _is_worth_it(
+        self, request: GenerateRequest, tracked: TrackedRequest, slot: ReplicaSlot
+    ) -> bool:
         if request.holds_kv or request.kv_source is not None:
             return False  # somebody else has arranged it
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        num_left = num_tokens - replica.num_cached_tokens
-        if num_left < self._min_tokens or not replica.role.fetches_kv:
+        num_left = tracked.num_tokens - tracked.num_cached_tokens_here
+        if num_left < self._min_tokens or not slot.role.fetches_kv:
             return False
-        pending_tokens = self._prefill.least_pending_tokens
-        return pending_tokens is not None and not is_better_here(num_left, replica, pending_tokens)
+        own_tokens = 0 if tracked.work is None else tracked.work.pending_tokens
+        pending_there = self._prefill.slots.least_pending_tokens()
+        return pending_there is not None and not is_better_here(
+            num_left,
+            pending_here=slot.work.pending_tokens - own_tokens,
+            num_streams=slot.num_streams,
+            pending_there=pending_there,
+        )
 
     async def _compute(self, copy: GenerateRequest, source: asyncio.Future[KVSource]) -> None:
         """Sends `copy` to a prefill host, and sets `source` as soon as that is known."""

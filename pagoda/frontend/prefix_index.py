@@ -1,4 +1,4 @@
-"""The blocks that a dispatcher believes to be in the prefix cache of one replica.
+"""The blocks that a dispatcher believes to be in the prefix caches of its replicas.
 
 Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.block_keys`) as a number.
 """
@@ -6,12 +6,18 @@ Blocks are known by short keys: the first 8 bytes of their keys (`pagoda.kv.bloc
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
 
+from pagoda.frontend.endpoint import CacheListener
 from pagoda.kv.block_keys import SHORT_KEY_BYTES
 from pagoda.messages.frontend import PrefixCacheUpdate
+
+_MAX_KEYS = 2**16
+"""Keys in one message: 512 KiB."""
 
 
 class Holders:
@@ -57,25 +63,67 @@ class Holders:
         return False
 
 
+class CacheUnion:
+    """Blocks that several replicas have together, by who has them, for a router above and for finding a prefix."""
+
+    def __init__(self) -> None:
+        self.told = Holders()
+        self.sent = Holders()
+        self.listeners: list[CacheListener] = []
+
+    def listen(self, listener: CacheListener) -> Callable[[], None]:
+        """Tells `listener` all told keys at once, then what changes, until the function returned is called."""
+        keys = list(self.told)
+        for start in range(0, max(1, len(keys)), _MAX_KEYS):
+            some = packed(keys[start : start + _MAX_KEYS])
+            listener(PrefixCacheUpdate(some, b"", starts_anew=start == 0))
+        self.listeners.append(listener)
+        return partial(self.listeners.remove, listener)
+
+    def change(self, replica: int, stored: Iterable[int], removed: Iterable[int]) -> None:
+        """Takes keys that the replica has told now and had not, and keys that it had and has no more."""
+        first = [key for key in stored if self.told.add(key, replica)]
+        last = [key for key in removed if self.told.discard(key, replica)]
+        if self.listeners and (first or last):
+            update = PrefixCacheUpdate(packed(first), packed(last))
+            for listener in list(self.listeners):
+                listener(update)
+
+    def holders(self, keys: Sequence[int], num_replicas: int) -> list[int]:
+        """Numbers of up to `num_replicas` replicas believed to have the longest prefix of `keys`, a chain.
+
+        A replica that has a block has those before it too, so that the last block that anybody has is found by
+        bisection. Where fewer replicas have that block, those that have half of the prefix follow, and so on.
+        """
+        length = bisect_left(
+            keys, True, key=lambda key: key not in self.told and key not in self.sent
+        )
+        found: dict[int, None] = {}
+        while length and len(found) < num_replicas:
+            key = keys[length - 1]
+            holders = chain(self.told.of(key), self.sent.of(key))
+            found |= dict.fromkeys(islice((r for r in holders if r not in found), num_replicas))
+            length //= 2
+        return list(found)[:num_replicas]
+
+
 class PrefixIndex:
-    """Blocks that the replica says it has (told), and blocks of prompts that were sent there since (sent).
+    """Blocks that a replica says it has (told), and blocks of prompts that were sent there since (sent).
 
     Where there are more sent blocks than the replica's cache has room for, those not sent for the longest time go
     first; and all of a request's go a little after its end. A replica that says nothing, or not yet, is known by
     what was sent alone. A wrong belief costs time, never correctness.
     """
 
-    def __init__(
-        self, capacity: int, *, replica: int = 0, sent_holders: Holders | None = None
-    ) -> None:
-        """`capacity` is the number of blocks of the replica's cache. `sent_holders` is kept up to date with the
-        blocks sent to this replica, under its number."""
+    def __init__(self, capacity: int, *, replica: int = 0, union: CacheUnion | None = None) -> None:
+        """`capacity` is the number of blocks of the replica's cache. `union` is told what changes here, under the
+        number of the replica."""
         self.capacity = capacity
         self.replica = replica
-        self._sent_holders = Holders() if sent_holders is None else sent_holders
+        self._union = union or CacheUnion()
         self.told: set[int] = set()
         self.sent: OrderedDict[int, int] = OrderedDict()
-        """The number of the last call of `add` by key."""
+        """The number of the last call of `add` by key; no key is told too."""
         self.num_running: dict[int, int] = {}
         """Requests at the replica that begin with each key."""
         self.num_added = 0
@@ -120,7 +168,7 @@ class PrefixIndex:
     def _forget(self, key: int) -> None:
         if self.sent.pop(key, None) is not None:
             self.ended.pop(key, None)
-            self._sent_holders.discard(key, self.replica)
+            self._union.sent.discard(key, self.replica)
 
     def add(self, keys: Sequence[int]) -> int:
         """Counts a prompt with these blocks as sent; returns a number for `end`.
@@ -134,7 +182,7 @@ class PrefixIndex:
                 self.sent[key] = self.num_added
                 self.sent.move_to_end(key)
                 self.ended.pop(key, None)
-                self._sent_holders.add(key, self.replica)
+                self._union.sent.add(key, self.replica)
         self._trim()
         return self.num_added
 
@@ -147,31 +195,29 @@ class PrefixIndex:
             if self.num_updates and self.sent.get(key) == number:
                 self.ended[key] = self.num_updates
 
-    def apply(self, update: PrefixCacheUpdate) -> Changes:
-        """Takes what the replica tells; returns what is different from what it told before."""
-        if update.starts_anew:
-            removed = self.told
-            self.told = set()
-        else:
-            removed = self.told.intersection(short_keys_in(update.removed))
-            self.told -= removed
-        stored = [key for key in short_keys_in(update.stored) if key not in self.told]
+    def apply(self, update: PrefixCacheUpdate) -> None:
+        """Takes what the replica tells."""
+        keys = short_keys_in(update.stored)
+        stored = [key for key in keys if key not in self.told]
+        removed = self.told
+        if not update.starts_anew:
+            removed = removed.intersection(short_keys_in(update.removed))
+        removed = removed.difference(keys)
+        self.told -= removed
         self.told.update(stored)
         for key in stored:
             self._forget(key)
         self.num_updates += 1
         self._forget_ended()
-        if update.starts_anew:
-            stored, removed = [k for k in stored if k not in removed], removed - self.told
-        return Changes(stored, removed)
+        self._union.change(self.replica, stored, removed)
 
-    def clear(self) -> Changes:
-        """Forgets all: the replica's cache is lost."""
+    def clear(self) -> None:
+        """Forgets all: the replica's cache is lost, or the replica has gone."""
         removed, self.told = self.told, set()
         for key in list(self.sent):
             self._forget(key)
         self.num_updates = 0
-        return Changes([], removed)
+        self._union.change(self.replica, (), removed)
 
     def _forget_ended(self) -> None:
         """The first update after a request's end may have been on its way then; the second knows of the end."""
@@ -180,13 +226,6 @@ class PrefixIndex:
             if self.ended[key] + 2 > self.num_updates:
                 return
             self._forget(key)
-
-
-class Changes(NamedTuple):
-    """Keys that a replica has now and had not, and keys that it had and has no more."""
-
-    stored: Iterable[int]
-    removed: Iterable[int]
 
 
 def short_keys(keys: Iterable[bytes]) -> list[int]:

@@ -121,7 +121,7 @@ class RolePool:
 
     @property
     def num_ready(self) -> int:
-        return len(self.by_fitness[Fitness.FIT]) + len(self.by_fitness[Fitness.RETURNING])
+        return self.num_takers - len(self.by_fitness[Fitness.DEGRADED])
 
     def add(self, slot: ReplicaSlot, fitness: Fitness) -> None:
         self.by_fitness[fitness].add(slot)
@@ -137,14 +137,14 @@ class RolePool:
 
 
 class Shortlist:
-    """Finds a few replicas of a large fleet among those that are fit and have not refused the request."""
+    """Finds a few replicas of a fleet among those that have not refused the request."""
 
     def __init__(
         self,
         pools: Sequence[RolePool],
         refused: Container[int],
         slots: dict[int, ReplicaSlot],
-        prefix_holders: Sequence[int],
+        prefix_holders: Iterable[int],
     ) -> None:
         """`slots` has all replicas by number. `prefix_holders` are numbers of replicas with a prefix of the
         request."""
@@ -177,16 +177,17 @@ class Shortlist:
     def home_of(self, session: str) -> list[ReplicaSlot]:
         """The replica of a session."""
         homes = [pool.ring.nearest(session, self._refused) for pool in self._pools]
-        found = [home for home in homes if home is not None]
-        return [min(found, key=itemgetter(0))[1]] if found else []
+        home = min(filter(None, homes), key=itemgetter(0), default=None)
+        return [home[1]] if home else []
 
     def with_prefix(self) -> list[ReplicaSlot]:
         """Replicas believed to have the longest prefixes of the request."""
+        roles = {pool.role for pool in self._pools}
         found = [self._slots[number] for number in self._prefix_holders if number in self._slots]
         return [
             slot
             for slot in found
             if slot.fitness is Fitness.FIT
             and slot.number not in self._refused
-            and any(slot.role is pool.role for pool in self._pools)
+            and slot.role in roles
         ]

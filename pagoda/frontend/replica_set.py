@@ -5,16 +5,16 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
 
-from pagoda.frontend.cache_union import CacheUnion
 from pagoda.frontend.endpoint import Replica, ReplicaState
 from pagoda.frontend.outliers import OutlierDetector
 from pagoda.frontend.policies import NUM_HOLDERS, Candidate, Policy, RoutingRequest
+from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex
 from pagoda.frontend.replica_pool import RolePool, Shortlist, low_discrepancy
 from pagoda.frontend.replica_slot import Fitness, ReplicaSlot, has_part_in
 from pagoda.frontend.tracked_request import TrackedRequest
@@ -25,10 +25,7 @@ from pagoda.messages.worker_config import Role
 T = TypeVar("T")
 
 SMALL_FLEET = 16
-"""The largest fleet of which all replicas are looked at for each request; of a larger one it is a shortlist. A
-request that as many replicas of a large fleet have refused finds no other soon."""
-_NUM_RETURNING = 4
-"""Replicas with less than their full share that are looked at beside a shortlist."""
+"""The largest fleet of which all replicas are looked at for each request; of a larger one it is a shortlist."""
 
 
 class ReplicaSet:
@@ -47,8 +44,7 @@ class ReplicaSet:
         self._outliers = outliers
         self._clock = clock
         self.on_room: Callable[[int], None] = lambda _: None
-        """The set calls this when a replica begins to take requests, with how many requests may find room
-        there."""
+        """Listener for replicas that begin to take requests, called with how many may find room there."""
         self._slots: dict[int, ReplicaSlot] = {}
         self._by_replica: dict[Replica, ReplicaSlot] = {}
         self._names: set[str] = set()
@@ -63,7 +59,7 @@ class ReplicaSet:
         """The sum of limits; None when it has to be made anew."""
         self._last_limits: EngineReady | None = None
         self._returns: list[tuple[float, int]] = []
-        """A heap of when replicas have their full share again, and their numbers."""
+        """A heap of when replicas have room or their full share again, and their numbers."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -96,7 +92,7 @@ class ReplicaSet:
         name = replica.name or str(number)
         if name in self._names:
             name = f"{name}#{number}"
-        slot = ReplicaSlot(number, name, replica, self._cache.new_index(number, 0))
+        slot = ReplicaSlot(number, name, replica, PrefixIndex(0, replica=number, union=self._cache))
         self._slots[number] = self._by_replica[replica] = slot
         self._names.add(name)
         return slot
@@ -195,21 +191,38 @@ class ReplicaSet:
     def has_other(self, slot: ReplicaSlot, request: GenerateRequest) -> bool:
         """True if a ready replica besides `slot` is meant for requests like this one."""
         num_ready = sum(p.num_ready for p in self._pools.values() if has_part_in(p.role, request))
-        is_one = slot.fitness in (Fitness.FIT, Fitness.RETURNING)
+        is_one = slot.fitness not in (None, Fitness.DEGRADED)
         return num_ready > (is_one and has_part_in(slot.role, request))
 
     def share(self, slot: ReplicaSlot) -> float:
         """The share of requests that the replica gets of those that it would get otherwise, from 0 to 1."""
         return slot.health.share(self._clock.now())
 
+    def on_full(self, slot: ReplicaSlot, for_s: float) -> None:
+        """Spares a replica that had no room further requests for so long, or until one leaves it. In a small
+        fleet each request asks for itself."""
+        if self.num_takers > SMALL_FLEET:
+            slot.full_until = self._clock.now() + for_s
+            self.refit(slot)
+
+    def on_leave(self, slot: ReplicaSlot) -> None:
+        """Takes note that the replica has room for another request."""
+        if slot.full_until:
+            slot.full_until = 0.0
+            self.refit(slot)
+
     def refit(self, slot: ReplicaSlot) -> None:
         """Puts the replica on the list where it belongs after a change."""
         was_taker, had_takers = slot.fitness is not None, self.num_takers > 0
-        if slot.number not in self._slots or slot.limits is None or not slot.takes_requests:
+        now, is_known = self._clock.now(), slot.number in self._slots and slot.limits is not None
+        if not is_known or slot.is_leaving or not slot.has_engine:
             self._list(slot, None)
         elif slot.replica.state is not ReplicaState.READY:
             self._list(slot, Fitness.DEGRADED)
-        elif self._clock.now() < slot.health.recovered_at:
+        elif now < slot.full_until:
+            self._list(slot, Fitness.FULL)
+            heapq.heappush(self._returns, (slot.full_until, slot.number))
+        elif now < slot.health.recovered_at:
             self._list(slot, Fitness.RETURNING)
             heapq.heappush(self._returns, (slot.health.recovered_at, slot.number))
         else:
@@ -267,23 +280,22 @@ class ReplicaSet:
         """
         takers = [pool for pool in self._pools.values() if pool.num_takers]
         pools = [pool for pool in takers if has_part_in(pool.role, tracked.request)] or takers
-        refused = tracked.refusals
-        draw = low_discrepancy(request.number)
-        if sum(pool.num_takers for pool in pools) <= SMALL_FLEET:
-            fit = _open(pools, Fitness.FIT, refused)
-            returning = _open(pools, Fitness.RETURNING, refused)
-            chosen = fit + [slot for slot in returning if self.share(slot) > draw]
-            chosen = chosen or returning or _open(pools, Fitness.DEGRADED, refused)
-            return sorted(chosen, key=_number)
-        if len(refused) >= SMALL_FLEET:
-            return []
-        holders = self._cache.holders(keys, NUM_HOLDERS) if keys else ()
-        shortlist = Shortlist(pools, refused, self._slots, holders)
-        positions = range(request.number, request.number + SMALL_FLEET)
-        returning = list(islice(shortlist.at(positions, Fitness.RETURNING), _NUM_RETURNING))
-        chosen = list(self.policy.shortlist(request, shortlist))
-        chosen += [slot for slot in dict.fromkeys(returning) if self.share(slot) > draw]
-        return chosen or returning or list(islice(shortlist.at(positions, Fitness.DEGRADED), 1))
+        is_small = sum(pool.num_takers for pool in pools) <= SMALL_FLEET
+        holders = () if is_small or not keys else self._cache.holders(keys, NUM_HOLDERS)
+        fleet = Shortlist(pools, tracked.refusals, self._slots, holders)
+
+        def some(fitness: Fitness) -> list[ReplicaSlot]:
+            """All replicas of a small fleet's list."""
+            positions = range(request.number, request.number + SMALL_FLEET)
+            return list(dict.fromkeys(fleet.at(positions, fitness)))
+
+        chosen = some(Fitness.FIT) if is_small else list(self.policy.shortlist(request, fleet))
+        returning, draw = some(Fitness.RETURNING), low_discrepancy(request.number)
+        chosen += [slot for slot in returning if self.share(slot) > draw]
+        chosen = chosen or returning or some(Fitness.DEGRADED)
+        if not chosen and len(tracked.refusals) < SMALL_FLEET:
+            chosen = some(Fitness.FULL)
+        return sorted(chosen, key=attrgetter("number"))
 
     def _candidate(self, slot: ReplicaSlot, keys: Sequence[int]) -> Candidate:
         num_cached = slot.prefixes.num_cached(keys)
@@ -292,22 +304,10 @@ class ReplicaSet:
         return Candidate(slot.name, slot.work.pending_tokens, num_cached_tokens, num_sharing)
 
 
-def _open(
-    pools: Sequence[RolePool], fitness: Fitness, refused: Container[int]
-) -> list[ReplicaSlot]:
-    return [
-        slot for pool in pools for slot in pool.by_fitness[fitness] if slot.number not in refused
-    ]
-
-
 def _add(counter: Counter[T], item: T, change: int) -> None:
     counter[item] += change
     if not counter[item]:
         del counter[item]
-
-
-def _number(slot: ReplicaSlot) -> int:
-    return slot.number
 
 
 def _sum_of(limits: Counter[EngineReady], routers: Iterable[str]) -> EngineReady:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pagoda.errors import EngineDeadError, EngineLostError
 from pagoda.frontend.endpoint import Replica, ReplicaState
@@ -28,18 +27,8 @@ class Fitness(enum.Enum):
     """Left out for doing worse than others, or back from that and not yet with its full share."""
     DEGRADED = enum.auto()
     """The worker is being replaced."""
-
-
-class ReplicaInfo(NamedTuple):
-    """Facts that a `PrefillOffload` needs about the replica that answers a request."""
-
-    role: Role
-    num_cached_tokens: int
-    """Leading tokens of the request that the replica tells it has in its cache."""
-    pending_tokens: int
-    """Work of the replica's other requests."""
-    num_streams: int
-    """Requests at the replica whose answers have begun: they stand still while it computes a prompt."""
+    FULL = enum.auto()
+    """The replica has refused a request for want of room. Only replicas of large fleets get on this list."""
 
 
 class ReplicaSlot:
@@ -61,7 +50,8 @@ class ReplicaSlot:
         """The limits that the fleet's sums have; None before the replica has started."""
         self.fitness: Fitness | None = None
         """The list that the replica is in; None while it takes no requests."""
-        self.failure: EngineDeadError | None = None
+        self.full_until = 0.0
+        """Instant until which the replica counts as full."""
         self.is_leaving = False
         self.was_ready = False
         self.had_engine = False
@@ -89,19 +79,6 @@ class ReplicaSlot:
     def has_engine(self) -> bool:
         return self.replica.state in (ReplicaState.READY, ReplicaState.DEGRADED)
 
-    @property
-    def takes_requests(self) -> bool:
-        return self.has_engine and not self.is_leaving
-
-    def info(self, tracked: TrackedRequest) -> ReplicaInfo:
-        own_tokens = 0 if tracked.work is None else tracked.work.pending_tokens
-        return ReplicaInfo(
-            self.role,
-            tracked.num_cached_tokens_here,
-            self.work.pending_tokens - own_tokens,
-            self.num_streams,
-        )
-
     def waiting(self) -> Waiting | None:
         """The requests that clients wait for; None where nobody waits, or the replica computes nothing."""
         if self.limits is None or self.replica.state is not ReplicaState.READY:
@@ -114,9 +91,8 @@ class ReplicaSlot:
         return total
 
     def received(self, received_ns: int) -> None:
-        """Notes when chunks came; all chunks of one message came at once."""
-        if received_ns != self.latest_ns:
-            self._earlier_ns, self.latest_ns = self.latest_ns, received_ns
+        """Notes when chunks of a new message came."""
+        self._earlier_ns, self.latest_ns = self.latest_ns, received_ns
 
     def may_have_computed(self) -> set[TrackedRequest]:
         """Requests that the engine may have had in a step, or had just received, when it was lost.

@@ -47,6 +47,7 @@ class RequestSpans:
         url = _traces_url(endpoint)
         try:
             from opentelemetry import trace
+            from opentelemetry.context import Context
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -69,6 +70,8 @@ class RequestSpans:
         self._tracer = self._provider.get_tracer("pagoda", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._trace = trace
+        self._outside = Context()
+        """A context without a span: other work of this process is not part of a request."""
         self._model = model
         self._open: dict[str, tuple[Span, int]] = {}
         """Spans of running answers, with the nanoseconds by which the wall clock is ahead of the tracker's."""
@@ -86,7 +89,7 @@ class RequestSpans:
         operation = _OPERATIONS.get(client.route, "text_completion")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
-            context=self._propagator.extract(carrier, context=_nothing()),
+            context=self._propagator.extract(carrier, context=self._outside),
             kind=self._trace.SpanKind.SERVER,
             start_time=client.arrived_ns + wall_ns,
             attributes={
@@ -100,7 +103,9 @@ class RequestSpans:
             },
         )
         carrier = {}
-        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span, _nothing()))
+        self._propagator.inject(
+            carrier, context=self._trace.set_span_in_context(span, self._outside)
+        )
         record.traceparent = carrier.get("traceparent")
         record.tracestate = carrier.get("tracestate")
         self._open[record.request_id] = span, wall_ns
@@ -113,7 +118,7 @@ class RequestSpans:
         if span.is_recording():
             span.set_attributes(dict(_attributes(record)))
             for name, began_ns, ended_ns in _phases(record):
-                context = self._trace.set_span_in_context(span, _nothing())
+                context = self._trace.set_span_in_context(span, self._outside)
                 phase = self._tracer.start_span(name, context, start_time=began_ns + wall_ns)
                 self._end(phase, ended_ns + wall_ns)
             if record.finish_reason in _FAILURES:
@@ -192,13 +197,6 @@ class CountingExporter:
             self._num_lost += count
         if is_news:
             _log.warning("spans %s, all else goes on", why)
-
-
-def _nothing() -> Any:
-    """A context without a span: other work of this process is not part of a request."""
-    from opentelemetry.context import Context
-
-    return Context()
 
 
 def _traces_url(endpoint: str) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
-
-T = TypeVar("T")
 
 REFUSED = "refused"
 """The finish reason of an answer that no engine accepted."""
@@ -97,15 +95,16 @@ class RequestTracker:
         self._start_listeners: list[StatisticsListener] = []
         self._token_listeners: list[TokensListener] = []
         self._finish_listeners: list[StatisticsListener] = []
+        self._all_listeners: tuple[list[Any], ...] = (
+            self._start_listeners,
+            self._token_listeners,
+            self._finish_listeners,
+            self.delivery_listeners,
+        )
 
     @property
     def num_listeners(self) -> int:
-        return (
-            len(self._start_listeners)
-            + len(self._token_listeners)
-            + len(self._finish_listeners)
-            + len(self.delivery_listeners)
-        )
+        return sum(map(len, self._all_listeners))
 
     def subscribe(
         self,
@@ -116,21 +115,19 @@ class RequestTracker:
         on_delivery: DeliveryListener | None = None,
     ) -> Callable[[], None]:
         """Calls the listeners until the returned function is called. Running answers are not announced again."""
-        undo: list[Callable[[], None]] = []
-
-        def add(listeners: list[T], listener: T | None) -> None:
-            if listener is not None:
-                listeners.append(listener)
-                undo.append(lambda: listeners.remove(listener))
-
-        add(self._start_listeners, on_start)
-        add(self._token_listeners, on_tokens)
-        add(self._finish_listeners, on_finish)
-        add(self.delivery_listeners, on_delivery)
+        given = [
+            (listeners, listener)
+            for listeners, listener in zip(
+                self._all_listeners, (on_start, on_tokens, on_finish, on_delivery), strict=True
+            )
+            if listener is not None
+        ]
+        for listeners, listener in given:
+            listeners.append(listener)
 
         def unsubscribe() -> None:
-            for remove in undo:
-                remove()
+            for listeners, listener in given:
+                listeners.remove(listener)
 
         return unsubscribe
 
@@ -140,11 +137,9 @@ class RequestTracker:
 
     def longest_wait_ns(self) -> int:
         """The age of the oldest request that has no token yet; 0 without such a request."""
-        now = self.clock_ns()
-        arrivals = (
-            r.client_request.arrived_ns for r in self.running.values() if r.first_token_ns is None
-        )
-        return max((now - arrived_ns for arrived_ns in arrivals), default=0)
+        now, running = self.clock_ns(), self.running.values()
+        waiting = (record.client_request for record in running if record.first_token_ns is None)
+        return max((now - request.arrived_ns for request in waiting), default=0)
 
     def start(
         self,

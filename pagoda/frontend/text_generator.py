@@ -10,12 +10,12 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, refuse
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
@@ -34,6 +34,8 @@ from pagoda.messages.frontend import (
 from pagoda.messages.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 256
+T = TypeVar("T")
+
 LONG_TEXT_CHARS = 16384
 """Longer texts are tokenized and rendered in a thread, so that other streams go on meanwhile."""
 _MAX_LONG_TEXTS = 2
@@ -72,12 +74,7 @@ class TextRequest:
     stops: StopStrings | None = None
     """The automaton of `sampling.stop`; None without stop strings."""
     index: int = 0
-    """Index among the `sampling.n` answers to the prompt."""
-
-    @property
-    def is_first(self) -> bool:
-        """True for the answer that counts the tokens of the prompt."""
-        return self.index == 0
+    """Index among the `sampling.n` answers to the prompt; the first one counts the prompt's tokens."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -107,7 +104,6 @@ class TextGenerator:
     """Turns prompts into requests, and tokens into text."""
 
     def __init__(self, endpoint: Endpoint, text: ModelText, tracker: RequestTracker) -> None:
-        """`tracker` records each answer."""
         self.endpoint = endpoint
         self.text = text
         self.tracker = tracker
@@ -132,11 +128,8 @@ class TextGenerator:
                 f"hold {most} at most.",
                 param=param,
             )
-        if len(text) <= LONG_TEXT_CHARS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.long_texts.run(
-            partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        )
+        work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._do(work, len(text))
 
     async def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation; `options` are those of `render_conversation`.
@@ -145,19 +138,20 @@ class TextGenerator:
             InvalidRequestError: a message, a tool or a switch is not as it must be.
         """
         work = partial(render_conversation, self.text.require_template(), messages, **options)
-        is_long = text_size(messages, options.get("tools")) > LONG_TEXT_CHARS
-        return await self.long_texts.run(work) if is_long else work()
+        return await self._do(work, text_size(messages, options.get("tools")))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special tokens included."""
         work = partial(self.text.tokenizer.decode, token_ids, skip_special_tokens=False)
-        return await self.long_texts.run(work) if len(token_ids) > LONG_TEXT_CHARS else work()
+        return await self._do(work, len(token_ids))
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The spelling of each token in the vocabulary."""
-        work = partial(map, self.text.tokenizer.token, token_ids)
-        is_long = len(token_ids) > LONG_TEXT_CHARS
-        return await self.long_texts.run(lambda: list(work())) if is_long else list(work())
+        spell = self.text.tokenizer.token
+        return await self._do(lambda: list(map(spell, token_ids)), len(token_ids))
+
+    async def _do(self, work: Callable[[], T], size: int) -> T:
+        return await self.long_texts.run(work) if size > LONG_TEXT_CHARS else work()
 
     def check_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """The parameters in the form that `prepare` takes. Called once for all prompts of a body.
@@ -218,7 +212,11 @@ class TextGenerator:
             )
         token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
-        _check_cache_salt(cache_salt)
+        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+            refuse(
+                "cache_salt",
+                f"must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}",
+            )
         resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
         base = resolved.seed if resolved.seed is not None else secrets.randbits(64)
@@ -309,9 +307,7 @@ def _check_prompt(
     token_ids: Sequence[int], vocab_size: int, max_model_len: int, param: str
 ) -> None:
     if not token_ids:
-        raise InvalidRequestError(
-            f"{param} is empty; it must hold at least one token.", param=param
-        )
+        refuse(param, "is empty; it must hold at least one token")
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
             f"{param} has {len(token_ids)} tokens, but the context holds {max_model_len} "
@@ -320,17 +316,7 @@ def _check_prompt(
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-        raise InvalidRequestError(
-            f"{param} takes token ids from 0 to {vocab_size - 1}, got {wrong}.", param=param
-        )
-
-
-def _check_cache_salt(cache_salt: str | None) -> None:
-    if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-        raise InvalidRequestError(
-            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}.",
-            param="cache_salt",
-        )
+        refuse(param, f"takes token ids from 0 to {vocab_size - 1}, got {wrong}")
 
 
 def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:

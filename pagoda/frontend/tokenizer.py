@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -46,13 +45,10 @@ class Tokenizer:
         """No token stands for more characters of a text than this."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._kind = _decoder_kind(backend)
-        self._byte_pieces = {
-            skip: _Table(partial(self._byte_piece, skip)) for skip in (True, False)
-        }
-        self._text_pieces = {
-            skip: _Table(partial(self._text_piece, skip)) for skip in (True, False)
-        }
+        self._family, self._strips_space = _decoder_kind(backend)
+        both = (True, False)
+        self._byte_pieces = {s: _Table(partial(self._piece, byte_level_piece, s)) for s in both}
+        self._text_pieces = {s: _Table(partial(self._piece, sentencepiece_piece, s)) for s in both}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (such as BOS).
@@ -83,19 +79,19 @@ class Tokenizer:
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
     ) -> IncrementalDecoder:
         """A decoder for the tokens that follow `prompt_token_ids`."""
-        if self._kind.family == "byte_level":
+        if self._family == "byte_level":
             return ByteLevelDecoder(self._byte_pieces[skip_special_tokens])
-        if self._kind.family == "sentencepiece":
+        if self._family == "sentencepiece":
             pieces = self._text_pieces[skip_special_tokens]
             begins_text = all(pieces[i] == "" for i in prompt_token_ids)
-            return SentencePieceDecoder(pieces, strip_space=self._kind.strips_space and begins_text)
+            return SentencePieceDecoder(pieces, strip_space=self._strips_space and begins_text)
         return WindowDecoder(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, special tokens included; what log-probabilities are labelled with."""
-        if self._kind.family == "byte_level":
+        if self._family == "byte_level":
             return self._byte_pieces[False][token_id]
-        if self._kind.family == "sentencepiece":
+        if self._family == "sentencepiece":
             piece = self._text_pieces[False][token_id]
             return bytes([piece]) if isinstance(piece, int) else piece.encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
@@ -112,15 +108,9 @@ class Tokenizer:
             return self._render_unknown(token_id) if self._render_unknown else ""
         return token
 
-    def _byte_piece(self, skip_special: bool, token_id: int) -> bytes:
-        if skip_special and token_id in self._special_ids:
-            return b""
-        return byte_level_piece(self.token(token_id))
-
-    def _text_piece(self, skip_special: bool, token_id: int) -> str | int:
-        if skip_special and token_id in self._special_ids:
-            return ""
-        return sentencepiece_piece(self.token(token_id))
+    def _piece(self, make: Callable[[str], P], skip_special: bool, token_id: int) -> P:
+        is_skipped = skip_special and token_id in self._special_ids
+        return make("" if is_skipped else self.token(token_id))
 
 
 class _Table(dict[int, P], Generic[P]):
@@ -134,26 +124,23 @@ class _Table(dict[int, P], Generic[P]):
         return piece
 
 
-@dataclass(frozen=True)
-class _Kind:
-    family: str
-    strips_space: bool = False
+def _decoder_kind(backend: Backend) -> tuple[str, bool]:
+    """The family of `detokenizer` that renders exactly what the decoder of this pipeline renders.
 
-
-def _decoder_kind(backend: Backend) -> _Kind:
-    """The family of `detokenizer` that renders exactly what the decoder of this pipeline renders."""
+    The second value is True if the first space of a text is stripped.
+    """
     if backend.decoder is None:
-        return _Kind("window")
+        return "window", False
     spec = json.loads(backend.decoder.__getstate__())
     if spec["type"] == "ByteLevel":
-        return _Kind("byte_level")
+        return "byte_level", False
     steps = spec.get("decoders", [])
     if [step["type"] for step in steps[:3]] == ["Replace", "ByteFallback", "Fuse"]:
         replaces = (steps[0]["pattern"], steps[0]["content"]) == ({"String": "▁"}, " ")
         strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         if replaces and steps[3:] in ([], [strip]):
-            return _Kind("sentencepiece", strips_space=bool(steps[3:]))
-    return _Kind("window")
+            return "sentencepiece", bool(steps[3:])
+    return "window", False
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -63,6 +63,11 @@ class ProcessHeader(msgspec.Struct, frozen=True, kw_only=True):
             clock_id=_clock_id() if clock_ns is time.perf_counter_ns else "",
         )
 
+    @property
+    def storey(self) -> str:
+        """`router`, `frontend`, `engine`, `worker`, or what else the role begins with."""
+        return self.role.partition(" ")[0]
+
     def began(self, run: str, level: str, clock_ns: int) -> ProcessHeader:
         """The header of a fragment that begins now."""
         return msgspec.structs.replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import aiohttp
@@ -42,6 +43,30 @@ class Answer:
         *events, last, rest = self.body.decode().split("\n\n")
         assert (last, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def choices(self) -> list[dict[str, Any]]:
+        """All choices; those of a stream are put together from the events."""
+        if not self.headers["Content-Type"].startswith("text/event-stream"):
+            return self.json()["choices"]
+        choices = reduce(joined, [event["choices"] for event in self.events()])
+        for choice in choices:
+            if "delta" in choice:
+                choice["message"] = choice.pop("delta")
+        return sorted(choices, key=lambda choice: choice["index"])
+
+
+def joined(old: Any, new: Any) -> Any:
+    """Two pieces of JSON as one; items of lists that have an index are joined by it."""
+    if old is None or new is None:
+        return new if old is None else old
+    if isinstance(new, dict):
+        return {name: joined(old.get(name), new.get(name)) for name in {**old, **new}}
+    if isinstance(new, list) and new and isinstance(new[0], dict) and "index" in new[0]:
+        items = {item["index"]: item for item in old}
+        for item in new:
+            items[item["index"]] = joined(items.get(item["index"]), item)
+        return list(items.values())
+    return old + new if isinstance(new, str | list) else new
 
 
 class Api:

@@ -28,12 +28,7 @@ def text(source: str | None) -> ModelText:
 QWEN = text(SOURCE)
 
 
-def deltas(events: list[Any]) -> list[dict[str, Any]]:
-    return [choice["delta"] for event in events for choice in event["choices"]]
-
-
-def joined(events: list[Any], name: str) -> str:
-    return "".join(delta.get(name) or "" for delta in deltas(events))
+WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
 def prompt_of(api: Any) -> str:
@@ -44,12 +39,9 @@ async def test_an_answer_in_one_piece(serve_api) -> None:
     api = await serve_api("Hello!", text=QWEN)
     answer = (await api.chat(model="tiny")).json()
     assert answer["object"] == "chat.completion"
+    message = {"role": "assistant", "content": "Hello!", "reasoning_content": None}
     [choice] = answer["choices"]
-    assert choice["message"] == {
-        "role": "assistant",
-        "content": "Hello!",
-        "reasoning_content": None,
-    }
+    assert choice["message"] == message
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
     assert answer["usage"]["prompt_tokens"] == len("[user]hi[assistant]")
     assert prompt_of(api) == "[user]hi[assistant]"
@@ -58,12 +50,13 @@ async def test_an_answer_in_one_piece(serve_api) -> None:
 async def test_a_stream_says_the_same(serve_api) -> None:
     api = await serve_api("Hello!", text=QWEN)
     answer = await api.chat(stream=True, stream_options={"include_usage": True})
-    events = answer.events()
-    assert deltas(events)[0] == {"role": "assistant", "content": ""}
-    assert joined(events, "content") == "Hello!"
+    first, *_, last = events = answer.events()
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "stop"
-    assert events[-1]["usage"]["completion_tokens"] == 7
+    [choice] = answer.choices()
+    assert choice["message"] == {"role": "assistant", "content": "Hello!"}
+    assert choice["finish_reason"] == "stop"
+    assert last["usage"]["completion_tokens"] == 7
     assert all(event["usage"] is None for event in events[:-1])
 
 
@@ -74,31 +67,25 @@ async def test_as_many_tokens_as_the_context_holds(serve_api) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_reasoning(serve_api, stream: bool) -> None:
-    api = await serve_api("<think>\nwhy\n</think>\n\nso", text=QWEN)
-    answer = await api.chat(stream=stream)
-    if stream:
-        events = answer.events()
-        message = {name: joined(events, name) for name in ("content", "reasoning_content")}
-    else:
-        message = answer.json()["choices"][0]["message"]
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize(
+    ("answer", "switches"),
+    [("<think>\nwhy\n</think>\n\nso", {}), ("why</think>so", {"opened": True})],
+    ids=["opened by the model", "opened by the template"],
+)
+async def test_reasoning(serve_api, stream: bool, answer: str, switches: dict[str, Any]) -> None:
+    api = await serve_api(answer, text=QWEN)
+    [choice] = (await api.chat(stream=stream, chat_template_kwargs=switches)).choices()
+    message = choice["message"]
     assert (message["content"], message["reasoning_content"]) == ("so", "why")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@WHOLE_AND_STREAM
 async def test_reasoning_can_be_left_out(serve_api, stream: bool) -> None:
     api = await serve_api("<think>why</think>so", text=QWEN)
     answer = await api.chat(stream=stream, include_reasoning=False)
     assert b"reasoning" not in answer.body
     assert b"why" not in answer.body
-
-
-async def test_reasoning_that_the_template_opens(serve_api) -> None:
-    api = await serve_api("why</think>so", text=QWEN)
-    answer = await api.chat(chat_template_kwargs={"opened": True})
-    message = answer.json()["choices"][0]["message"]
-    assert (message["content"], message["reasoning_content"]) == ("so", "why")
 
 
 async def test_a_switch_of_the_template(serve_api) -> None:
@@ -113,51 +100,27 @@ async def test_a_model_that_does_not_think_keeps_its_tags(serve_api) -> None:
     assert message == {"role": "assistant", "content": "<think>x"}
 
 
-async def test_tool_calls(serve_api) -> None:
+@WHOLE_AND_STREAM
+async def test_tool_calls(serve_api, stream: bool) -> None:
     api = await serve_api(f"Let me see.\n{CALL}\n{CALL}", text=QWEN, max_model_len=1000)
-    [choice] = (await api.chat(tools=TOOLS, max_tokens=180)).json()["choices"]
-    message = choice["message"]
+    [choice] = (await api.chat(tools=TOOLS, max_tokens=180, stream=stream)).choices()
     assert choice["finish_reason"] == "tool_calls"
-    assert message["content"] == "Let me see."
-    first, second = message["tool_calls"]
-    assert first["id"] != second["id"]
-    assert (first["type"], first["function"]["name"]) == ("function", "add")
-    assert json.loads(first["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert choice["message"]["content"] == "Let me see."
+    calls = choice["message"]["tool_calls"]
+    assert len({call["id"] for call in calls}) == 2
+    for call in calls:
+        assert (call["type"], call["function"]["name"]) == ("function", "add")
+        assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
     assert prompt_of(api).startswith('[{"type": "function"')
 
 
-async def test_tool_calls_in_a_stream(serve_api) -> None:
-    api = await serve_api(f"{CALL}\n{CALL}", text=QWEN, max_model_len=1000)
-    events = (await api.chat(tools=TOOLS, max_tokens=180, stream=True)).events()
-    calls: dict[int, dict[str, Any]] = {}
-    for delta in deltas(events):
-        for piece in delta.get("tool_calls", ()):
-            call = calls.setdefault(piece["index"], {"arguments": ""})
-            assert ("id" in piece) == ("name" in piece["function"])
-            call.update({k: piece[k] for k in ("id", "type") if k in piece})
-            call["name"] = piece["function"].get("name", call.get("name"))
-            call["arguments"] += piece["function"]["arguments"]
-    assert sorted(calls) == [0, 1]
-    assert {call["name"] for call in calls.values()} == {"add"}
-    assert all(json.loads(call["arguments"]) == {"a": 1, "b": 2} for call in calls.values())
-    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert joined(events, "content") == ""
-
-
-@pytest.mark.parametrize("stream", [True, False])
+@WHOLE_AND_STREAM
 async def test_no_more_than_one_call_at_a_time(serve_api, stream: bool) -> None:
     api = await serve_api(f"{CALL}\n{CALL}", text=QWEN, max_model_len=1000)
     answer = await api.chat(tools=TOOLS, max_tokens=180, parallel_tool_calls=False, stream=stream)
-    if stream:
-        events = answer.events()
-        pieces = [p for delta in deltas(events) for p in delta.get("tool_calls", ())]
-        assert {piece["index"] for piece in pieces} == {0}
-        reason = events[-1]["choices"][0]["finish_reason"]
-    else:
-        [choice] = answer.json()["choices"]
-        assert len(choice["message"]["tool_calls"]) == 1
-        reason = choice["finish_reason"]
-    assert reason == "tool_calls"
+    [choice] = answer.choices()
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
     assert len(api.endpoint.aborted) == 1
 
 
@@ -181,31 +144,20 @@ async def test_tool_results_go_back_to_the_model(serve_api) -> None:
     assert prompt_of(api) == "[user]1+2[assistant][tool]3[assistant]"
 
 
-async def test_logprobs(serve_api) -> None:
+@WHOLE_AND_STREAM
+async def test_logprobs(serve_api, stream: bool) -> None:
     api = await serve_api("é")
-    [choice] = (await api.chat(logprobs=True, top_logprobs=1)).json()["choices"]
+    [choice] = (await api.chat(logprobs=True, top_logprobs=1, stream=stream)).choices()
     first, second, _ = choice["logprobs"]["content"]
     assert (first["token"], first["bytes"], first["logprob"]) == ("bytes:\\xc3", [0xC3], -0.5)
     assert second["top_logprobs"] == [{"token": "bytes:\\xa9", "logprob": -0.5, "bytes": [0xA9]}]
 
 
-async def test_logprobs_in_a_stream(serve_api) -> None:
-    api = await serve_api("ok")
-    events = (await api.chat(logprobs=True, stream=True)).events()
-    entries = [event["choices"][0]["logprobs"] for event in events[1:]]
-    assert [entry["content"][0]["token"] for entry in entries] == ["o", "k", "<|im_end|>"]
-
-
-async def test_several_answers(serve_api) -> None:
+@WHOLE_AND_STREAM
+async def test_several_answers(serve_api, stream: bool) -> None:
     api = await serve_api(lambda request: "ab"[request.sampling.seed != 5])
-    answer = (await api.chat(n=2, seed=5)).json()
-    assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "b"]
-    events = (await api.chat(n=2, seed=5, stream=True)).events()
-    texts = ["", ""]
-    for event in events:
-        for choice in event["choices"]:
-            texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == ["a", "b"]
+    choices = (await api.chat(n=2, seed=5, stream=stream)).choices()
+    assert [choice["message"]["content"] for choice in choices] == ["a", "b"]
 
 
 async def test_continuing_the_last_message(serve_api) -> None:

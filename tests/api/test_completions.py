@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from pagoda.api.request_context import INTERNAL_ERROR
+from pagoda.api.errors import INTERNAL_ERROR
 from pagoda.errors import EngineDeadError, OverloadedError
 
-
-def text_of(events: list[Any], index: int = 0) -> str:
-    choices = [choice for event in events for choice in event["choices"]]
-    return "".join(choice["text"] for choice in choices if choice["index"] == index)
+WHOLE_AND_STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
 async def test_an_answer_in_one_piece(serve_api) -> None:
@@ -23,11 +20,8 @@ async def test_an_answer_in_one_piece(serve_api) -> None:
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
     assert (answer["model"], choice["index"], choice["text"]) == ("tiny", 0, "héllo")
-    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (
-        "stop",
-        None,
-        None,
-    )
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] is choice["logprobs"] is None
     assert answer["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 7,
@@ -41,8 +35,8 @@ async def test_a_stream_says_the_same(serve_api) -> None:
     options = {"include_usage": True}
     answer = await api.complete(max_tokens=20, stream=True, stream_options=options)
     *events, last = answer.events()
-    assert text_of(events) == "héllo"
-    assert len(events) == 7
+    [choice] = answer.choices()
+    assert choice["text"] == "héllo"
     assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 6 + ["stop"]
     assert all(event["usage"] is None for event in events)
     assert last["choices"] == []
@@ -83,29 +77,25 @@ async def test_the_four_kinds_of_prompt(api, prompt: Any, expected: list[list[in
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@WHOLE_AND_STREAM
 async def test_several_prompts_with_several_answers(serve_api, stream: bool) -> None:
     api = await serve_api(lambda request: f"{bytes(request.prompt_token_ids).decode()}!")
     answer = await api.complete(prompt=["a", "b"], n=2, stream=stream)
-    if stream:
-        texts = [text_of(answer.events(), index) for index in range(4)]
-    else:
-        texts = [choice["text"] for choice in answer.json()["choices"]]
-        assert answer.json()["usage"]["prompt_tokens"] == 2
-    assert texts == ["a!", "a!", "b!", "b!"]
+    assert [choice["text"] for choice in answer.choices()] == ["a!", "a!", "b!", "b!"]
+    assert stream or answer.json()["usage"]["prompt_tokens"] == 2
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@WHOLE_AND_STREAM
 @pytest.mark.parametrize("prompt", ["hi", [104, 105]])
 async def test_echo(api, stream: bool, prompt: Any) -> None:
-    answer = await api.complete(prompt=prompt, echo=True, stream=stream)
-    text = text_of(answer.events()) if stream else answer.json()["choices"][0]["text"]
-    assert text == "hiok"
+    [choice] = (await api.complete(prompt=prompt, echo=True, stream=stream)).choices()
+    assert choice["text"] == "hiok"
 
 
-async def test_logprobs(serve_api) -> None:
+@WHOLE_AND_STREAM
+async def test_logprobs(serve_api, stream: bool) -> None:
     api = await serve_api("aé")
-    [choice] = (await api.complete(logprobs=2)).json()["choices"]
+    [choice] = (await api.complete(logprobs=2, stream=stream)).choices()
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "<|im_end|>"]
     assert logprobs["token_logprobs"] == [-0.5] * 4
@@ -113,34 +103,21 @@ async def test_logprobs(serve_api) -> None:
     assert logprobs["text_offset"][:2] == [0, 1]
 
 
-async def test_logprobs_in_a_stream(api) -> None:
-    events = (await api.complete(logprobs=0, stream=True)).events()
-    logprobs = [event["choices"][0]["logprobs"] for event in events]
-    assert [entry["tokens"] for entry in logprobs] == [["o"], ["k"], ["<|im_end|>"]]
-    assert [entry["text_offset"] for entry in logprobs] == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize("stream", [True, False])
+@WHOLE_AND_STREAM
 async def test_token_ids_on_request(api, stream: bool) -> None:
-    answer = await api.complete(return_token_ids=True, stream=stream)
-    choices = (
-        [event["choices"][0] for event in answer.events()] if stream else answer.json()["choices"]
-    )
-    assert choices[0]["prompt_token_ids"] == [104, 105]
-    assert [i for choice in choices for i in choice["token_ids"]] == [111, 107, 257]
+    [choice] = (await api.complete(return_token_ids=True, stream=stream)).choices()
+    assert choice["prompt_token_ids"] == [104, 105]
+    assert choice["token_ids"] == [111, 107, 257]
 
 
-async def test_stop_strings(serve_api) -> None:
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize("stop", ["END", ["x", "END"]])
+async def test_stop_strings(serve_api, stream: bool, stop: Any) -> None:
     api = await serve_api("one END two")
-    [choice] = (await api.complete(stop="END", max_tokens=50)).json()["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
-        "one ",
-        "stop",
-        "END",
-    )
-    events = (await api.complete(stop=["x", "END"], max_tokens=50, stream=True)).events()
-    assert text_of(events) == "one "
-    assert len(api.endpoint.aborted) == 2
+    [choice] = (await api.complete(stop=stop, max_tokens=50, stream=stream)).choices()
+    assert choice["text"] == "one "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+    assert len(api.endpoint.aborted) == 1
 
 
 async def test_every_parameter_reaches_the_engine(api) -> None:
@@ -176,19 +153,21 @@ async def test_fields_without_effect_and_neutral_values(api) -> None:
     assert answer.status == 200
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_full_queue(api, stream: bool) -> None:
-    api.endpoint.raises = OverloadedError("The waiting queue is full.", retry_after_s=7)
+@WHOLE_AND_STREAM
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "wait_s"),
+    [
+        (OverloadedError("Full.", retry_after_s=7), 429, "rate_limit_error", "7"),
+        (EngineDeadError("Gone."), 503, "service_unavailable_error", "5"),
+    ],
+)
+async def test_a_refusal(
+    api, stream: bool, error: Exception, status: int, kind: str, wait_s: str
+) -> None:
+    api.endpoint.raises = error
     answer = await api.complete(stream=stream)
-    assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
-    assert answer.error()["type"] == "rate_limit_error"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_dead_engine(api, stream: bool) -> None:
-    api.endpoint.raises = EngineDeadError("The engine is gone.")
-    answer = await api.complete(stream=stream)
-    assert (answer.status, answer.error()["message"]) == (503, "The engine is gone.")
+    assert (answer.status, answer.headers["Retry-After"]) == (status, wait_s)
+    assert (answer.error()["message"], answer.error()["type"]) == (str(error), kind)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -221,7 +200,7 @@ async def test_a_bug_is_an_error_without_details(api, caplog: pytest.LogCaptureF
     assert "secret" in caplog.text
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@WHOLE_AND_STREAM
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_client_that_goes_away_aborts(serve_api, stream: bool, n: int) -> None:
     api = await serve_api("a long answer")
@@ -242,30 +221,19 @@ async def test_a_client_of_http_1_0_gets_the_events_without_chunks(api) -> None:
     writer.write(head + body)
     _, _, events = (await asyncio.wait_for(reader.read(), 30)).partition(b"\r\n\r\n")
     writer.close()
-    *first, last, rest = events.split(b"\n\n")
-    assert text_of([json.loads(event.removeprefix(b"data: ")) for event in first]) == "ok"
-    assert (last, rest) == (b"data: [DONE]", b"")
+    *pieces, last, rest = events.split(b"\n\n")
+    texts = [json.loads(piece[6:])["choices"][0]["text"] for piece in pieces]
+    assert ("".join(texts), last, rest) == ("ok", b"data: [DONE]", b"")
 
 
-async def test_an_idle_stream_gets_comments(serve_api) -> None:
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_an_idle_stream_gets_comments(serve_api, num_tokens: int) -> None:
     api = await serve_api("ok", keep_alive_s=0.02)
-    api.endpoint.pause_after = 1
+    api.endpoint.pause_after = num_tokens
     url = f"http://127.0.0.1:{api.port}/v1/completions"
     async with api.session.post(url, json={"prompt": "hi", "stream": True}) as response:
-        lines = []
-        while b": keep-alive\n" not in lines:
-            lines.append(await response.content.readline())
-        api.endpoint.go_on.set()
-        rest = await response.read()
-    assert rest.endswith(b"data: [DONE]\n\n")
-
-
-async def test_a_stream_that_has_not_begun_gets_comments_too(serve_api) -> None:
-    api = await serve_api("ok", keep_alive_s=0.02)
-    api.endpoint.pause_after = 0
-    url = f"http://127.0.0.1:{api.port}/v1/completions"
-    async with api.session.post(url, json={"prompt": "hi", "stream": True}) as response:
-        assert await response.content.readline() == b": keep-alive\n"
+        while await response.content.readline() != b": keep-alive\n":
+            pass
         api.endpoint.go_on.set()
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
 

@@ -15,7 +15,7 @@ from scripted_endpoint import TEXT, ScriptedEndpoint
 from pagoda.api.keys import ApiKeys
 from pagoda.errors import OverloadedError
 from pagoda.frontend.discovery.joins import JoinDiscovery, Membership
-from pagoda.frontend.fleet import RoutedFleet, RouterConfig
+from pagoda.frontend.fleet import Fleet, RouterConfig
 from pagoda.frontend.text_generator import TextGenerator
 
 
@@ -29,7 +29,7 @@ async def routed(serve_api: Any, **config: object) -> AsyncIterator[tuple[Any, H
         return discoveries[0]
 
     api = await serve_api(loading=True, **config)
-    fleet = api.service.fleet = RoutedFleet(
+    fleet = api.service.fleet = Fleet(
         RouterConfig(discover=discover, keys=KEYS, model="m", model_digest="1")
     )
     starting = asyncio.create_task(fleet.start())
@@ -127,4 +127,4 @@ async def test_a_server_that_is_no_router_has_no_hosts(api: Any) -> None:
 
 class _NoRouter:
     registry = None
-    router_id = None
+    is_router = False

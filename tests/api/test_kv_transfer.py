@@ -199,7 +199,7 @@ async def test_one_prompt_and_one_answer_at_a_time(serve_api, params: dict[str, 
 
 
 class RouterFleet:
-    router_id = "r1"
+    is_router = True
     registry = None
 
 

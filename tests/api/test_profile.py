@@ -7,7 +7,6 @@ import pytest
 from fragment_files import read_fragments
 
 from pagoda.api.keys import ApiKeys
-from pagoda.frontend.fleet import RoutedFleet
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
@@ -84,9 +83,7 @@ async def test_a_router_counts_no_steps(serve_api: Any, tmp_path: Path) -> None:
 
 
 class Router:
-    router_id = "r"
-    start_trace = RoutedFleet.start_trace
-    stop_trace = RoutedFleet.stop_trace
+    is_router = True
 
 
 async def test_the_key_is_asked_for(serve_api: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import ConfigError, EngineDeadError
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.fleet import EngineFleet, Fleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import synthetic_model_text
 from pagoda.messages.frontend import EngineReady
 from pagoda.messages.tracing import StartTrace
@@ -180,7 +180,7 @@ def simulated() -> EngineConfig:
 
 
 async def serve_simulated(
-    make_fleet: Callable[[], Fleet] = lambda: EngineFleet(simulated()),
+    make_fleet: Callable[[], Fleet] = lambda: Fleet.of_engines(simulated()),
     *,
     host: str = "127.0.0.1",
     port: int = 0,

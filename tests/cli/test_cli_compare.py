@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from pagoda.cli import main as command
 from pagoda.cli.bench.compare import (
     FIGURES,
-    LoadOptions,
+    CompareOptions,
     Measured,
     Server,
     measure_server,
@@ -29,7 +29,7 @@ from pagoda.cli.server_process import ServerProcess, server_process
 from pagoda.errors import ConfigError
 
 SIM = ["--executor", "sim", "--log-level", "warning"]
-SHORT = LoadOptions(input_len=5, output_len=2, num_prompts=3)
+SHORT = CompareOptions(input_len=5, output_len=2, num_prompts=3)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pagoda.cli.bench.datasets import Sample
-from pagoda.cli.bench.load import Schedule, arrival_times, ask, run_load
+from pagoda.cli.bench.load import LoadOptions, arrival_times, ask, run_load
 from pagoda.cli.openai_client import OpenAIClient, ServerError
 from pagoda.errors import ConfigError
 
@@ -148,30 +148,29 @@ async def test_load_keeps_to_its_concurrency_and_reports_failures() -> None:
         return web.Response(body=HELLO + DONE, content_type="text/event-stream")
 
     done = []
-    schedule = Schedule(request_rate=float("inf"), max_concurrency=3, seed=0)
+    schedule = LoadOptions(max_concurrency=3)
     async with client_of(handle) as client:
-        run = await run_load(
+        outcomes, _ = await run_load(
             client, [Sample("completions", {})] * 10, {}, schedule, lambda: done.append(1)
         )
-    assert len(run.outcomes) == len(done) == 10
+    assert len(outcomes) == len(done) == 10
     assert peak <= 3
-    assert [outcome.error for outcome in run.outcomes].count(None) == 9
+    assert [outcome.error for outcome in outcomes].count(None) == 9
 
 
 async def test_a_request_that_cannot_be_sent_raises_by_itself_and_counts_as_failed_in_a_load() -> (
     None
 ):
     sample = Sample("completions", {})
-    schedule = Schedule(request_rate=float("inf"), max_concurrency=None, seed=0)
     async with OpenAIClient("http://127.0.0.1:1") as client:
         with pytest.raises(ConfigError, match="Cannot reach a server"):
             await ask(client, sample, {})
-        run = await run_load(client, [sample] * 2, {}, schedule, lambda: None)
-    assert [str(outcome.error)[:12] for outcome in run.outcomes] == ["Cannot reach"] * 2
+        outcomes, _ = await run_load(client, [sample] * 2, {}, LoadOptions(), lambda: None)
+    assert [str(outcome.error)[:12] for outcome in outcomes] == ["Cannot reach"] * 2
 
 
 def _arrivals(count: int, rate: float, burstiness: float = 1.0) -> list[float]:
-    schedule = Schedule(request_rate=rate, burstiness=burstiness, max_concurrency=None, seed=3)
+    schedule = LoadOptions(request_rate=rate, burstiness=burstiness, seed=3)
     return arrival_times(count, schedule)
 
 

@@ -18,7 +18,7 @@ from pagoda.executor.sim import sim_token
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.fleet import JoinConfig, JoinedFleet, read_cluster_key
+from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.policies import POLICIES
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
@@ -28,45 +28,26 @@ NUM_BLOCKS = 512
 PROMPT = [1, 2, 3]
 
 
-class _SimFleet:
-    """One simulated engine, whose model calls itself pagoda-tiny."""
-
-    registry = None
-    router_id = None
-
-    def __init__(self, step_s: float) -> None:
-        config = EngineConfig(
-            worker=WorkerConfig(model="sim"),
-            executor="sim",
-            sim=SimConfig(
-                base_s=step_s, vocab_size=VOCAB_SIZE, max_model_len=4096, num_blocks=NUM_BLOCKS
-            ),
-            max_num_seqs=64,
-        )
-        self.dispatcher = Dispatcher([SimEndpoint(config)], POLICIES["round-robin"])
-
-    async def start(self) -> None:
-        await self.dispatcher.start()
-
-    async def leave(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        await self.dispatcher.close()
-
-
 def write_key(directory: Path) -> Path:
     key = directory / "key"
     key.write_text(secrets.token_hex())
     return key
 
 
-async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> JoinedFleet:
-    """A host that is made known where `join` says."""
+async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Fleet:
+    """A host with a simulated engine, which is made known where `join` says."""
     files, keys = resolve_model(None), read_cluster_key(key_file)
-    host = JoinedFleet(
-        _SimFleet(step_s),
-        JoinConfig(
+    config = EngineConfig(
+        worker=WorkerConfig(model="sim"),
+        executor="sim",
+        sim=SimConfig(
+            base_s=step_s, vocab_size=VOCAB_SIZE, max_model_len=4096, num_blocks=NUM_BLOCKS
+        ),
+        max_num_seqs=64,
+    )
+    host = Fleet(
+        Dispatcher([SimEndpoint(config)], POLICIES["round-robin"]),
+        join=JoinConfig(
             register=registering(join, keys),
             keys=keys,
             advertised=Advertised("127.0.0.1", None),
@@ -81,7 +62,7 @@ async def start_host(join: str, key_file: Path, *, step_s: float = 0.005) -> Joi
 @asynccontextmanager
 async def sim_hosts(
     joins: Sequence[str], key_file: Path, *, step_s: float = 0.005
-) -> AsyncIterator[list[JoinedFleet]]:
+) -> AsyncIterator[list[Fleet]]:
     """A host for each of `joins`."""
     async with AsyncExitStack() as stack:
         hosts = []

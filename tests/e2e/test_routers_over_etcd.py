@@ -70,6 +70,6 @@ async def test_service_goes_on_and_views_agree_when_etcd_is_started_again(
         await asyncio.to_thread(etcd.start)
         await until_hosts(session, urls, NUM_HOSTS)
         views = [await host_ids(session, url) for url in urls]
-        assert new.host_id in views[0]
+        assert new.id in views[0]
         await running
         await ask_all()

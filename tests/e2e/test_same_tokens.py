@@ -25,7 +25,7 @@ from pagoda.engine.config import EngineConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import EngineFleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.model_text import load_model_text
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ async def engine(worker: WorkerConfig, **fields: object) -> AsyncIterator[Dispat
     num_blocks = fields.pop("num_blocks", worker.num_blocks)
     worker = msgspec.structs.replace(worker, num_blocks=num_blocks)
     config = EngineConfig(worker=worker, **fields)  # type: ignore[arg-type]
-    dispatcher = EngineFleet(config).dispatcher
+    dispatcher = Fleet.of_engines(config).dispatcher
     await dispatcher.start()
     try:
         yield dispatcher

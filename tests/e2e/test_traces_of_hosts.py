@@ -15,14 +15,14 @@ from pagoda.checkpoints.resolve import resolve_model
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.discovery.addresses import Advertised
 from pagoda.frontend.discovery.flags import registering
-from pagoda.frontend.fleet import EngineFleet, JoinConfig, JoinedFleet, read_cluster_key
+from pagoda.frontend.fleet import Fleet, JoinConfig, read_cluster_key
 from pagoda.frontend.request_tracker import RequestTracker
 from pagoda.frontend.trace_control import TraceControl
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer
 
 
-def make_host(join: str, key: Path, tracer: Tracer, tracker: RequestTracker) -> JoinedFleet:
+def make_host(join: str, key: Path, tracer: Tracer, tracker: RequestTracker) -> Fleet:
     """With an engine process whose tokens are made up."""
     sim = SimConfig(base_s=0.002, vocab_size=VOCAB_SIZE)
     engine = EngineConfig(worker=WorkerConfig(model="sim"), executor="sim", sim=sim)
@@ -35,7 +35,7 @@ def make_host(join: str, key: Path, tracer: Tracer, tracker: RequestTracker) -> 
         model_digest=model_digest(files),
         tracker=tracker,
     )
-    return JoinedFleet(EngineFleet(engine, tracer=tracer), joins, tracer)
+    return Fleet.of_engines(engine, join=joins, tracer=tracer)
 
 
 async def test_a_request_can_be_followed_from_the_router_to_the_engine(tmp_path: Path) -> None:

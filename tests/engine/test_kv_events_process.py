@@ -23,7 +23,7 @@ from pagoda.engine.config import EngineConfig, KVEventsConfig, SimConfig
 from pagoda.errors import ConfigError
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import EngineFleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.llm import LLM
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.messages.frontend import GenerateRequest
@@ -48,7 +48,7 @@ def config(port: int, num_replicas: int = 1, num_blocks: int = 64) -> EngineConf
 
 @asynccontextmanager
 async def running(engine: EngineConfig) -> AsyncIterator[Dispatcher]:
-    dispatcher = EngineFleet(engine, "round-robin").dispatcher
+    dispatcher = Fleet.of_engines(engine, "round-robin").dispatcher
     await dispatcher.start()
     try:
         yield dispatcher

@@ -20,7 +20,7 @@ from pagoda.engine.step_statistics import (
     StepRecorder,
 )
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import EngineFleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.ipc.clock import VirtualClock
 from pagoda.messages.frontend import GenerateRequest, StepBin, StepStatistics
 from pagoda.messages.load import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, StepTotals
@@ -199,7 +199,7 @@ async def test_news_come_from_all_replicas_and_from_engines_started_again() -> N
         executor="sim",
         sim=SimConfig(num_blocks=64, block_size=4, max_model_len=64, vocab_size=50),
     )
-    dispatcher = EngineFleet(config, "round-robin").dispatcher
+    dispatcher = Fleet.of_engines(config, "round-robin").dispatcher
     await dispatcher.start()
     heard: dict[str, asyncio.Event] = {"0": asyncio.Event(), "1": asyncio.Event()}
     unfollow = dispatcher.subscribe_steps(lambda news: heard[news.replica].set())

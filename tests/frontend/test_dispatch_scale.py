@@ -187,8 +187,11 @@ async def test_sessions_stay_where_they_are_in_a_large_fleet() -> None:
     assert await homes(backwards) == before
 
 
-async def test_a_fleet_that_is_full_refuses_after_a_few_tries() -> None:
-    dispatcher, replicas = fleet(100, "least-pending-tokens")
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_full_fleet_is_asked_once_and_a_replica_with_room_is_found(
+    policy: PolicyName,
+) -> None:
+    dispatcher, replicas = fleet(100, policy)
     tries = []
 
     def refuse(asked: object) -> None:
@@ -196,8 +199,13 @@ async def test_a_fleet_that_is_full_refuses_after_a_few_tries() -> None:
         raise OverloadedError("The waiting queue is full.", retry_after_s=3)
 
     for replica in replicas:
-        replica.generate = refuse  # type: ignore[method-assign, assignment]
-    with pytest.raises(OverloadedError) as refusal:
-        await anext(dispatcher.generate(request(1)))
-    assert refusal.value.retry_after_s == 3
-    assert len(tries) == 16
+        if replica is not replicas[77]:
+            replica.generate = refuse  # type: ignore[method-assign, assignment]
+    await begin(dispatcher, request(0))
+    assert len(replicas[77].streams) == 1
+    replicas[77].generate = refuse  # type: ignore[method-assign, assignment]
+    for number in (1, 2):
+        with pytest.raises(OverloadedError) as refusal:
+            await anext(dispatcher.generate(request(number)))
+        assert refusal.value.retry_after_s == 3
+    assert len(tries) <= 100 + 2 * 16

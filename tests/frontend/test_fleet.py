@@ -20,7 +20,7 @@ from pagoda.frontend import engine_client
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.endpoint import ReplicaState
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import EngineFleet, replicas_of
+from pagoda.frontend.fleet import Fleet, replicas_of
 from pagoda.frontend.policies import POLICIES
 from pagoda.messages.frontend import FinishReason, GenerateRequest
 from pagoda.messages.worker_config import WorkerConfig
@@ -36,7 +36,7 @@ def replicated(count: int, **fields: object) -> EngineConfig:
 
 @asynccontextmanager
 async def fleet(count: int, **fields: object) -> AsyncIterator[Dispatcher]:
-    dispatcher = EngineFleet(replicated(count, **fields), "least-pending-tokens").dispatcher
+    dispatcher = Fleet.of_engines(replicated(count, **fields), "least-pending-tokens").dispatcher
     await dispatcher.start()
     try:
         yield dispatcher
@@ -223,7 +223,7 @@ async def test_one_of_four_that_cannot_start_ends_all() -> None:
 
 
 async def test_one_replica_that_cannot_start_says_just_why() -> None:
-    dispatcher = EngineFleet(
+    dispatcher = Fleet.of_engines(
         EngineConfig(worker=WorkerConfig(model="/no/such/directory"))
     ).dispatcher
     with pytest.raises(ConfigError) as caught:

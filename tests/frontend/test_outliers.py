@@ -52,8 +52,8 @@ class Group:
 
     def check(self) -> tuple[list[int], list[int]]:
         waiting = {member: Waiting(since) for member, since in self.since.items()}
-        verdicts = self.detector.check(waiting.get)
-        return [ejection.replica for ejection in verdicts.ejected], verdicts.stuck
+        ejected, stuck = self.detector.check(waiting.get)
+        return [ejection.replica for ejection in ejected], stuck
 
     def shares(self) -> list[float]:
         return [health.share(self.clock.now()) for health in self.health]
@@ -110,13 +110,13 @@ def test_a_prompt_takes_its_time(waiting: Waiting, patience_s: float) -> None:
     began = group.clock.now()
     while group.clock.now() < began + patience_s + 1:
         group.steps(1, 0.05, without=(1,))
-        verdicts = group.detector.check({1: waiting._replace(since=began)}.get)
+        ejected, stuck = group.detector.check({1: waiting._replace(since=began)}.get)
         late_s = group.clock.now() - began - patience_s
-        if verdicts.ejected:
+        if ejected:
             break
-        assert not verdicts.stuck
+        assert not stuck
     assert abs(late_s) < 0.1
-    assert [ejection.replica for ejection in verdicts.ejected] == [1]
+    assert [ejection.replica for ejection in ejected] == [1]
 
 
 def test_when_all_are_silent_it_is_not_one_of_them() -> None:
@@ -262,7 +262,7 @@ def test_members_of_other_kinds_are_not_compared() -> None:
     for _ in range(40):
         first.progress("a", 1, 0.0, 0.01)
         second.progress("b", 1, 0.0, 1.0)
-    assert detector.check(lambda _: Waiting(0.0)).ejected == []
+    assert detector.check(lambda _: Waiting(0.0)) == ([], [])
 
 
 class Fleet(RuleBasedStateMachine):
@@ -325,10 +325,10 @@ class Fleet(RuleBasedStateMachine):
         waiting = {
             member: Waiting(since, num_prompt_tokens, kv_s) for member, since in self.since.items()
         }
-        verdicts = self.detector.check(waiting.get)
-        for ejection in verdicts.ejected:
+        ejected, stuck = self.detector.check(waiting.get)
+        for ejection in ejected:
             self.note(ejection.replica, ejection.duration_s)
-        assert set(verdicts.stuck) <= self.since.keys()
+        assert set(stuck) <= self.since.keys()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 30.0]))
     def wait(self, seconds: float) -> None:

@@ -15,7 +15,7 @@ import zmq
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.frontend.dispatcher import Dispatcher
 from pagoda.frontend.engine_client import EngineClient
-from pagoda.frontend.fleet import EngineFleet
+from pagoda.frontend.fleet import Fleet
 from pagoda.frontend.host_client import HostClient, Identity
 from pagoda.frontend.host_server import HostServer
 from pagoda.frontend.policies import POLICIES
@@ -59,7 +59,7 @@ class Pair:
 async def pair() -> AsyncIterator[Pair]:
     context = zmq.Context()
     start_authenticator(context, KEYS)
-    host = EngineFleet(config(), "round-robin").dispatcher
+    host = Fleet.of_engines(config(), "round-robin").dispatcher
     await host.start()
     door = HostServer(host, context, "tcp://127.0.0.1:*", KEYS, HOST)
     try:

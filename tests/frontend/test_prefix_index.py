@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.frontend.prefix_index import PrefixIndex, packed, short_keys, short_keys_in
+from pagoda.frontend.prefix_index import CacheUnion, PrefixIndex, packed, short_keys, short_keys_in
 from pagoda.kv.block_keys import prefix_keys
 from pagoda.kv.manager import KVManager
 from pagoda.messages.frontend import PrefixCacheUpdate
@@ -57,7 +57,7 @@ def test_after_a_restart_nothing_is_cached() -> None:
     index = PrefixIndex(4)
     index.add(keys(A, 2))
     index.apply(news(keys(B, 2), anew=True))
-    assert index.clear() == ([], set(keys(B, 2)))
+    index.clear()
     assert len(index) == index.num_cached(keys(A, 2)) == index.num_cached(keys(B, 2)) == 0
 
 
@@ -81,15 +81,8 @@ def test_what_the_replica_says_counts_however_long_ago_it_was_sent() -> None:
     index.add(keys(B, 2))
     assert index.num_cached(keys(A, 5)) == 5
     assert index.num_cached(keys(B, 2)) == 2
-    assert index.apply(news([], [A + 3])) == ([], {A + 3})
+    index.apply(news([], [A + 3]))
     assert index.num_cached(keys(A, 5)) == 3
-
-
-def test_what_is_new_in_news_is_passed_on() -> None:
-    index = PrefixIndex(9)
-    assert index.apply(news([1, 2], anew=True)) == ([1, 2], set())
-    assert index.apply(news([2, 3], [1, 7])) == ([3], {1})
-    assert index.apply(news([3, 4], anew=True)) == ([4], {2})
 
 
 def test_what_was_sent_and_never_stored_is_forgotten_with_the_second_news_after_the_end() -> None:
@@ -147,14 +140,10 @@ def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -
             index.end(number, running.pop(number))
         elif action == "news":
             removed = [k for k in data.draw(st.lists(st.integers(0, 9))) if k not in some]
-            changes = index.apply(news(some, removed))
-            assert set(changes.stored) == set(some) - there
-            assert set(changes.removed) == set(removed) & there
+            index.apply(news(some, removed))
             there = (there | set(some)) - set(removed)
         elif action == "anew":
-            changes = index.apply(news(some, anew=True))
-            assert set(changes.stored) == set(some) - there
-            assert set(changes.removed) == there - set(some)
+            index.apply(news(some, anew=True))
             there = set(some)
         elif action == "clear":
             index.clear()
@@ -169,6 +158,91 @@ def test_believed_is_what_was_said_and_what_is_on_its_way(data: st.DataObject) -
     for _ in range(2):
         index.apply(news([]))
     assert len(index) == len(there)
+
+
+# ---- what several replicas have together
+
+small = st.lists(st.integers(0, 7), unique=True)
+
+
+@given(st.data())
+def test_listeners_know_what_all_replicas_have_together(data: st.DataObject) -> None:
+    union = CacheUnion()
+    indexes: list[PrefixIndex] = []
+    listeners: list[PrefixIndex] = []
+    actions = ["join", "leave", "update", "anew", "clear", "listen"]
+    for number in range(data.draw(st.integers(0, 30))):
+        action = data.draw(st.sampled_from(actions))
+        if action == "join":
+            indexes.append(PrefixIndex(100, replica=number, union=union))
+        elif action == "listen":
+            listeners.append(PrefixIndex(100))
+            union.listen(listeners[-1].apply)
+        elif indexes:
+            index = data.draw(st.sampled_from(indexes))
+            stored = data.draw(small)
+            if action in ("leave", "clear"):
+                index.clear()
+                if action == "leave":
+                    indexes.remove(index)
+            else:
+                removed = [key for key in data.draw(small) if key not in stored]
+                is_new = action == "anew"
+                index.apply(news(stored, removed, anew=is_new))
+        whole: set[int] = set().union(*(index.told for index in indexes))
+        assert all(listener.told == whole for listener in listeners)
+
+
+def test_a_listener_that_has_ended_hears_nothing_more() -> None:
+    union = CacheUnion()
+    index = PrefixIndex(10, union=union)
+    heard: list[PrefixCacheUpdate] = []
+    end = union.listen(heard.append)
+    assert heard == [news([], anew=True)]
+    end()
+    index.apply(news([1]))
+    assert len(heard) == 1
+
+
+def test_listeners_are_told_what_is_new_in_news() -> None:
+    union = CacheUnion()
+    index = PrefixIndex(9, union=union)
+    heard: list[PrefixCacheUpdate] = []
+    union.listen(heard.append)
+    index.apply(news([1, 2], anew=True))
+    index.apply(news([2, 3], [1, 7]))
+    index.apply(news([3, 4], anew=True))
+    assert heard[1:] == [news([1, 2]), news([3], [1]), news([4], [2])]
+
+
+def test_what_changes_nothing_for_all_together_is_not_told() -> None:
+    union = CacheUnion()
+    first, second = (PrefixIndex(10, replica=number, union=union) for number in range(2))
+    heard: list[PrefixCacheUpdate] = []
+    union.listen(heard.append)
+    first.apply(news([1]))
+    second.apply(news([1]))
+    first.clear()
+    assert heard[1:] == [news([1])]
+
+
+def test_holders_of_the_longest_prefix_come_first() -> None:
+    union = CacheUnion()
+    chain = list(range(100, 116))
+    told, sent, short, other = (
+        PrefixIndex(100, replica=number, union=union) for number in range(4)
+    )
+    told.apply(news(chain[:12]))
+    sent.add(chain[:12])
+    short.apply(news(chain[:6]))
+    other.add([7, 8])
+    assert union.holders(chain, 8) == [0, 1, 2]
+    assert union.holders(chain, 1) == [0]
+    assert union.holders([1, 2], 8) == []
+    told.clear()
+    assert union.holders(chain, 8) == [1, 2]
+    sent.clear()
+    assert union.holders(chain, 8) == [2]
 
 
 # ---- keys

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,15 @@ from rich.console import RenderableType
 
 from pagoda.cli import event_loop, output
 from pagoda.cli.bench.datasets import RandomLengths, Sample, random_samples
-from pagoda.cli.bench.load import Run, Schedule, ask, run_load
+from pagoda.cli.bench.load import LoadOptions, ask, run_load
 from pagoda.cli.bench.metrics import Report, summarize
-from pagoda.cli.bench.serve import Length, write_json
+from pagoda.cli.bench.serve import write_json
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions, Length
 from pagoda.errors import ConfigError, PagodaError
 
 _MIN_PROMPTS = 4
+_LETTERS = string.ascii_uppercase
 
 FIGURES: Mapping[str, Callable[[Report], float | None]] = {
     "output tokens/s": lambda report: report.output_token_rate,
@@ -64,7 +66,7 @@ class Measured:
 
 @Parameter(name="*", group=Group("Load", sort_key=10))
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class CompareOptions:
     """The requests of a run, and the number of runs."""
 
     concurrency: str = "1,4,16"
@@ -121,7 +123,7 @@ def compare(
     base_url: Annotated[tuple[str, ...], Parameter(negative=())],
     model: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
     output_file: Annotated[Path | None, Parameter(name=["--output", "--json"])] = None,
-    load: LoadOptions = LoadOptions(),
+    load: CompareOptions = CompareOptions(),
     general: GeneralOptions = GeneralOptions(),
 ) -> int:
     """Put the same load on two or more OpenAI-compatible servers in turn, and compare their figures.
@@ -136,9 +138,8 @@ def compare(
     concurrencies = load.concurrencies()
     servers, runs = event_loop.run(_measure(base_url, model, load, concurrencies))
     console = output.stdout()
-    console.print(
-        output.facts((letter, _describe(server)) for letter, server in _lettered(servers))
-    )
+    names = [f"{server.model} at {server.base_url}" for server in servers]
+    console.print(output.facts(zip(_LETTERS, names, strict=False)))
     for concurrency in concurrencies:
         console.print(comparison_table(servers, concurrency, runs))
     for problem in problems(load, runs):
@@ -163,7 +164,7 @@ def _check(base_urls: Sequence[str], models: Sequence[str]) -> None:
 async def _measure(
     base_urls: Sequence[str],
     models: Sequence[str],
-    load: LoadOptions,
+    load: CompareOptions,
     concurrencies: Sequence[int],
 ) -> tuple[list[Server], list[Measured]]:
     rng = random.Random(load.seed)
@@ -185,7 +186,7 @@ async def _measure(
 
 
 async def prepare_server(
-    base_url: str, model: str | None, load: LoadOptions, rng: random.Random
+    base_url: str, model: str | None, load: CompareOptions, rng: random.Random
 ) -> Server:
     """Asks for the model's name unless it is known, and sends the requests to warm up.
 
@@ -204,26 +205,17 @@ async def prepare_server(
 
 
 async def measure_server(
-    server: Server, concurrency: int, samples: Sequence[Sample], load: LoadOptions
+    server: Server, concurrency: int, samples: Sequence[Sample], load: CompareOptions
 ) -> Measured:
     """One run: `samples`, `concurrency` of them under way at once."""
-    schedule = Schedule(request_rate=float("inf"), max_concurrency=concurrency, seed=0)
+    at_once = LoadOptions(max_concurrency=concurrency)
     async with OpenAIClient(server.base_url) as client:
-        run = await run_load(client, samples, load.fields(server), schedule, lambda: None)
-    return Measured(
-        base_url=server.base_url,
-        concurrency=concurrency,
-        report=summarize(run.outcomes, run.duration_s, None),
-        lengths=_lengths(run),
-    )
-
-
-def _lengths(run: Run) -> list[tuple[int, int]]:
-    return [
-        (outcome.prompt_tokens, outcome.output_tokens)
-        for outcome in run.outcomes
-        if outcome.error is None
-    ]
+        outcomes, duration_s = await run_load(
+            client, samples, load.fields(server), at_once, lambda: None
+        )
+    lengths = [(it.prompt_tokens, it.output_tokens) for it in outcomes if it.error is None]
+    report = summarize(outcomes, duration_s, None)
+    return Measured(server.base_url, concurrency, report, lengths)
 
 
 def medians(runs: Iterable[Measured]) -> dict[str, float | None]:
@@ -240,27 +232,27 @@ def comparison_table(
     servers: Sequence[Server], concurrency: int, runs: Sequence[Measured]
 ) -> RenderableType:
     """Figures as rows; a column for each server, and behind each but the first its ratio to that."""
-    of_servers = [
-        medians(
-            run for run in runs if (run.base_url, run.concurrency) == (server.base_url, concurrency)
-        )
-        for server in servers
-    ]
-    letters = [letter for letter, _ in _lettered(servers)]
-    columns = [letters[0]]
-    for letter in letters[1:]:
-        columns += [letter, f"{letter}/{letters[0]}"]
+    of_servers = [medians(_runs_of(server, concurrency, runs)) for server in servers]
+    columns = ["A"]
+    for letter, _ in zip(_LETTERS[1:], servers[1:], strict=False):
+        columns += [letter, f"{letter}/A"]
     rows = []
     for name in FIGURES:
         base, *others = [figures[name] for figures in of_servers]
         cells = [_number(base)]
         for value in others:
-            cells += [_number(value), _number(_ratio(value, base))]
+            ratio = value / base if value is not None and base else None
+            cells += [_number(value), _number(ratio)]
         rows.append((name, *cells))
     return output.table(f"{concurrency} at once", ("median of runs", *columns), rows)
 
 
-def problems(load: LoadOptions, runs: Sequence[Measured]) -> Iterable[str]:
+def _runs_of(server: Server, concurrency: int, runs: Iterable[Measured]) -> list[Measured]:
+    wanted = (server.base_url, concurrency)
+    return [run for run in runs if (run.base_url, run.concurrency) == wanted]
+
+
+def problems(load: CompareOptions, runs: Sequence[Measured]) -> Iterable[str]:
     """A sentence for each server that failed, or that answered another load than what was asked."""
     for base_url in dict.fromkeys(run.base_url for run in runs):
         own = [run for run in runs if run.base_url == base_url]
@@ -279,44 +271,19 @@ def problems(load: LoadOptions, runs: Sequence[Measured]) -> Iterable[str]:
             )
 
 
-def _lettered(servers: Sequence[Server]) -> list[tuple[str, Server]]:
-    return [(chr(ord("A") + index), server) for index, server in enumerate(servers)]
-
-
-def _describe(server: Server) -> str:
-    return f"{server.model} at {server.base_url}"
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.2f}"
 
 
 def _record(
-    servers: Sequence[Server], load: LoadOptions, runs: Sequence[Measured]
+    servers: Sequence[Server], load: CompareOptions, runs: Sequence[Measured]
 ) -> dict[str, object]:
-    return {
-        "load": dataclasses.asdict(load),
-        "servers": [
-            {
-                "base_url": server.base_url,
-                "model": server.model,
-                "concurrency": {
-                    str(concurrency): _record_of(server, concurrency, runs)
-                    for concurrency in load.concurrencies()
-                },
-            }
-            for server in servers
-        ],
-    }
-
-
-def _record_of(server: Server, concurrency: int, runs: Sequence[Measured]) -> dict[str, object]:
-    own = [run for run in runs if (run.base_url, run.concurrency) == (server.base_url, concurrency)]
-    return {
-        "medians": medians(own),
-        "runs": [dataclasses.asdict(run.report) for run in own],
-    }
+    recorded = []
+    for server in servers:
+        figures = {}
+        for concurrency in load.concurrencies():
+            own = _runs_of(server, concurrency, runs)
+            reports = [dataclasses.asdict(run.report) for run in own]
+            figures[str(concurrency)] = {"medians": medians(own), "runs": reports}
+        recorded.append({**dataclasses.asdict(server), "concurrency": figures})
+    return {"load": dataclasses.asdict(load), "servers": recorded}

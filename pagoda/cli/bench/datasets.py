@@ -6,19 +6,21 @@ A dataset is a list of `Sample`s, made before the clock starts.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from pagoda.cli.jsonl import read_file, read_jsonl
 from pagoda.errors import ConfigError
 
 Endpoint = Literal["completions", "chat"]
 
 _CHARACTERS_PER_TOKEN = 4
 """A rule of thumb for English, used where lengths are known as text only."""
+_FLAG = "--dataset-path"
 _FIRST_RANDOM_ID = 3
 """The lowest random token id: special tokens of older vocabularies lie below."""
 _WORDS = ("river", "stone", "cloud", "seven", "green", "house", "table", "light", "paper", "north")
@@ -99,22 +101,14 @@ def sharegpt_samples(
         ConfigError: the file is not such a file or holds no conversation of two turns.
     """
     try:
-        conversations = msgspec.json.decode(_read(path), type=list[_Conversation])
+        conversations = msgspec.json.decode(read_file(path, _FLAG), type=list[_Conversation])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--dataset-path: {path} is not ShareGPT JSON: {error}.") from error
-    pairs = (c.conversations for c in conversations if len(c.conversations) >= 2)
-    return _repeat(
-        [
-            _text_sample(
-                endpoint,
-                turns[0].value,
-                output_len or max(4, len(turns[1].value) // _CHARACTERS_PER_TOKEN),
-            )
-            for turns in pairs
-        ],
-        count,
-        path,
-    )
+        raise ConfigError(f"{_FLAG}: {path} is not ShareGPT JSON: {error}.") from error
+    samples = []
+    for turns in (it.conversations for it in conversations if len(it.conversations) >= 2):
+        length = output_len or max(4, len(turns[1].value) // _CHARACTERS_PER_TOKEN)
+        samples.append(_text_sample(endpoint, turns[0].value, length))
+    return _repeat(samples, count, path)
 
 
 class _Line(msgspec.Struct):
@@ -133,21 +127,11 @@ def jsonl_samples(
     Raises:
         ConfigError: a line is not such a request; the error says which.
     """
-    decode = msgspec.json.Decoder(_Line).decode
     samples = []
-    for number, text in enumerate(_read(path).splitlines(), start=1):
-        if not text.strip():
-            continue
-        try:
-            line = decode(text)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"--dataset-path: {path} line {number}: {error}.") from error
+    for place, line in read_jsonl(path, _Line, _FLAG):
         sample = _line_sample(line, endpoint, output_len)
         if sample is None:
-            raise ConfigError(
-                f"--dataset-path: {path} line {number} "
-                "needs prompt, prompt_token_ids, messages or body."
-            )
+            raise ConfigError(f"{place} needs prompt, prompt_token_ids, messages or body.")
         samples.append(sample)
     return _repeat(samples, count, path)
 
@@ -178,18 +162,7 @@ def _user(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--dataset-path: cannot read {path}: {error.strerror}.") from error
-
-
 def _repeat(samples: Sequence[Sample], count: int, path: Path) -> list[Sample]:
     if not samples:
-        raise ConfigError(f"--dataset-path: {path} holds no request.")
-    return list(_cycle(samples, count))
-
-
-def _cycle(samples: Sequence[Sample], count: int) -> Iterable[Sample]:
-    return (samples[index % len(samples)] for index in range(count))
+        raise ConfigError(f"{_FLAG}: {path} holds no request.")
+    return [samples[index % len(samples)] for index in range(count)]

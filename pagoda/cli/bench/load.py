@@ -13,46 +13,54 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from pagoda.cli.bench.datasets import Sample
 from pagoda.cli.bench.metrics import Outcome
 from pagoda.cli.openai_client import OpenAIClient, Usage
+from pagoda.cli.options import Count, Length
 from pagoda.errors import PagodaError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
+@Parameter(name="*", group=Group("Load", sort_key=20))
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The times at which requests are sent."""
+class LoadOptions:
+    """The times at which requests are sent, and the limits of a good answer."""
 
-    request_rate: float
-    """Mean arrivals a second; infinity sends all at once."""
-    burstiness: float = 1.0
-    """Shape of the gamma distribution of the time between two arrivals; 1 is a Poisson process."""
-    max_concurrency: int | None
-    """The most requests under way; None sets no limit."""
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """All requests of a run and how long it took."""
-
-    outcomes: Sequence[Outcome]
-    duration_s: float
+    request_rate: Annotated[float, Parameter(validator=Number(gt=0))] = math.inf
+    """Arrivals a second (open loop); by default all requests are ready at once."""
+    burstiness: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
+    """1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly."""
+    max_concurrency: Annotated[
+        Count | None, Parameter(name=["--max-concurrency", "--concurrency"])
+    ] = None
+    """The most requests under way (closed loop)."""
+    num_warmups: Length = 1
+    """Requests sent before the clock starts."""
+    goodput: Annotated[
+        tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
+    ] = ()
+    """Limits in ms such as ttft:200 tpot:50 e2el:3000; requests that keep them are goodput."""
+    seed: int = 0
+    """Seed of random prompts and arrivals."""
 
 
 async def run_load(
     client: OpenAIClient,
     samples: Sequence[Sample],
     common: Mapping[str, object],
-    schedule: Schedule,
+    load: LoadOptions,
     on_done: Callable[[], None],
-) -> Run:
-    """Sends every sample, with the body fields `common` added, and waits for all answers."""
-    room = _room(schedule.max_concurrency)
-    arrivals = arrival_times(len(samples), schedule)
+) -> tuple[list[Outcome], float]:
+    """Sends every sample, with the body fields `common` added; returns how all fared, and the seconds it took."""
+    limit = load.max_concurrency
+    room = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+    arrivals = arrival_times(len(samples), load)
     started = time.perf_counter()
 
     async def send(sample: Sample) -> Outcome:
@@ -68,23 +76,20 @@ async def run_load(
             if wait > 0:
                 await asyncio.sleep(wait)
             tasks.append(group.create_task(send(sample)))
-    return Run(
-        outcomes=[task.result() for task in tasks],
-        duration_s=time.perf_counter() - started,
-    )
+    return [task.result() for task in tasks], time.perf_counter() - started
 
 
-def arrival_times(count: int, schedule: Schedule) -> list[float]:
+def arrival_times(count: int, load: LoadOptions) -> list[float]:
     """Seconds from the start at which requests arrive, with gamma-distributed times between them."""
-    if math.isinf(schedule.request_rate):
+    if math.isinf(load.request_rate):
         return [0.0] * count
-    rng = random.Random(schedule.seed)
-    mean_s = 1 / schedule.request_rate
+    rng = random.Random(load.seed)
+    mean_s = 1 / load.request_rate
     now = 0.0
     times = []
     for _ in range(count):
         times.append(now)
-        now += rng.gammavariate(schedule.burstiness, mean_s / schedule.burstiness)
+        now += rng.gammavariate(load.burstiness, mean_s / load.burstiness)
     return times
 
 
@@ -104,12 +109,8 @@ async def ask(client: OpenAIClient, sample: Sample, common: Mapping[str, object]
         ServerError: the server refused the request, reported an error, or hung up early.
         ConfigError: the server cannot be reached.
     """
-    body = {
-        **common,
-        **sample.fields,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {**common, **sample.fields, **streamed}
     times: list[float] = []
     usage: Usage | None = None
     sent = time.perf_counter()
@@ -125,7 +126,3 @@ async def ask(client: OpenAIClient, sample: Sample, common: Mapping[str, object]
         prompt_tokens=usage.prompt_tokens if usage else 0,
         output_tokens=usage.completion_tokens if usage else len(times),
     )
-
-
-def _room(limit: int | None) -> contextlib.AbstractAsyncContextManager[None]:
-    return asyncio.Semaphore(limit) if limit else contextlib.nullcontext()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from pagoda.cli import output
 from pagoda.cli.bench.datasets import RandomLengths, random_prompts
@@ -20,6 +19,7 @@ from pagoda.cli.options import (
     EngineOptions,
     ExecutorOptions,
     GeneralOptions,
+    Length,
     ParallelOptions,
 )
 from pagoda.frontend.llm import LLM
@@ -54,7 +54,7 @@ def offline(
     num_prompts: Count = 100,
     input_len: Count = 256,
     output_len: Count = 64,
-    prefix_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    prefix_len: Length = 0,
     output_file: Annotated[Path | None, Parameter(name="--output")] = None,
     engine: EngineOptions = EngineOptions(),
     parallel: ParallelOptions = ParallelOptions(),

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pagoda.checkpoints.resolve import resolve_model
+from pagoda.cli.jsonl import read_jsonl
 from pagoda.cli.openai_client import Message
 from pagoda.errors import ConfigError
 
@@ -85,28 +86,13 @@ def load_questions(path: Path | None, skills: Sequence[str]) -> list[Question]:
     Raises:
         ConfigError: the file is missing, a line is not a question, or no question has such a skill.
     """
-    file = path or _embedded_questions()
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--questions: cannot read {file}: {error.strerror}.") from error
-    decode = msgspec.json.Decoder(Question).decode
-    questions = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                questions.append(decode(line))
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"--questions: {file} line {number}: {error}.") from error
+    file = path or Path(resolve_model(None).model) / _EMBEDDED_FILE
+    questions = [question for _, question in read_jsonl(file, Question, "--questions")]
     known = sorted({question.skill for question in questions})
     for skill in skills:
         if skill not in known:
             raise ConfigError(f"--skill {skill} is not in {file}; it has {', '.join(known)}.")
     return [question for question in questions if not skills or question.skill in skills]
-
-
-def _embedded_questions() -> Path:
-    return Path(resolve_model(None).model) / _EMBEDDED_FILE
 
 
 def _only_call(answer: Message) -> ExpectedCall | None:

@@ -6,7 +6,6 @@ The server may be any that speaks the OpenAI API. Nothing of Pagoda's engine is 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,11 @@ from pagoda.cli.bench.datasets import (
     random_samples,
     sharegpt_samples,
 )
-from pagoda.cli.bench.load import Schedule, ask, run_load
+from pagoda.cli.bench.load import LoadOptions, ask, run_load
 from pagoda.cli.bench.metrics import Distribution, Goal, Report, parse_goal, summarize
 from pagoda.cli.openai_client import OpenAIClient
-from pagoda.cli.options import Count, GeneralOptions
+from pagoda.cli.options import Count, GeneralOptions, Length
 from pagoda.errors import ConfigError
-
-Length = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
 @Parameter(name="*", group=Group("Requests", sort_key=10))
@@ -98,29 +95,6 @@ class RequestOptions:
         return fields
 
 
-@Parameter(name="*", group=Group("Load", sort_key=20))
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The times at which requests are sent, and the limits of a good answer."""
-
-    request_rate: Annotated[float, Parameter(validator=Number(gt=0))] = math.inf
-    """Arrivals a second (open loop); by default all requests are ready at once."""
-    burstiness: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0
-    """1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly."""
-    max_concurrency: Annotated[
-        Count | None, Parameter(name=["--max-concurrency", "--concurrency"])
-    ] = None
-    """The most requests under way (closed loop)."""
-    num_warmups: Length = 1
-    """Requests sent before the clock starts."""
-    goodput: Annotated[
-        tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
-    ] = ()
-    """Limits in ms such as ttft:200 tpot:50 e2el:3000; requests that keep them are goodput."""
-    seed: int = 0
-    """Seed of random prompts and arrivals."""
-
-
 def serve(
     *,
     base_url: str = "http://127.0.0.1:8000",
@@ -148,7 +122,13 @@ def serve(
     for error, count in report.errors.items():
         output.stderr().print(f"{count} failed: {error}")
     if output_file is not None:
-        write_json(output_file, _record(base_url, requests, load, report))
+        record = {
+            "base_url": base_url,
+            "requests": dataclasses.asdict(requests),
+            "load": dataclasses.asdict(load),
+            "report": dataclasses.asdict(report),
+        }
+        write_json(output_file, record)
     return 0 if report.completed else 1
 
 
@@ -164,16 +144,10 @@ async def _measure(
         common = {"model": model or await client.first_model(), **requests.common_fields()}
         for _ in range(load.num_warmups):
             await ask(client, samples[0], common)
-        schedule = Schedule(
-            request_rate=load.request_rate,
-            burstiness=load.burstiness,
-            max_concurrency=load.max_concurrency,
-            seed=load.seed,
-        )
         with output.progress() as bar:
             task = bar.add_task("requests", total=len(samples))
-            run = await run_load(client, samples, common, schedule, lambda: bar.advance(task))
-    return summarize(run.outcomes, run.duration_s, goal)
+            measured = await run_load(client, samples, common, load, lambda: bar.advance(task))
+    return summarize(*measured, goal)
 
 
 def report_table(title: str, report: Report) -> Stack:
@@ -210,17 +184,6 @@ def _count_rows(report: Report) -> Iterable[tuple[str, str]]:
 def _cells(values: Distribution) -> list[str]:
     numbers = (values.mean, values.median, values.p90, values.p99)
     return ["–" if number is None else f"{number:,.2f}" for number in numbers]
-
-
-def _record(
-    base_url: str, requests: RequestOptions, load: LoadOptions, report: Report
-) -> dict[str, object]:
-    return {
-        "base_url": base_url,
-        "requests": dataclasses.asdict(requests),
-        "load": dataclasses.asdict(load),
-        "report": dataclasses.asdict(report),
-    }
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

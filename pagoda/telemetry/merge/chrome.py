@@ -10,21 +10,21 @@ import gzip
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
 from pagoda.errors import ConfigError
-from pagoda.telemetry.merge.model import Moment, Origin, Process, Row, Span, Trace, arguments
+from pagoda.telemetry.fragments import ProcessHeader
+from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, arguments
 from pagoda.telemetry.merge.steps import (
     PlacedSpan,
-    Step,
     operation_spans,
     operations_of,
     steps_by_row,
@@ -70,7 +70,7 @@ def _write(trace: Trace, write: Callable[[str], Any]) -> int:
         for event in _events_of(process):
             write(separator + event)
             separator = ",\n"
-    for num_flows, flow in enumerate(flows_of(trace), start=1):
+    for num_flows, flow in enumerate(_flows_of(trace), start=1):
         for event in _flow_events(flow, num_flows):
             write(separator + event)
             separator = ",\n"
@@ -86,15 +86,21 @@ def _other_data(trace: Trace) -> dict[str, Any]:
         "began_ns": trace.began_ns,
         "notes": trace.notes,
         "processes": {
-            str(process.pid): {"parent": process.parent, **msgspec.to_builtins(process.origin)}
-            for process in trace.processes
+            str(it.pid): {
+                **msgspec.to_builtins(it.header),
+                "parent": it.parent,
+                "clock": it.clock,
+                "descriptions": it.descriptions,
+                "began": it.began,
+            }
+            for it in trace.processes
         },
     }
 
 
 def _events_of(process: Process) -> Iterator[str]:
     yield from _names_of(process)
-    category = _json(process.origin.storey)
+    category = _json(process.header.storey)
     operations = operations_of(process)
     for row in process.rows:
         place = f'"pid":{process.pid},"tid":{row.tid}'
@@ -147,9 +153,9 @@ def _moment_event(phase: str, moment: Moment, pid: int, more: str) -> str:
     )
 
 
-def _flow_events(flow: Flow, number: int) -> Iterator[str]:
-    last = len(flow.points) - 1
-    for index, point in enumerate(flow.points):
+def _flow_events(points: Sequence[_Point], number: int) -> Iterator[str]:
+    last = len(points) - 1
+    for index, point in enumerate(points):
         phase = "s" if index == 0 else "f" if index == last else "t"
         yield (
             f'{{"ph":"{phase}","name":"request","cat":"request","id":{number},"bp":"e",'
@@ -174,8 +180,7 @@ _WAYPOINTS = frozenset({"queued", "waiting for KV", "preempted", "recovering"})
 """Phases of a request that no step shows."""
 
 
-@dataclass(frozen=True)
-class Point:
+class _Point(NamedTuple):
     """A point at which an arrow touches a row, within a span."""
 
     at: int
@@ -183,76 +188,42 @@ class Point:
     tid: int
 
 
-@dataclass(frozen=True)
-class Flow:
-    """The way of a request, in the order of time; at least two points."""
-
-    request: str
-    points: list[Point]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """All rows of one request."""
-
-    edges: list[tuple[Process, Row]]
-    """Rows at frontends and routers."""
-    engines: list[tuple[Process, Row]]
-
-
-def flows_of(trace: Trace) -> Iterator[Flow]:
-    """The flow of each request that has at least two points."""
+def _flows_of(trace: Trace) -> Iterator[list[_Point]]:
+    """The way of each request that has at least two points, in the order of time."""
     steps = steps_by_row(steps_of(trace))
-    for request, rows in _rows_of_requests(trace).items():
-        points = [point for process, row in rows.edges for point in _ends(process, row)]
-        for process, row in rows.engines:
-            points += _waypoints(process, row)
-            for step in steps.get((process.pid, row.tid), ()):
-                points += _points_of_step(step)
-        points.sort(key=lambda point: point.at)
-        if len(points) > 1:
-            yield Flow(request, points)
-
-
-def _rows_of_requests(trace: Trace) -> dict[str, _Rows]:
-    found: dict[str, _Rows] = {}
+    found: defaultdict[str, list[_Point]] = defaultdict(list)
     for process in trace.processes:
         for row in process.rows:
             if row.request is not None:
-                rows = found.setdefault(row.request, _Rows([], []))
-                is_engine = process.origin.storey == "engine"
-                (rows.engines if is_engine else rows.edges).append((process, row))
-    return found
+                found[row.request] += _points_of(process, row)
+                for step in steps.get((process.pid, row.tid), ()):
+                    for place in (step.place, *step.workers):
+                        found[row.request] += _placed(place, step.place.span.start)
+    for points in found.values():
+        points.sort(key=lambda point: point.at)
+        if len(points) > 1:
+            yield points
 
 
-def _ends(process: Process, row: Row) -> Iterator[Point]:
-    """The points where a request comes in and where its last byte goes out."""
+def _points_of(process: Process, row: Row) -> Iterator[_Point]:
+    """Points of a row: in an engine, phases that no step shows; else the beginning and the end of the request."""
+    is_engine = process.header.storey == "engine"
     for span in row.spans:
-        if span.name == "request":
+        if is_engine and span.name in _WAYPOINTS:
+            yield from _point(process.pid, row.tid, span, span.start)
+        elif not is_engine and span.name == "request":
             yield from _point(process.pid, row.tid, span, span.start)
             yield from _point(process.pid, row.tid, span, span.end)
 
 
-def _waypoints(process: Process, row: Row) -> Iterator[Point]:
-    for span in row.spans:
-        if span.name in _WAYPOINTS:
-            yield from _point(process.pid, row.tid, span, span.start)
-
-
-def _points_of_step(step: Step) -> Iterator[Point]:
-    yield from _placed(step.place, step.place.span.start)
-    for worker in step.workers:
-        yield from _placed(worker, step.place.span.start)
-
-
-def _placed(place: PlacedSpan, not_before: int) -> Iterator[Point]:
+def _placed(place: PlacedSpan, not_before: int) -> Iterator[_Point]:
     return _point(place.pid, place.tid, place.span, max(place.span.start, not_before))
 
 
-def _point(pid: int, tid: int, span: Span, at: int) -> Iterator[Point]:
+def _point(pid: int, tid: int, span: Span, at: int) -> Iterator[_Point]:
     """Nothing can be bound to a span that took no time."""
     if span.end > span.start:
-        yield Point(min(max(at, span.start), span.end - 1), pid, tid)
+        yield _Point(min(max(at, span.start), span.end - 1), pid, tid)
 
 
 _GZIP = b"\x1f\x8b"
@@ -268,12 +239,16 @@ class _Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = msgspec.Raw()
 
 
-class _Origin(Origin, frozen=True, kw_only=True):
+class _ProcessData(msgspec.Struct):
     parent: int | None = None
+    clock: ClockSource = "main"
+    descriptions: dict[str, Any] = {}
+    began: tuple[int, ...] = ()
 
 
 class _OtherData(msgspec.Struct):
-    processes: dict[int, _Origin]
+    processes: dict[int, msgspec.Raw]
+    """The fields of `_ProcessData` and of a `ProcessHeader` together."""
     began_ns: int = 0
     notes: tuple[str, ...] = ()
 
@@ -313,10 +288,11 @@ def _open_any(path: Path) -> BufferedReader | gzip.GzipFile:
 
 def _read(file: BufferedReader | gzip.GzipFile) -> Trace:
     head = msgspec.json.decode(file.readline().rstrip() + b"]}", type=_Head).other_data
-    processes = {
-        pid: Process(pid, origin.role, origin, origin.parent)
-        for pid, origin in sorted(head.processes.items())
-    }
+    processes = {}
+    for pid, data in sorted(head.processes.items()):
+        header = msgspec.json.decode(data, type=ProcessHeader)
+        own = msgspec.json.decode(data, type=_ProcessData)
+        processes[pid] = Process(pid, header.role, header, **msgspec.structs.asdict(own))
     rows: dict[tuple[int, int], Row] = {}
     for event in _events(file):
         _place(event, processes[event.pid], rows)

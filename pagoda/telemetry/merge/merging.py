@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from pagoda.telemetry.fragments import ProcessHeader
 from pagoda.telemetry.merge.model import (
     ClockSource,
     Moment,
-    Origin,
     Process,
     Row,
     Span,
@@ -22,7 +21,7 @@ from pagoda.telemetry.merge.model import (
     read_args,
 )
 from pagoda.telemetry.merge.reading import ClockEdge, Fragment, read_fragments
-from pagoda.telemetry.merge.roles import Named, in_order
+from pagoda.telemetry.merge.roles import in_order
 from pagoda.telemetry.merge.steps import StepArgs
 
 _FIRST_TID = 1_000
@@ -44,21 +43,20 @@ def merge_fragments(directories: Iterable[Path]) -> Trace:
     if not by_uid:
         return Trace([], 0, tuple(notes))
     edges = {uid: [edge for part in parts for edge in part.edges] for uid, parts in by_uid.items()}
-    named = in_order([parts[0].header for parts in by_uid.values()], edges)
-    shifts = find_shifts([it.header for it in named], edges)
+    processes = in_order([parts[0].header for parts in by_uid.values()], edges)
+    shifts = find_shifts([it.header for it in processes], edges)
+    main = processes[0].header
     zero_ns = min((at + shifts[uid].ns for uid, at in _beginnings(by_uid)), default=0)
-    pids = {it.header.uid: pid for pid, it in enumerate(named, start=1)}
-    processes = []
-    for it in named:
-        shift = shifts[it.header.uid]
+    for process in processes:
+        shift = shifts[process.header.uid]
+        process.clock = shift.source
         if shift.source == "wall":
-            notes.append(f"{it.name} is placed by the time of day: no measured clock leads to it.")
-        one = _Process(it, pids, Shift(shift.ns - zero_ns, shift.source), by_uid[it.header.uid])
-        process, num_cut = one.merged()
+            notes.append(
+                f"{process.name} is placed by the time of day: no measured clock leads to it."
+            )
+        num_cut = _fill(process, by_uid[process.header.uid], shift.ns - zero_ns)
         if num_cut:
-            notes.append(f"{it.name}: {num_cut:,} spans went beyond the one around them; cut.")
-        processes.append(process)
-    main = named[0].header
+            notes.append(f"{process.name}: {num_cut:,} spans went beyond the one around them; cut.")
     return Trace(processes, main.wall_ns - main.clock_ns + zero_ns, tuple(notes))
 
 
@@ -70,87 +68,55 @@ def _beginnings(by_uid: Mapping[str, Sequence[Fragment]]) -> Iterator[tuple[str,
             yield from ((uid, moment.at) for moment in (*part.instants, *part.counters))
 
 
-@dataclass(frozen=True)
-class _Process:
-    """All fragments of one process, which may have been traced several times."""
+def _fill(process: Process, parts: Sequence[Fragment], shift_ns: int) -> int:
+    """Moves the events of all fragments of a process into it, by `shift_ns`; the fragments give their spans up.
 
-    named: Named
-    pids: dict[str, int]
-    shift: Shift
-    parts: Sequence[Fragment]
+    Returns the number of spans that had to be cut to nest.
+    """
+    process.header = parts[-1].header
+    process.began = tuple(part.header.clock_ns + shift_ns for part in parts)
+    names: dict[int, str] = {}
+    merged: defaultdict[int, list[Span]] = defaultdict(list)
 
-    @property
-    def _pid(self) -> int:
-        return self.pids[self.named.header.uid]
+    def tid_of(row: int) -> int:
+        return process.pid if row == _MAIN_ROW else _FIRST_TID + row
 
-    def merged(self) -> tuple[Process, int]:
-        """The process, and how many of its spans had to be cut to nest."""
-        parent = self.named.parent
-        process = Process(
-            self._pid,
-            self.named.name,
-            self._origin(),
-            None if parent is None else self.pids[parent],
-        )
-        names = {tid: name for part in self.parts for tid, name in part.rows.items()}
-        num_cut = 0
-        rows = {_MAIN_ROW: Row(self._pid, "main", [])}
-        for tid, spans in self._spans().items():
-            num_cut += nest(spans)
-            rows[tid] = Row(self._tid(tid), names.get(tid) or f"row {tid}", spans)
-        for part in self.parts:
-            process.instants += map(self._moved, part.instants)
-            process.counters += map(self._moved, part.counters)
-            for moment in (*part.instants, *part.counters):
-                tid = moment.tid
-                rows.setdefault(tid, Row(self._tid(tid), names.get(tid) or f"row {tid}", []))
-        process.rows = sorted(rows.values(), key=_row_order)
-        return process, num_cut
+    def moved(moment: Moment) -> Moment:
+        merged[moment.tid]  # a row of its own, also without spans
+        return Moment(moment.at + shift_ns, moment.name, tid_of(moment.tid), moment.args)
 
-    def _origin(self) -> Origin:
-        header = self.parts[-1].header
-        descriptions = {name: it for part in self.parts for name, it in part.descriptions.items()}
-        return Origin(
-            role=header.role,
-            uid=header.uid,
-            pid=header.pid,
-            host=header.host,
-            run=header.run,
-            level=header.level,
-            clock=self.shift.source,
-            descriptions=descriptions,
-            began=tuple(part.header.clock_ns + self.shift.ns for part in self.parts),
-        )
+    for part in parts:
+        names |= part.rows
+        process.descriptions |= part.descriptions
+        process.instants += map(moved, part.instants)
+        process.counters += map(moved, part.counters)
+        for number, spans in part.spans.items():
+            for span in spans:
+                span.start += shift_ns
+                span.end += shift_ns
+                if span.name == "step" and number != _MAIN_ROW:
+                    span.args = _with_rows(span.args, tid_of)
+            merged[number] += spans
+        part.spans.clear()
+    names[_MAIN_ROW] = "main"
+    merged[_MAIN_ROW]  # there also where nothing happened in it
+    num_cut = sum(map(nest, merged.values()))
+    rows = (
+        Row(tid_of(number), names.get(number) or f"row {number}", spans)
+        for number, spans in merged.items()
+    )
+    process.rows = sorted(rows, key=_row_order)
+    return num_cut
 
-    def _spans(self) -> dict[int, list[Span]]:
-        """Spans by the number of their row in the fragments. The fragments give their spans up."""
-        shift = self.shift.ns
-        merged: defaultdict[int, list[Span]] = defaultdict(list)
-        for part in self.parts:
-            for tid, spans in part.spans.items():
-                for span in spans:
-                    span.start += shift
-                    span.end += shift
-                    if span.name == "step" and tid != _MAIN_ROW:
-                        span.args = self._with_rows(span.args)
-                merged[tid] += spans
-            part.spans.clear()
-        return merged
 
-    def _with_rows(self, args: bytes) -> bytes:
-        """The arguments of an engine's step, with the numbers that the rows of its requests have in the trace."""
-        step = read_args(args, StepArgs)
-        if step is None:
-            return args
-        told = {**msgspec.json.decode(args), "rows": [self._tid(row) for row in step.rows]}
-        return msgspec.json.encode(told)
-
-    def _moved(self, moment: Moment) -> Moment:
-        tid = self._tid(moment.tid)
-        return Moment(moment.at + self.shift.ns, moment.name, tid, moment.args)
-
-    def _tid(self, row: int) -> int:
-        return self._pid if row == _MAIN_ROW else _FIRST_TID + row
+def _with_rows(args: bytes, tid_of: Callable[[int], int]) -> bytes:
+    """The arguments of an engine's step, with the numbers that the rows of its requests have in the trace."""
+    step = read_args(args, StepArgs)
+    if step is None:
+        return args
+    return msgspec.json.encode(
+        {**msgspec.json.decode(args), "rows": [tid_of(row) for row in step.rows]}
+    )
 
 
 def _row_order(row: Row) -> tuple[bool, bool, str, int]:

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from pagoda.telemetry.fragments import ProcessHeader
+
 T = TypeVar("T")
 
 ClockSource = Literal["main", "measured", "wall"]
@@ -51,33 +53,6 @@ class Row:
         return request if kind == "request" and request else None
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that rows belong to."""
-
-    role: str
-    uid: str = ""
-    pid: int = 0
-    """The process id on its host."""
-    host: str = ""
-    run: str = ""
-    level: str = ""
-    clock: ClockSource = "main"
-    descriptions: dict[str, Any] = {}
-    """Things that events refer to, such as `forward_ops`."""
-    began: tuple[int, ...] = ()
-    """Each time at which tracing began in the process; below 0 where nothing happened at first."""
-
-    @property
-    def storey(self) -> str:
-        """`router`, `frontend`, `engine`, `worker`, or what else its role begins with."""
-        return self.role.partition(" ")[0]
-
-    @property
-    def replica(self) -> str:
-        """The part of the role that an engine and its workers share: `dp0`."""
-        return self.role.split()[1] if len(self.role.split()) > 1 else ""
-
-
 @dataclass
 class Process:
     """One process: a group of rows."""
@@ -85,9 +60,15 @@ class Process:
     pid: int
     """The number in the trace: small, in the order of the picture."""
     name: str
-    origin: Origin
+    header: ProcessHeader
+    """The header of its last fragment."""
     parent: int | None = None
     """The `pid` of the process that it measured its clock against, which is the one that it works for."""
+    clock: ClockSource = "main"
+    descriptions: dict[str, Any] = field(default_factory=dict)
+    """Things that events refer to, such as `forward_ops`."""
+    began: tuple[int, ...] = ()
+    """Each time at which tracing began in the process; below 0 where nothing happened at first."""
     rows: list[Row] = field(default_factory=list)
     instants: list[Moment] = field(default_factory=list)
     counters: list[Moment] = field(default_factory=list)
@@ -100,7 +81,7 @@ class Process:
     def description(self, name: str, kind: type[T]) -> T | None:
         """A thing that the process has described, such as `forward_ops`; None if it has not."""
         try:
-            return msgspec.convert(self.origin.descriptions.get(name), kind)
+            return msgspec.convert(self.descriptions.get(name), kind)
         except msgspec.ValidationError:
             return None
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pagoda.telemetry.fragments import ProcessHeader
+from pagoda.telemetry.merge.model import Process
 from pagoda.telemetry.merge.reading import ClockEdge
 
 _PLACE = re.compile(r"(engine|worker) dp(\d+)(?: tp(\d+) pp(\d+))?")
@@ -23,20 +23,10 @@ Group = tuple[str, ...]
 """The processes of one server: by the `uid` of its frontend, else by host and run."""
 
 
-@dataclass(frozen=True)
-class Named:
-    """A process in its place."""
-
-    header: ProcessHeader
-    name: str
-    parent: str | None
-    """The `uid` of the process that it works for."""
-
-
 def in_order(
     headers: Sequence[ProcessHeader], edges: Mapping[str, Iterable[ClockEdge]]
-) -> list[Named]:
-    """The processes as they are to be shown, each under a name that no other has."""
+) -> list[Process]:
+    """The processes as they are to be shown, numbered from 1, each under a name that no other has."""
     by_uid = {header.uid: header for header in headers}
     parents = {header.uid: _parent(header, edges, by_uid) for header in headers}
     groups = _groups(headers, parents, by_uid)
@@ -45,19 +35,21 @@ def in_order(
         members[groups[header.uid]].append(header)
     ordered = sorted(members, key=lambda group: _group_order(members[group]))
     labels = _labels(ordered, members)
-    result: list[Named] = []
+    found: dict[str, Process] = {}
     for group in ordered:
         times: Counter[str] = Counter()
         for header in sorted(members[group], key=_order):
             times[header.role] += 1
             again = f" #{times[header.role]}" if times[header.role] > 1 else ""
             name = f"{header.role}{labels[group]}{again}"
-            result.append(Named(header, name, parents[header.uid]))
-    return result
+            found[header.uid] = Process(len(found) + 1, name, header)
+    for uid, parent in parents.items():
+        found[uid].parent = None if parent is None else found[parent].pid
+    return list(found.values())
 
 
 def _storey(header: ProcessHeader) -> int:
-    return _STOREYS.get(header.role.partition(" ")[0], _OTHER)
+    return _STOREYS.get(header.storey, _OTHER)
 
 
 def _order(header: ProcessHeader) -> tuple[int, int, int, int, str, int, str]:

@@ -62,11 +62,11 @@ StepsByRow = Mapping[tuple[int, int], Sequence[Step]]
 
 def steps_of(trace: Trace) -> dict[int, list[Step]]:
     """The steps of each engine, in order, by the engine's `pid`."""
-    engines = [it for it in trace.processes if it.origin.storey == "engine"]
+    engines = [it for it in trace.processes if it.header.storey == "engine"]
     steps = {engine.pid: _engine_steps(engine) for engine in engines}
     numbered = {pid: _numbered(found) for pid, found in steps.items()}
     for worker in trace.processes:
-        if worker.origin.storey == "worker" and worker.main is not None:
+        if worker.header.storey == "worker" and worker.main is not None:
             own = [numbered[engine.pid] for engine in engines_of(worker, engines)]
             for number, place in _worker_steps(worker, worker.main):
                 step = _nearest([it for index in own for it in index.get(number, ())], place.span)
@@ -107,12 +107,12 @@ def _numbered(steps: Sequence[Step]) -> dict[int, list[Step]]:
 def engines_of(worker: Process, engines: Sequence[Process]) -> list[Process]:
     """The engine that a worker measured its clock against; else all that had its part of the model."""
     measured = [engine for engine in engines if engine.pid == worker.parent]
-    origin = worker.origin
-    return measured or [
-        engine
-        for engine in engines
-        if (engine.origin.run, engine.origin.replica) == (origin.run, origin.replica)
-    ]
+    return measured or [engine for engine in engines if _part(engine) == _part(worker)]
+
+
+def _part(process: Process) -> tuple[str, list[str]]:
+    """The run, and the part of the role that an engine and its workers share: `dp0`."""
+    return process.header.run, process.header.role.split()[1:2]
 
 
 def _worker_steps(worker: Process, row: Row) -> Iterator[tuple[int, PlacedSpan]]:

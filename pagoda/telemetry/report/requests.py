@@ -75,7 +75,7 @@ def _seen(trace: Trace) -> dict[str, _Seen]:
         for row in process.rows:
             if row.request is None:
                 continue
-            if process.origin.storey != "engine":
+            if process.header.storey != "engine":
                 if row.request not in found or found[row.request].process is process:
                     found[row.request] = _Seen(process, row)
             elif row.request in found:
@@ -164,7 +164,7 @@ def _before(whole: Span, seen: _Seen) -> list[Span]:
 
 def _traced_from(process: Process, row: Row) -> int:
     """The last time before the end of the row at which tracing began in the process."""
-    return max((at for at in process.origin.began if at <= row.spans[0].end), default=0)
+    return max((at for at in process.began if at <= row.spans[0].end), default=0)
 
 
 def _after(whole: Span, seen: _Seen) -> int:
