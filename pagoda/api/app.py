@@ -85,7 +85,7 @@ _log = logging.getLogger("pagoda.api")
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    connection = cast(_Connection, http.protocol)
+    connection = cast(Connection, http.protocol)
     context = _request_context(http, service, connection.begin())
     began = time.monotonic()
     # 499: the client went away. A live stream ends that way in good order.
@@ -251,10 +251,10 @@ class ApiServer(web.Server):
         self._service = service
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, self._service, loop=self._loop, **self._kwargs)
+        return Connection(self, self._service, loop=self._loop, **self._kwargs)
 
 
-class _Connection(web.RequestHandler):
+class Connection(web.RequestHandler):
     """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
 
     __slots__ = ("_arrived_ns", "_is_idle", "_service", "_writable")

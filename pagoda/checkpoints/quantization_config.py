@@ -199,7 +199,7 @@ def _refuse_transforms(fields: Fields) -> None:
 
 
 def _patterns(fields: Fields, name: str) -> tuple[str, ...]:
-    patterns = fields.texts(name)
+    patterns = tuple(fields.texts(name, []))
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix("re:"))
@@ -283,7 +283,7 @@ def _awq(fields: Fields) -> Awq:
             symmetric=not fields.flag("zero_point", True),
             act_order=False,
         ),
-        not_converted=fields.texts("modules_to_not_convert"),
+        not_converted=tuple(fields.texts("modules_to_not_convert", [])),
     )
 
 
@@ -310,9 +310,10 @@ def _module_names(fields: Fields, name: str) -> tuple[str, ...]:
     """A list of names, or of lists of names."""
     value = fields.values.get(name)
     if not isinstance(value, list):
-        return fields.texts(name)
+        return tuple(fields.texts(name, []))
     names = [item for inner in value for item in (inner if isinstance(inner, list) else [inner])]
-    return Fields({name: names}, fields.source, "quantization_config.").texts(name)
+    flat = Fields({name: names}, fields.source, "quantization_config.")
+    return tuple(flat.texts(name))
 
 
 def _bits(fields: Fields, name: str, supported: tuple[int, ...]) -> int:
