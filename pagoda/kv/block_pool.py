@@ -43,10 +43,7 @@ class BlockPool:
     """Allocates blocks, counts references and finds cached blocks by key."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        events: KVEventRecorder | None = None,
-        medium: Medium = Medium.DEVICE,
+        self, num_blocks: int, events: KVEventRecorder | None = None, medium: Medium = Medium.DEVICE
     ) -> None:
         """`events` records which blocks of `medium` are removed; the caller of `publish` records those that are
         stored."""

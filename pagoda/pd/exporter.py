@@ -293,12 +293,7 @@ class KVExporter:
             return
         block_ids = [block.block_id for block in self.leases.blocks(transfer_id)[first:end]]
         message = KVBlocks(
-            transfer_id,
-            self.peer.peer_id,
-            first,
-            block_ids,
-            held.keys[end - 1],
-            held.num_blocks,
+            transfer_id, self.peer.peer_id, first, block_ids, held.keys[end - 1], held.num_blocks
         )
         self._listener.send(asker, message)
 

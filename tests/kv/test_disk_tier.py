@@ -5,33 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from disk_rig import (
-    EPOCH,
-    KEYS,
-    OTHER_KEYS,
-    SIZE,
-    TOKENS,
-    UNIT,
-    Setup,
-    prefix,
-    ready,
-    stored_keys,
-)
+from disk_rig import EPOCH, KEYS, OTHER_KEYS, SIZE, TOKENS, UNIT, Setup, prefix, ready, stored_keys
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import (
-    OWN,
-)
+from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved, BlockStored, Medium
-from pagoda.messages.transfers import (
-    DeviceBlocks,
-    DiskObjects,
-    HostSlots,
-    Transfer,
-)
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer
 
 # ---- what requests find
 

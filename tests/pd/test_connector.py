@@ -424,11 +424,7 @@ def test_what_is_not_answered_is_asked_again_and_leases_are_renewed(rig: Rig) ->
     rig.pass_time(0.5)
     assert rig.take_sent() == []
     rig.pass_time(0.6)
-    assert rig.take_sent() == [
-        KVRenew([T]),
-        HELLO,
-        KVSubscribe(T, 0, 8),
-    ]
+    assert rig.take_sent() == [KVRenew([T]), HELLO, KVSubscribe(T, 0, 8)]
     rig.hear(welcome(), blocks(0, [1, 2]))
     [first] = rig.load()
     rig.pass_time(1.1)
