@@ -128,11 +128,7 @@ async def _write_results(
     with output.progress() as bar:
         task = bar.add_task("requests", total=len(requests))
         results = answer_batch(
-            connection.client,
-            connection.model,
-            requests,
-            concurrency,
-            lambda: bar.advance(task),
+            connection.client, connection.model, requests, concurrency, lambda: bar.advance(task)
         )
         async with aclosing(results):
             async for result in results:

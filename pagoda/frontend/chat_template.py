@@ -19,7 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.errors import ConfigError, InvalidRequestError, refuse
 
 MAX_RENDERED_CHARS = 16 * 2**20
 MAX_SWITCH_CHARS = 1024
@@ -129,19 +129,11 @@ class ChatTemplate:
             param = f"chat_template_kwargs.{name}"
             if name not in allowed:
                 known = ", ".join(allowed) or "none"
-                raise InvalidRequestError(
-                    f"{param} is not a switch of this model's chat template; it has: {known}.",
-                    param=param,
-                )
+                refuse(param, f"is not a switch of this model's chat template; it has: {known}")
             if not isinstance(value, bool | int | float | str):
-                raise InvalidRequestError(
-                    f"{param} must be a boolean, a number or a string.", param=param
-                )
+                refuse(param, "must be a boolean, a number or a string")
             if isinstance(value, str) and len(value) > MAX_SWITCH_CHARS:
-                raise InvalidRequestError(
-                    f"{param} must have at most {MAX_SWITCH_CHARS} characters, got {len(value)}.",
-                    param=param,
-                )
+                refuse(param, f"must have at most {MAX_SWITCH_CHARS} characters, got {len(value)}")
 
 
 def _refusal(reason: str) -> InvalidRequestError:
@@ -156,10 +148,7 @@ def _cut_behind_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     content = str(messages[-1].get("content") or "").strip()
     begin = text.rfind(content) if content else -1
     if begin < 0:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message whose content the template renders.",
-            param="continue_final_message",
-        )
+        refuse("continue_final_message", "needs a last message whose content the template renders")
     return text[: begin + len(content)]
 
 
@@ -215,11 +204,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def read_template(path: Path) -> str:
-    """The template in a file named by the operator.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The template in a file named by the operator. Raises ConfigError: the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

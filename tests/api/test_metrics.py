@@ -29,12 +29,7 @@ from pagoda.messages.load import (
 TIERS = (
     TierLoad(name="host", num_blocks=3, num_total_blocks=8, num_stored=5, num_removed=2),
     TierLoad(
-        name="disk",
-        num_blocks=0,
-        num_total_blocks=90,
-        num_loaded=6,
-        num_failed=1,
-        is_indexed=False,
+        name="disk", num_blocks=0, num_total_blocks=90, num_loaded=6, num_failed=1, is_indexed=False
     ),
 )
 

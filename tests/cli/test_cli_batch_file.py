@@ -43,8 +43,3 @@ def test_what_is_no_request_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         _read(tmp_path, *lines)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_batch(tmp_path / "none.jsonl")

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli.bench.datasets import (
-    RandomLengths,
-    jsonl_samples,
-    random_samples,
-    sharegpt_samples,
-)
+from pagoda.cli.bench.datasets import RandomLengths, jsonl_samples, random_samples, sharegpt_samples
 from pagoda.errors import ConfigError
 
 

@@ -165,11 +165,7 @@ def test_a_bad_environment_variable_is_named(
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (ConfigError("told."), 2),
-        (EngineDeadError("told."), 1),
-        (KeyboardInterrupt(), 130),
-    ],
+    [(ConfigError("told."), 2), (EngineDeadError("told."), 1), (KeyboardInterrupt(), 130)],
 )
 def test_every_end_has_its_exit_code(
     error: BaseException,
@@ -188,16 +184,10 @@ def test_every_end_has_its_exit_code(
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (ConfigError("too little memory."), 2),
-        (EngineDeadError("the engine was given up."), 1),
-    ],
+    [(ConfigError("too little memory."), 2), (EngineDeadError("the engine was given up."), 1)],
 )
 def test_serve_ends_with_the_code_of_its_error(
-    error: Exception,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(*_: object, **__: object) -> None:
         raise error

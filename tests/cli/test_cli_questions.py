@@ -111,11 +111,6 @@ def test_skills_are_chosen_by_name(tmp_path: Path) -> None:
         _load(tmp_path, *lines, skills=("song",))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_questions(tmp_path / "none.jsonl", ())
-
-
 def test_scores_are_counted_by_skill(tmp_path: Path) -> None:
     questions = _load(tmp_path, _line("sum"), _line("sort"), _line("sum", 2))
     verdicts = (True, False, False)

@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_server import (
-    MS,
-    OPERATIONS,
-    Life,
-    ScriptedProcess,
-    serve,
-    shuffled_and_cut,
-)
+from scripted_server import MS, OPERATIONS, Life, ScriptedProcess, serve, shuffled_and_cut
 from trace_format import problems_of, read_trace
 from trace_processor import loaded
 
