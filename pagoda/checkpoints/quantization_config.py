@@ -108,8 +108,6 @@ class Awq:
 
 @dataclass(frozen=True)
 class Gptq:
-    """The layout of AutoGPTQ and GPTQModel."""
-
     scheme: GroupScheme
     zero_offset: int
     """Amount to add to a stored zero point: 1 in `gptq`, 0 in `gptq_v2`."""

@@ -58,8 +58,7 @@ class Load:
 
     def __init__(self, held_id: int, start: int, blocks: Sequence[Block], after_step: int) -> None:
         self.held_id = held_id
-        self.start = start
-        self.end = start + len(blocks)
+        self.start, self.end = start, start + len(blocks)
         self.blocks = blocks
         self.after_step = after_step
         self.next = start
@@ -158,6 +157,7 @@ class PrefillPeers:
         could wait for each other's room.
         """
         self.by_address: dict[str, PrefillPeer] = {}
+        """Peers to which there are connections."""
         self._links = links
         self._clock = clock
         self._owner = owner
@@ -170,10 +170,6 @@ class PrefillPeers:
         """Heap of times and addresses; an entry counts if it is the peer's `renew_at` and the peer has fetches."""
         self._added_peers: list[KVPeer] = []
         self._removed_peers: list[str] = []
-
-    def find(self, address: str) -> PrefillPeer | None:
-        """Returns the peer to which there is a connection."""
-        return self.by_address.get(address)
 
     def of(self, fetch: Fetch) -> PrefillPeer:
         return self.by_address[fetch.source.address]

@@ -24,8 +24,6 @@ class PlanError(PagodaError):
 
 
 class OwnPart(NamedTuple):
-    """A tensor of this rank."""
-
     part: KVPart
     address: int
     num_blocks: int
@@ -74,7 +72,6 @@ class Slice:
     """Address in block 0 here."""
     target_stride: int
     num_bytes: int
-    """Bytes of each block."""
 
     @property
     def is_whole(self) -> bool:
@@ -91,8 +88,6 @@ class Run(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """A tensor of the other engine."""
-
     rank: int
     region: int
     part: KVPart
