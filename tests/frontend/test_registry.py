@@ -81,7 +81,7 @@ async def test_a_host_that_was_dismissed_finishes_and_stops_joining(
         asking = asyncio.create_task(router.ask("r1"))
         await host.endpoint.paused.wait()
         assert router.registry.dismiss(host.identity.id)
-        await until(lambda: host.membership.ended)
+        await until(host.membership.beating.done)
         assert "let this host go: It was let go with DELETE /v1/hosts" in caplog.text
         host.endpoint.go_on.set()
         assert await asking == ("abc", FinishReason.STOP)
