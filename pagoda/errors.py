@@ -7,6 +7,8 @@ turns an `InvalidRequestError` into an OpenAI error object with status 400. Any 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class PagodaError(Exception):
     """Base of all errors whose text is meant for a person."""
@@ -29,6 +31,11 @@ class InvalidRequestError(PagodaError, ValueError):
         super().__init__(message)
         self.param = param
         self.kind = kind
+
+
+def refuse(param: str, rule: str, kind: str = "invalid_value") -> NoReturn:
+    """Raises InvalidRequestError: the sentence begins with the name of the field and ends with `rule`."""
+    raise InvalidRequestError(f"{param} {rule}.", param=param, kind=kind)
 
 
 class OverloadedError(PagodaError):

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from pagoda.api import hosts, info, live, page
+from pagoda.api import info, live, page
 from pagoda.api.chat import chat_completions
 from pagoda.api.completions import completions
 from pagoda.api.errors import (
@@ -52,8 +52,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/live": {"GET": live.live},
     "/v1/requests": {"GET": live.list_requests},
     "/v1/requests/*": {"DELETE": live.cancel_request},
-    "/v1/hosts": {"GET": hosts.list_hosts},
-    "/v1/hosts/*": {"DELETE": hosts.dismiss_host},
+    "/v1/hosts": {"GET": info.list_hosts},
+    "/v1/hosts/*": {"DELETE": info.dismiss_host},
     "/metrics": {"GET": metrics},
     "/metrics/vllm": {"GET": metrics_with_aliases},
     "/v1/completions": {"POST": completions},
@@ -85,7 +85,7 @@ _log = logging.getLogger("pagoda.api")
 
 
 async def _answer(http: web.BaseRequest, service: Service) -> web.StreamResponse:
-    connection = cast(_Connection, http.protocol)
+    connection = cast(Connection, http.protocol)
     context = _request_context(http, service, connection.begin())
     began = time.monotonic()
     # 499: the client went away. A live stream ends that way in good order.
@@ -251,10 +251,10 @@ class ApiServer(web.Server):
         self._service = service
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, self._service, loop=self._loop, **self._kwargs)
+        return Connection(self, self._service, loop=self._loop, **self._kwargs)
 
 
-class _Connection(web.RequestHandler):
+class Connection(web.RequestHandler):
     """A connection that knows when each request arrived, and lets event streams wait for a slow client."""
 
     __slots__ = ("_arrived_ns", "_is_idle", "_service", "_writable")

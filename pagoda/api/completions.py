@@ -11,7 +11,7 @@ from pagoda.api.logprobs import CompletionLogprobs
 from pagoda.api.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest, prompts_of
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import EventTemplate
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import TokenLogprobs
 
@@ -21,7 +21,7 @@ async def completions(context: RequestContext) -> web.StreamResponse:
     body = await context.parse(CompletionRequest)
     generator = context.service.admit(body.model)
     if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
+        refuse("echo", "together with logprobs is not supported yet")
     is_bounded = body.max_tokens is not None
     requests = await prepare(
         context,

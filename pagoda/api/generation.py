@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from pagoda.api.kv_transfer import Handoff, handoff_of, transfer_fields
 from pagoda.api.protocol import GenerationFields, sampling_params, session_of
 from pagoda.api.request_context import RequestContext
 from pagoda.api.sse import DONE, EventStream, EventTemplate, event
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.text_generator import TextDelta, TextGenerator, TextRequest
 from pagoda.version import __version__
@@ -34,15 +33,12 @@ class Answer(Protocol):
     is_complete: bool
     """No further delta is wanted, even if the engine has not finished."""
 
-    @abstractmethod
     def add(self, delta: TextDelta) -> None:
         """Adds a delta to the choice."""
 
-    @abstractmethod
     def choice(self) -> dict[str, Any]:
         """The element of `choices` in a response in one piece."""
 
-    @abstractmethod
     def events(self, delta: TextDelta) -> bytes:
         """The events of a delta in a stream; empty if the client sees nothing of the delta."""
 
@@ -169,9 +165,7 @@ async def prepare(
     """
     handoff = handoff_of(body, generator.endpoint.limits.role, is_router=context.service.is_router)
     if handoff != Handoff() and len(prompts) != 1:
-        raise InvalidRequestError(
-            "prompt must be a single prompt with kv_transfer_params.", param="prompt"
-        )
+        refuse("prompt", "must be a single prompt with kv_transfer_params")
     fields = {"max_tokens": max_tokens, "logprobs": logprobs}
     if handoff.holds_kv and body.min_tokens is not None and max_tokens is not None:
         # Proxies ask the prefill server for one token, whatever `min_tokens` their client has sent.

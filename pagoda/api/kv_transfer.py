@@ -7,10 +7,10 @@ goes on after the token.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from pagoda.api.protocol import GenerationFields, KVTransferParams
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.text_generator import TextDelta
 from pagoda.messages.frontend import KVSource
 from pagoda.messages.worker_config import Role
@@ -36,21 +36,21 @@ def handoff_of(body: GenerationFields, role: Role, *, is_router: bool = False) -
     if not (holds or fetches):
         return Handoff()
     if is_router:
-        raise _refusal(
+        _refuse(
             "do_remote_decode" if holds else "do_remote_prefill",
             "must be false: a router (pagoda route) arranges handoffs itself; "
             "send it the request without kv_transfer_params",
         )
     if holds and fetches:
-        raise _refusal("do_remote_prefill", "must be false where do_remote_decode is true")
+        _refuse("do_remote_prefill", "must be false where do_remote_decode is true")
     if (body.n or 1) != 1:
-        raise InvalidRequestError("n must be 1 with kv_transfer_params.", param="n")
+        refuse("n", "must be 1 with kv_transfer_params")
     if holds:
         if not role.holds_kv:
-            raise _refusal("do_remote_decode", _not_for("prefill", role))
+            _refuse("do_remote_decode", _not_for("prefill", role))
         return Handoff(holds_kv=True)
     if not role.fetches_kv:
-        raise _refusal("do_remote_prefill", _not_for("decode", role))
+        _refuse("do_remote_prefill", _not_for("decode", role))
     return Handoff(kv_source=_source(params))
 
 
@@ -76,7 +76,7 @@ def transfer_fields(delta: TextDelta) -> dict[str, Any]:
 def _source(params: KVTransferParams) -> KVSource:
     for name in ("remote_engine_id", "remote_host", "remote_port", "transfer_id"):
         if getattr(params, name) is None:
-            raise _refusal(name, "must be given where do_remote_prefill is true")
+            _refuse(name, "must be given where do_remote_prefill is true")
     return KVSource(
         address=f"tcp://{params.remote_host}:{params.remote_port}",
         engine_id=params.remote_engine_id or "",
@@ -85,9 +85,8 @@ def _source(params: KVTransferParams) -> KVSource:
     )
 
 
-def _refusal(name: str, problem: str) -> InvalidRequestError:
-    param = f"kv_transfer_params.{name}"
-    return InvalidRequestError(f"{param} {problem}.", param=param)
+def _refuse(name: str, rule: str) -> NoReturn:
+    refuse(f"kv_transfer_params.{name}", rule)
 
 
 def _not_for(wanted: str, role: Role) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -34,8 +34,6 @@ MAX_STEP_BINS = 1024
 
 
 class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One running answer."""
-
     id: str
     name: str
     """The client's id of the request, which several answers may share."""
@@ -112,7 +110,7 @@ class LiveStats:
     def is_watched(self) -> bool:
         return self._feed is not None
 
-    async def watch(self, endpoint: Endpoint) -> AsyncIterator[LiveSnapshot]:
+    async def watch(self, endpoint: Endpoint) -> AsyncGenerator[LiveSnapshot, None]:
         """Yields snapshots until `close` is called or `endpoint` has ended; a slow watcher misses some.
 
         The first watcher gets its first snapshot at once.
@@ -373,12 +371,7 @@ def _quantile(ordered: list[tuple[int, int]], rank: float) -> float:
     return round(math.exp2(bucket / _PER_DOUBLING) / 1e6, 3)
 
 
-_COUNTERS = (
-    "num_prompt_tokens",
-    "num_prefix_hit_tokens",
-    "num_preemptions",
-    "num_worker_restarts",
-)
+_COUNTERS = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_worker_restarts")
 
 
 @dataclass(frozen=True)

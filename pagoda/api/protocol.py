@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.conversation import MAX_TOOLS, Messages
 from pagoda.messages.sampling_params import (
     MAX_ALLOWED_TOKENS,
@@ -277,16 +277,11 @@ def _check_neutral(body: GenerationFields) -> None:
             message = f"{name}{hint} is not supported yet."
             raise InvalidRequestError(message, param=name, kind="not_supported")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        message = "best_of other than n is not supported."
-        raise InvalidRequestError(message, param="best_of", kind="not_supported")
+        refuse("best_of", "other than n is not supported", "not_supported")
     if body.priority is not None and abs(body.priority) > MAX_PRIORITY:
-        raise InvalidRequestError(
-            f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
-        )
+        refuse("priority", f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError(
-            "stream_options is only for requests with stream: true.", param="stream_options"
-        )
+        refuse("stream_options", "is only for requests with stream: true")
 
 
 _SAMPLING_FIELDS = tuple(
@@ -327,19 +322,19 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequestError("prompt is an empty list.", param="prompt")
+        refuse("prompt", "is an empty list")
     if all(isinstance(item, int) for item in prompt):
         return [prompt]  # type: ignore[list-item]
     if not (all(isinstance(i, str) for i in prompt) or all(isinstance(i, list) for i in prompt)):
-        raise InvalidRequestError(
-            "prompt must be a string, token ids, a list of strings or a list of lists of token ids.",
-            param="prompt",
+        refuse(
+            "prompt",
+            "must be a string, token ids, a list of strings or a list of lists of token ids",
         )
     total = len(prompt) * (body.n or 1)
     if total > MAX_SEQUENCES_PER_BODY:
-        raise InvalidRequestError(
-            f"prompt asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served.",
-            param="prompt",
+        refuse(
+            "prompt",
+            f"asks for {total} answers in one body; at most {MAX_SEQUENCES_PER_BODY} are served",
         )
     return prompt  # type: ignore[return-value]
 
@@ -352,26 +347,17 @@ def chat_logprobs_count(body: ChatRequest) -> int | None:
     """
     top = body.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}.", param="top_logprobs"
-        )
+        refuse("top_logprobs", f"must be in [0, {MAX_LOGPROBS}], got {top}")
     if not body.logprobs:
         if top:
-            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+            refuse("top_logprobs", "needs logprobs: true")
         return None
     return top or 0
 
 
 def chat_max_tokens(body: ChatRequest) -> int | None:
-    """`max_completion_tokens`, or its older name.
-
-    Raises:
-        InvalidRequestError: both are given and differ.
-    """
+    """`max_completion_tokens`, or its older name. Raises InvalidRequestError: both are given and differ."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise InvalidRequestError(
-            "max_completion_tokens and max_tokens are both given and differ.",
-            param="max_completion_tokens",
-        )
+        refuse("max_completion_tokens", "and max_tokens are both given and differ")
     return old if new is None else new

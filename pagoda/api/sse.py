@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from aiohttp import web
+
+if TYPE_CHECKING:
+    from pagoda.api.app import Connection
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
@@ -34,17 +37,6 @@ class EventTemplate:
         return self._prefix + encode_json(text) + self._suffix
 
 
-class Writable(Protocol):
-    """The connection of a request, as `pagoda.api.app` makes it."""
-
-    @property
-    def writing_paused(self) -> bool:
-        """The client reads too slowly: the buffer of the socket is full."""
-
-    async def wait_writable(self) -> None:
-        """Returns when the buffer has room, or the connection is lost."""
-
-
 class EventStream:
     """Writes events to one client, and watches the client.
 
@@ -58,7 +50,7 @@ class EventStream:
         self, request: web.BaseRequest, headers: Mapping[str, str], *, tick_s: float, stall_s: float
     ) -> None:
         self._request = request
-        self._connection = cast(Writable, request.protocol)
+        self._connection = cast("Connection", request.protocol)
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",

@@ -1,4 +1,4 @@
-"""Typed access to a JSON object whose author may have made mistakes."""
+"""Typed access to named values whose author may have made mistakes: JSON objects, and metadata of GGUF files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,36 @@ T = TypeVar("T")
 
 
 class Fields:
-    """Typed access to a JSON object; every error names the file and the field."""
+    """Values by name; every error names the file and the field. None counts as absent."""
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
         self.values = values
         self.source = source
         self._prefix = prefix
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
     def refuse(self, name: str, rule: str) -> NoReturn:
-        value = self.values.get(name)
-        raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {value!r}.")
+        value = repr(self.values.get(name))
+        shown = value if len(value) <= 80 else f"{value[:80]} ..."
+        raise ConfigError(f"{self.source}: {self._prefix}{name} {rule}, got {shown}.")
+
+    def amount(self, name: str, default: float | None = None) -> float:
+        return self._get(name, (int, float), "a number", default)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, (int, float), "a positive number", default)
         if not 0 < value < float("inf"):
             self.refuse(name, "must be a positive number")
         return float(value)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """An integer from 0 on."""
+        value = self._get(name, (int,), "a whole number", default)
+        if value < 0:
+            self.refuse(name, "must not be negative")
+        return value
 
     def positive(self, name: str, default: int | None = None) -> int:
         value = self._get(name, (int,), "a positive integer", default)
@@ -43,7 +57,7 @@ class Fields:
             self.refuse(name, "must be true or false")
         return value
 
-    def text(self, name: str, default: str) -> str:
+    def text(self, name: str, default: str | None = None) -> str:
         return self._get(name, (str,), "a string", default)
 
     def table(self, name: str) -> Fields | None:
@@ -62,14 +76,20 @@ class Fields:
     def optional_number(self, name: str) -> float | None:
         return None if self.values.get(name) is None else self.number(name)
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """Items of a list of strings; none where the field is absent."""
-        value = self.values.get(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.refuse(name, "must be a list of strings")
-        return tuple(value)
+    def texts(self, name: str, default: list[str] | None = None) -> list[str]:
+        return self._list(name, str, "strings", default)
+
+    def integers(self, name: str) -> list[int]:
+        return self._list(name, int, "whole numbers")
+
+    def numbers(self, name: str) -> list[float]:
+        return self._list(name, float, "numbers")
+
+    def _list(self, name: str, kind: type[T], rule: str, default: list[T] | None = None) -> list[T]:
+        value = self._get(name, (list,), f"a list of {rule}", default)
+        if any(type(item) is not kind for item in value):
+            self.refuse(name, f"must be a list of {rule}")
+        return value
 
     def _get(self, name: str, types: tuple[type, ...], kind: str, default: T | None) -> T:
         value = self.values.get(name)

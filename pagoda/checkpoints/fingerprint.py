@@ -81,7 +81,7 @@ def weights_digest(model: str, load_format: str, seed: int) -> str:
 
 def _add_gguf(file: GgufFile, digest: hashlib._Hash, counts: Callable[[str], bool]) -> None:
     """Adds metadata and tensors of `file`, with the type of each tensor."""
-    for key, value in file.metadata.items():
+    for key, value in sorted(file.metadata.values.items()):
         if counts(key):
             digest.update(f"{key}={value!r}\0".encode())
     _sample(_gguf_tensors(file), digest)

@@ -13,9 +13,7 @@ def _qwen3(
 ) -> Mapping[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
         "head_dim": 128,
-        "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "max_position_embeddings": 40960,
@@ -26,7 +24,6 @@ def _qwen3(
         "rope_theta": 1_000_000,
         "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
         "vocab_size": 151936,
     }
 
@@ -42,13 +39,10 @@ def _llama3(
 ) -> Mapping[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "max_position_embeddings": 131072,
-        "mlp_bias": False,
         "num_attention_heads": 32,
         "num_hidden_layers": layers,
         "num_key_value_heads": 8,
@@ -70,8 +64,6 @@ def _llama3(
 _QWEN3_30B_A3B: Mapping[str, object] = {
     **_qwen3(2048, 6144, 48, 32, tied=False),
     "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
     "num_experts": 128,
@@ -80,7 +72,6 @@ _QWEN3_30B_A3B: Mapping[str, object] = {
 }
 _MIXTRAL_8X7B: Mapping[str, object] = {
     "architectures": ["MixtralForCausalLM"],
-    "hidden_act": "silu",
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "max_position_embeddings": 32768,
@@ -91,7 +82,6 @@ _MIXTRAL_8X7B: Mapping[str, object] = {
     "num_local_experts": 8,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1_000_000,
-    "sliding_window": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,

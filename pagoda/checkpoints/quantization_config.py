@@ -108,8 +108,6 @@ class Awq:
 
 @dataclass(frozen=True)
 class Gptq:
-    """The layout of AutoGPTQ and GPTQModel."""
-
     scheme: GroupScheme
     zero_offset: int
     """Amount to add to a stored zero point: 1 in `gptq`, 0 in `gptq_v2`."""
@@ -124,10 +122,7 @@ class Gptq:
     def scheme_of(self, linear: LinearSpec) -> GroupScheme | None:
         if linear.role is Role.HEAD:
             return self.scheme if self.head else None
-        if linear.role in (
-            Role.EMBEDDING,
-            Role.ROUTER,
-        ):  # no file lists routers, as none is quantized
+        if linear.role in (Role.EMBEDDING, Role.ROUTER):  # no file lists routers
             return None
         ends = tuple(f".{module}" for module in self.modules)
         return self.scheme if not ends or linear.name.endswith(ends) else None
@@ -199,7 +194,7 @@ def _refuse_transforms(fields: Fields) -> None:
 
 
 def _patterns(fields: Fields, name: str) -> tuple[str, ...]:
-    patterns = fields.texts(name)
+    patterns = tuple(fields.texts(name, []))
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix("re:"))
@@ -283,7 +278,7 @@ def _awq(fields: Fields) -> Awq:
             symmetric=not fields.flag("zero_point", True),
             act_order=False,
         ),
-        not_converted=fields.texts("modules_to_not_convert"),
+        not_converted=tuple(fields.texts("modules_to_not_convert", [])),
     )
 
 
@@ -310,9 +305,10 @@ def _module_names(fields: Fields, name: str) -> tuple[str, ...]:
     """A list of names, or of lists of names."""
     value = fields.values.get(name)
     if not isinstance(value, list):
-        return fields.texts(name)
+        return tuple(fields.texts(name, []))
     names = [item for inner in value for item in (inner if isinstance(inner, list) else [inner])]
-    return Fields({name: names}, fields.source, "quantization_config.").texts(name)
+    flat = Fields({name: names}, fields.source, "quantization_config.")
+    return tuple(flat.texts(name))
 
 
 def _bits(fields: Fields, name: str, supported: tuple[int, ...]) -> int:

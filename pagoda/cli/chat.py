@@ -48,7 +48,10 @@ def chat(
     ):
         conversation = _Conversation(connection, sampling.body(engine.seed), system)
         if sys.stdin.isatty():
-            _greet(connection)
+            model_name = connection.model
+            output.stderr().print(
+                f"{model_name} at your service; /help shows what else can be said."
+            )
         for line in _lines():
             if line == "/exit":
                 break
@@ -65,8 +68,6 @@ def chat(
 
 
 class _Conversation:
-    """The messages so far, and the server that answers them."""
-
     def __init__(
         self, connection: Connection, sampling: dict[str, object], system: str | None
     ) -> None:
@@ -114,10 +115,6 @@ def _lines() -> Iterator[str]:
     with suppress(EOFError):
         while True:
             yield input("> ").strip()
-
-
-def _greet(connection: Connection) -> None:
-    output.stderr().print(f"{connection.model} at your service; /help shows what else can be said.")
 
 
 def _show_figures(answer: StreamedAnswer | None) -> None:

@@ -11,7 +11,6 @@ from pagoda.engine.config import EngineConfig
 from pagoda.engine.prefix_cache_updates import CacheReporter
 from pagoda.engine.scheduler import Scheduler
 from pagoda.ipc.clock import Clock
-from pagoda.kv.block_pool import BlockPool
 from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.manager import KVManager
 from pagoda.kv.tiered_connector import TieredKVConnector
@@ -50,7 +49,6 @@ class EngineParts:
     scheduler: Scheduler
     cache_reporter: CacheReporter
     kv_events: KVEventRecorder | None
-    """None if no events are published."""
     remote: RemoteKV | None
     """None if no KV is fetched from other engines."""
 
@@ -83,24 +81,44 @@ def build_parts(
         prefix_caching=config.enable_prefix_caching,
         events=kv_events,
     )
-    remotes: list[RemoteKV] = []
+    remote: RemoteKV | None = None
+    exporter: KVExporter | None = None
+    open_remote: Callable[[TransferLedger], RemoteKV] | None = None
+    handoff = config.handoff
+    if links is not None and handoff is not None:
+        tokens, peers, engine_id = TransferTokens(handoff.keys), links.peers, links.engine_id
+        if peers is not None:
 
-    def open_remote(ledger: TransferLedger) -> RemoteKV:
-        remotes.append(_build_remote(config, links, clock, ledger))
-        return remotes[0]
+            def open_remote(ledger: TransferLedger) -> RemoteKV:
+                nonlocal remote
+                remote = RemoteKV(
+                    peers,
+                    ledger,
+                    clock,
+                    tokens=tokens,
+                    engine_id=engine_id,
+                    also_holds=handoff.role.holds_kv,
+                    fails=config.fail_on_load_failure,
+                )
+                return remote
 
-    tiers, fetches_kv = None, links is not None and links.peers is not None
-    if config.kv_tiers is not None or fetches_kv:
+        if links.listener is not None:
+            leases = LeaseBook(kv.pool, clock, handoff.lease_s)
+            tp_size = config.worker.parallel.tensor_parallel_size
+            exporter = KVExporter(
+                links.listener, leases, tokens, engine_id, handoff.lease_s, tp_size
+            )
+    tiers = None
+    if config.kv_tiers is not None or open_remote is not None:
         tiers = build_tiers(
             config.kv_tiers,
             worker,
             kv.pool,
             clock,
             kv_events,
-            open_remote if fetches_kv else None,
+            open_remote,
             fail_on_load_failure=config.fail_on_load_failure,
         )
-    exporter = _build_exporter(config, links, clock, kv.pool)
     limits = SchedulerLimits.within(
         worker.capabilities,
         max_num_seqs=config.max_num_seqs,
@@ -114,34 +132,5 @@ def build_parts(
         scheduler=Scheduler(limits, kv, clock, tiers, exporter),
         cache_reporter=CacheReporter([kv.pool, *near_pools], clock),
         kv_events=kv_events,
-        remote=remotes[0] if remotes else None,
+        remote=remote,
     )
-
-
-def _build_remote(
-    config: EngineConfig, links: HandoffLinks | None, clock: Clock, ledger: TransferLedger
-) -> RemoteKV:
-    handoff = config.handoff
-    if links is None or links.peers is None or handoff is None:
-        raise RuntimeError("This engine has no way to others.")
-    return RemoteKV(
-        links.peers,
-        ledger,
-        clock,
-        tokens=TransferTokens(handoff.keys),
-        engine_id=links.engine_id,
-        also_holds=handoff.role.holds_kv,
-        fails=config.fail_on_load_failure,
-    )
-
-
-def _build_exporter(
-    config: EngineConfig, links: HandoffLinks | None, clock: Clock, pool: BlockPool
-) -> KVExporter | None:
-    handoff = config.handoff
-    if links is None or links.listener is None or handoff is None:
-        return None
-    leases = LeaseBook(pool, clock, handoff.lease_s)
-    tp_size = config.worker.parallel.tensor_parallel_size
-    tokens = TransferTokens(handoff.keys)
-    return KVExporter(links.listener, leases, tokens, links.engine_id, handoff.lease_s, tp_size)

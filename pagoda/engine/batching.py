@@ -67,7 +67,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
-    """One request's part of a step."""
+    """Part of one request in a step."""
 
     request: Request
     admission: int
@@ -350,11 +350,8 @@ class Batcher:
 
         A request whose last sample is still pending waits for it.
         """
-        if (
-            not self._places.has_slot
-            or request.num_pending_samples
-            or self._is_still_blocked(request)
-        ):
+        can_run = self._places.has_slot and not request.num_pending_samples
+        if not can_run or self._is_still_blocked(request):
             return None
         hits = self._kv.find_prefix(request.table, request.token_ids)
         while not self._places.has_room(request, hits, in_turn=False):
@@ -415,15 +412,14 @@ class Batcher:
         self._exports.on_published(request)
 
     def forget_blocked(self) -> None:
-        """Something may have become free that `_is_still_blocked` does not look at."""
+        """Something may have become free that `_is_still_blocked` does not see."""
         self._blocked = None
 
     def start_load(self, request: Request, hits: list[Block]) -> LoadStart:
         """Lets the request, for which there is room, load or await KV."""
         start = self._loader.start(request, hits)
-        if start in (LoadStart.AWAITING, LoadStart.LOADING):
-            is_loading = start is LoadStart.LOADING
-            self._places.enter(
-                request, RequestState.LOADING if is_loading else RequestState.AWAITING_KV
-            )
+        if start is LoadStart.LOADING:
+            self._places.enter(request, RequestState.LOADING)
+        elif start is LoadStart.AWAITING:
+            self._places.enter(request, RequestState.AWAITING_KV)
         return start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from pagoda.errors import ConfigError
@@ -11,10 +13,7 @@ from pagoda.messages.worker_config import CurveKeys, Role, WorkerConfig
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True):
-    """The address at which the engines of a server publish events of their cached blocks.
-
-    Of n replicas, replica i publishes at `port + i` and answers requests for a replay at `port + n + i`.
-    """
+    """Address of KV events: of n replicas, replica i publishes at `port + i` and replays at `port + n + i`."""
 
     host: str
     """An address or the name of an interface of this host, `*` for all of them; IPv6 in brackets."""
@@ -26,17 +25,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: it is not `tcp://HOST:PORT`.
         """
-        scheme, _, place = address.partition("://")
-        host, _, port = place.rpartition(":")
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        has_host = bare != "" and not any(sign in bare for sign in "[]/@ ")
-        has_host = has_host and (":" not in host or bare != host)
-        is_number = port.isascii() and port.isdigit() and len(port) <= 5
-        if scheme != "tcp" or not has_host or not is_number:
+        match = re.fullmatch(r"tcp://(\[[^][/@ ]+\]|[^][/@ :]+):([0-9]{1,5})", address)
+        if match is None:
             raise ConfigError(
                 f"--kv-events must be tcp://HOST:PORT, such as tcp://127.0.0.1:5557, got {address!r}."
             )
-        config = cls(host, int(port))
+        config = cls(match[1], int(match[2]))
         config.check_ports(1)
         return config
 
@@ -60,7 +54,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
 
 
 class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Places for blocks besides the device. At least one tier has room for some."""
+    """Places for blocks besides the device; at least one has room."""
 
     host_bytes: int = 0
     """Memory of all workers of all replicas together; each has an equal part of it."""
@@ -73,7 +67,7 @@ class KVTiersConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's part in prefill/decode handoff; that of its workers is `WorkerConfig.kv_handoff`."""
+    """Part of an engine in prefill/decode handoff; that of its workers is `WorkerConfig.kv_handoff`."""
 
     role: Role
     host: str
@@ -86,9 +80,8 @@ class HandoffConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost model of the simulated executor.
+    """Cost model: a step takes `base_s + per_token_s * tokens` s, a transfer `per_transferred_block_s * blocks` s.
 
-    A step takes `base_s + per_token_s * tokens` seconds, a transfer `per_transferred_block_s * blocks` seconds.
     Steps and transfers do not slow each other down.
     """
 
@@ -104,7 +97,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: a scheduler over one model replica."""
+    """One engine: a scheduler over one model replica. None switches a part off."""
 
     worker: WorkerConfig
     executor: str = "local"
@@ -113,26 +106,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the cluster, `host:port`; None takes `RAY_ADDRESS`, or the cluster that this host has joined."""
     sim: SimConfig = SimConfig()
     max_num_seqs: int = 256
-    """The most requests that run at once."""
     max_num_batched_tokens: int = 2048
-    """The token budget of one step."""
     max_num_waiting: int = 4096
-    """Requests beyond this many waiting are refused."""
     enable_prefix_caching: bool = True
     kv_events: KVEventsConfig | None = None
-    """None publishes nothing."""
     kv_tiers: KVTiersConfig | None = None
-    """None keeps KV on the device alone."""
     handoff: HandoffConfig | None = None
-    """None neither holds KV for other engines nor fetches it."""
     fail_on_load_failure: bool = False
     """True if a request fails when KV that was found for it, or is said to be at its source, cannot be loaded;
     False computes the KV."""
     engine_timeout_s: float = 30.0
     """Seconds of silence after which the frontend kills an engine that owes an answer, and starts another."""
     step_timeout_s: float = 300.0
-    """A worker that takes longer for one step is killed and started again."""
     worker_start_timeout_s: float = 600.0
     """Seconds without progress after which workers that start are killed and started again."""
     trace: StartTrace | None = None
-    """The trace that runs when the engine starts."""

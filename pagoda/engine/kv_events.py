@@ -20,17 +20,15 @@ from pagoda.errors import ConfigError
 from pagoda.kv.events import AllBlocksCleared, KVEvent, KVEventBatch
 
 TOPIC = b"kv-events"
-"""The topic that vLLM's example subscribes to; those that subscribe to everything get it too."""
+"""Topic of vLLM's example."""
 END = b"\xff" * 8
 """The number behind the last batch of a replay, -1; its payload is empty."""
 MAX_KEPT_BATCHES = 10_000
 MAX_KEPT_BYTES = 64 * 2**20
 _MAX_UNSENT = 1000
-"""Batches that wait for a slow subscriber; what it misses it can ask for."""
 _BATCHES_PER_TURN = 64
 _REQUESTS_PER_TURN = 16
 _MAX_REQUEST_BYTES = 4096
-"""A client that sends more is disconnected."""
 
 
 class KVEventPublisher:
@@ -125,8 +123,6 @@ class KVEventPublisher:
 
 
 class _Replay(msgspec.Struct, frozen=True):
-    """A replay under way."""
-
     envelope: list[bytes]
     """The client, and the empty frame of a REQ socket."""
     next_number: int

@@ -12,7 +12,7 @@ from pagoda.pd.exporter import FirstToken, KVExporter
 
 
 class Unwanted(NamedTuple):
-    """A request whose KV no other engine needs any more."""
+    """News that no other engine needs the KV of this request any more."""
 
     request_id: str
 
@@ -46,7 +46,6 @@ class KVExports:
         return [TokenChunk(request.request_id, [], kv_source=source)]
 
     def on_published(self, request: Request) -> None:
-        """Further blocks of the request are published."""
         if request.transfer_id is not None and self._exporter is not None:
             table, transfer_id = request.table, request.transfer_id
             first, end = self._exporter.num_held(transfer_id), table.num_published

@@ -1,8 +1,7 @@
-"""Requests whose KV may come from elsewhere than the device.
+"""Requests whose KV may come from elsewhere than the device: neither running nor in line, they await news.
 
-Such a request is neither running nor in line: it costs nothing until there is news. While AWAITING_KV it holds no
-blocks; while LOADING it holds blocks that transfers fill. When a load ends, the loaded blocks are published like
-computed ones and the request lets go of them: the common admission finds them.
+A request AWAITING_KV holds no blocks; one LOADING holds blocks that transfers fill. When a load ends, the loaded
+blocks are published like computed ones and the request lets go of them: the common admission finds them.
 
 Every `on_queued` is followed by exactly one `on_dequeued`.
 """
@@ -53,28 +52,8 @@ class KVLoader:
         """Requests in line for which more KV may be brought nearer."""
 
     @property
-    def has_tiers(self) -> bool:
-        return self._tiers is not None
-
-    @property
-    def awaiting(self) -> Iterable[Request]:
-        return self._awaiting.values()
-
-    @property
-    def loading(self) -> Iterable[Request]:
-        return self._loading.values()
-
-    @property
-    def prefetching(self) -> Iterable[Request]:
-        return self._prefetching.values()
-
-    @property
     def num_requests(self) -> int:
         return len(self._awaiting) + len(self._loading)
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loading)
 
     @property
     def num_blocked(self) -> int:
@@ -107,7 +86,6 @@ class KVLoader:
             self._tiers.on_dequeued(request.request_id)
 
     def on_published(self, request: Request) -> None:
-        """Further blocks of the request are published, by itself or by whoever computed them."""
         table = request.table
         if self._tiers is not None and table.num_published > request.num_saved:
             first, request.num_saved = request.num_saved, table.num_published
@@ -117,11 +95,7 @@ class KVLoader:
     # ---- awaiting and loading
 
     def may_load(self, request: Request) -> bool:
-        """True if the request has yet to try whether there is KV for it.
-
-        It tries once for each time that it is queued: KV that is evicted again before the request is admitted must
-        not keep it here for ever.
-        """
+        """True if the request has yet to try whether there is KV for it, once for each time that it is queued."""
         return request.prefix is not None and not request.load_tried
 
     def start(self, request: Request, hits: list[Block]) -> LoadStart:
@@ -187,7 +161,7 @@ class KVLoader:
             self._kv.free(request.table)
 
     def prefetch(self, request: Request, num_hits: int) -> None:
-        """There is no room for the request now: brings its KV nearer, and more with later news."""
+        """Brings the KV of a request without room nearer, and more of it with later news."""
         self._prefetching.pop(request.request_id, None)
         if request.prefix is None or request.load_tried or self._tiers is None:
             return
@@ -195,7 +169,6 @@ class KVLoader:
             self._prefetching[request.request_id] = request
 
     def prefetch_more(self) -> None:
-        """There is news of KV that could not be found, or had no place, when it was asked for."""
         for request in nsmallest(_NUM_PREFETCHED, self._prefetching.values(), key=_order_key):
             hits = self._kv.find_prefix(request.table, request.token_ids)
             self.prefetch(request, len(hits))

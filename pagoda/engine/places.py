@@ -29,7 +29,6 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._chunks: list[list[Request]] = []
-        """None of them is empty."""
         self._block_sums: list[int] = []
         """`reserved_blocks` of each chunk's requests, added up."""
         self._length = 0
@@ -101,8 +100,7 @@ class WaitingQueue:
 class Places:
     """Moves requests from state to state, and keeps sums over them.
 
-    A request reserves the blocks that its known tokens still need and one more, since a newcomer must not be
-    preempted right away.
+    A request reserves the blocks that its known tokens still need and one more, lest a newcomer be preempted.
     """
 
     def __init__(self, kv: KVManager, max_num_seqs: int) -> None:
@@ -117,7 +115,6 @@ class Places:
         self.num_pending_tokens = 0
         """Prompt and output tokens of all requests that are not computed yet."""
         self.rows: RequestRows | None = None
-        """Rows of the trace; None while nothing is traced."""
         self._free_slots = list(range(max_num_seqs))
         self._freed_slots: list[int] = []
 
@@ -127,7 +124,6 @@ class Places:
 
     @property
     def reserved(self) -> Reserved:
-        """Sequences and blocks that running and loading requests keep."""
         return Reserved(len(self.running) + self._num_loading, self._num_reserved_blocks)
 
     @property
@@ -169,7 +165,6 @@ class Places:
             self.rows.moved(request, before, is_lost=is_lost)
 
     def count_computed(self, request: Request, num_tokens: int) -> None:
-        """`num_tokens` further tokens of the request are computed."""
         request.num_computed_tokens += num_tokens
         self.num_pending_tokens -= num_tokens
 
@@ -179,7 +174,6 @@ class Places:
         request.num_scheduled_tokens = request.num_computed_tokens = 0
 
     def append(self, request: Request, token_id: int) -> None:
-        """The request has one more token."""
         request.token_ids.append(token_id)
         self.num_pending_tokens += 1
         if (len(request.token_ids) - 1) % self._kv.block_size == 0:

@@ -1,7 +1,6 @@
-"""Tells those who send requests which blocks an engine has: all at first, then what has changed.
+"""Updates of the prefix cache for frontends: all blocks at first, then what has changed.
 
-Unlike events (`pagoda.kv.events`), which tell of every change, news say what holds now: what comes and goes in
-between is not told, and a block that lies in two places is one.
+Unlike events (`pagoda.kv.events`) updates leave out what comes and goes in between; a block in two places is one.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from pagoda.messages.frontend import PrefixCacheUpdate
 INTERVAL_S = 0.05
 """Seconds between two updates; after a longer pause an update is sent at once."""
 MAX_KEYS = 8192
-"""Most keys in one update, which takes some milliseconds to put together; what is left comes with the next."""
+"""Most keys in one update, some milliseconds of work; the rest comes with the next."""
 
 
 class CacheReporter:
-    """Remembers whom it has told what. While nobody asks there is nothing to do, here or in the pools."""
+    """Remembers what each frontend was told. Without a follower there is nothing to do, here or in the pools."""
 
     def __init__(self, pools: Sequence[BlockPool], clock: Clock) -> None:
         """`pools` are those where a request finds blocks at next to no cost."""
@@ -33,7 +32,7 @@ class CacheReporter:
         self._next_at = clock.now()
 
     def follow(self, frontend: bytes) -> None:
-        """Tells `frontend` from now on. Who asks again is told all again."""
+        """Tells `frontend` all now, and changes from now on."""
         if not self._untold:
             for pool in self._pools:
                 pool.changed = {}
@@ -74,12 +73,10 @@ class CacheReporter:
         stored: list[bytes] = []
         removed: list[bytes] = []
         for key in keys:
-            (stored if self._is_cached(key) else removed).append(key[:SHORT_KEY_BYTES])
+            is_cached = any(pool.find(key) is not None for pool in self._pools)
+            (stored if is_cached else removed).append(key[:SHORT_KEY_BYTES])
         news = PrefixCacheUpdate(
             b"".join(stored), b"".join(removed), starts_anew=frontend in self._newcomers
         )
         self._newcomers.discard(frontend)
         return news
-
-    def _is_cached(self, key: bytes) -> bool:
-        return any(pool.find(key) is not None for pool in self._pools)

@@ -37,7 +37,6 @@ class Quarantine:
         return sorted(failing, key=attrgetter("order_key"))
 
     def on_progress(self, request: Request) -> None:
-        """Further tokens of the request are computed."""
         if request.num_computed_tokens >= request.crash_point:
             request.crash_count = 0
             self.requests.discard(request)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import InitVar, dataclass, field
 
 from pagoda.kv.connector import PrefixRequest
 from pagoda.kv.manager import BlockTable
-from pagoda.messages.frontend import FinishReason, GenerateRequest
+from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource
+from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker import SlotStart
 
 OrderKey = tuple[int, int]
@@ -37,109 +39,77 @@ class RequestState(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One `GenerateRequest` and what the scheduler knows of it."""
 
-    __slots__ = (
-        "added_at",
-        "admission",
-        "crash_count",
-        "crash_point",
-        "end_token_ids",
-        "eos_token_ids",
-        "fetched",
-        "kv_source",
-        "load_tried",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_pending_samples",
-        "num_prompt_tokens",
-        "num_saved",
-        "num_scheduled_tokens",
-        "num_sent_tokens",
-        "order_key",
-        "prefix",
-        "queue_time_s",
-        "request_id",
-        "reserved_blocks",
-        "runs_ahead",
-        "sampling",
-        "slot",
-        "state",
-        "stop_token_ids",
-        "table",
-        "token_ids",
-        "transfer_id",
-    )
+    message: InitVar[GenerateRequest]
+    max_model_len: InitVar[int]
+    order_key: OrderKey
+    table: BlockTable
+    runs_ahead: bool = True
+    """True if a token may be computed before the engine knows the token in front of it."""
+    added_at: float = 0.0
+    """Arrival, in seconds on the engine's clock."""
 
-    def __init__(
-        self,
-        message: GenerateRequest,
-        *,
-        order_key: OrderKey,
-        table: BlockTable,
-        max_model_len: int,
-        runs_ahead: bool = True,
-        added_at: float = 0.0,
-    ) -> None:
-        self.request_id = message.request_id
-        self.order_key = order_key
-        self.state = RequestState.NEW
-        self.added_at = added_at
-        """Arrival, in seconds on the engine's clock."""
-        self.queue_time_s: float | None = None
-        """Seconds until the first admission; None before it, and once it was sent to the frontend."""
-        self.sampling = message.sampling
+    request_id: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    eos_token_ids: frozenset[int] = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+    state: RequestState = RequestState.NEW
+    queue_time_s: float | None = None
+    """Seconds until the first admission; None before it, and once it was sent to the frontend."""
+    reserved_blocks: int = 0
+    """Blocks that known tokens still need, and one more; see `Places`."""
+    slot: int | None = None
+    """Index of the request in the worker while it runs."""
+    admission: int = 0
+    """Counts admissions: a step result counts for the admission that it was scheduled in."""
+    num_scheduled_tokens: int = 0
+    """Leading tokens that are computed once all steps in flight are."""
+    num_computed_tokens: int = 0
+    num_pending_samples: int = 0
+    """Steps in flight that will sample a token of the request."""
+    num_sent_tokens: int = 0
+    """Tokens that all stages of the worker know, or will from plans that are made."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the cache at the first admission; None before it."""
+    crash_count: int = 0
+    """Crashes of the worker during steps of the request, since it last got past `crash_point`."""
+    crash_point: int = 0
+    """Tokens that were scheduled at the latest crash."""
+
+    # KV from and for other places
+    prefix: PrefixRequest | None = None
+    """Prefix that connectors know, from when the request is queued until it is admitted."""
+    kv_source: KVSource | None = field(init=False)
+    """The engine to fetch KV from; None once that was tried, or there is no need."""
+    load_tried: bool = False
+    """True once KV was loaded, or awaited in vain, since the request was queued."""
+    fetched: range = range(0)
+    """Indices of blocks that another engine computed for this request, and that were loaded."""
+    num_saved: int = 0
+    """Leading blocks that connectors were offered to save."""
+    transfer_id: str | None = None
+    """The transfer under which KV is held for another engine."""
+
+    def __post_init__(self, message: GenerateRequest, max_model_len: int) -> None:
+        self.request_id, self.kv_source = message.request_id, message.kv_source
+        self.sampling = sampling = message.sampling
         self.eos_token_ids = frozenset(message.eos_token_ids)
-        self.stop_token_ids = frozenset(message.sampling.stop_token_ids)
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        max_tokens = message.sampling.max_tokens
-        self.max_total_tokens = (
-            max_model_len
-            if max_tokens is None
-            else min(max_model_len, self.num_prompt_tokens + max_tokens)
-        )
+        self.max_total_tokens = max_model_len
+        if sampling.max_tokens is not None:
+            self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
         if message.holds_kv:
             self.max_total_tokens = min(self.max_total_tokens, self.num_tokens + 1)
-        self.table = table
-        self.reserved_blocks = 0
-        """Blocks that known tokens still need, and one more; see `Scheduler`."""
-        self.slot: int | None = None
-        """Index of the request in the worker while it runs."""
-        self.admission = 0
-        """Counts admissions: a step result counts for the admission that it was scheduled in."""
-        self.num_scheduled_tokens = 0
-        """Leading tokens that are computed once all steps in flight are."""
-        self.num_computed_tokens = 0
-        self.num_pending_samples = 0
-        """Steps in flight that will sample a token of the request."""
-        self.num_sent_tokens = 0
-        """Tokens that all stages of the worker know, or will from plans that are made."""
-        self.runs_ahead = runs_ahead
-        """True if a token may be computed before the engine knows the token in front of it."""
-        self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the cache at the first admission; None before it."""
-        self.crash_count = 0
-        """Crashes of the worker during steps of the request, since it last got past `crash_point`."""
-        self.crash_point = 0
-        """Tokens that were scheduled at the latest crash."""
-
-        # KV from and for other places
-        self.prefix: PrefixRequest | None = None
-        """Prefix that connectors know, from when the request is queued until it is admitted."""
-        self.kv_source = message.kv_source
-        """The engine to fetch KV from; None once that was tried, or there is no need."""
-        self.load_tried = False
-        """True once KV was loaded, or awaited in vain, since the request was queued."""
-        self.fetched = range(0)
-        """Indices of blocks that another engine computed for this request, and that were loaded."""
-        self.num_saved = 0
-        """Leading blocks that connectors were offered to save."""
-        self.transfer_id: str | None = None
-        """The transfer under which KV is held for another engine."""
 
     @property
     def num_tokens(self) -> int:

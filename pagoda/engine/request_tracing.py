@@ -1,7 +1,6 @@
-"""A row of the trace for each request in the engine: where it is, from when it is added until it ends.
+"""A row of the trace for each request in the engine: phases without a gap, within one span of the whole request.
 
-Phases follow each other without a gap, within one span of the whole request. Tracing may begin and end in the
-middle of a request: its spans then are of what was seen.
+Tracing may begin and end in the middle of a request: its spans then are of what was seen.
 """
 
 from __future__ import annotations

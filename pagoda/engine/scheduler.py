@@ -85,7 +85,7 @@ class Scheduler:
         A request whose answer is already complete, or that can never run, is answered at once.
         """
         request = Request(
-            message,
+            message=message,
             order_key=self._order(message, self._num_arrivals),
             table=self.kv.new_table(message.cache_salt),
             max_model_len=self.limits.max_model_len,
@@ -102,7 +102,7 @@ class Scheduler:
                 return [TokenChunk(message.request_id, [], reason, stop_reason)]
         self.requests[request.request_id] = request
         chunks = self._exports.open(message, request)
-        if self.loader.has_tiers:
+        if self.tiers is not None:
             hits = self.kv.find_prefix(request.table, request.token_ids)
             self.loader.on_queued(request, len(hits))
         self._place(request)

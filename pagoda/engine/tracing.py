@@ -40,7 +40,6 @@ class EngineTracing:
     # ---- on and off
 
     def start(self, order: StartTrace, scheduler: Scheduler | None) -> None:
-        """The scheduler is there once the first worker is ready; `watch` tells of it later."""
         self._end_rows()
         self._ending.forget()
         self.tracer.start(order.session)
@@ -59,7 +58,6 @@ class EngineTracing:
         scheduler.trace(self._requests)
 
     def await_workers(self) -> None:
-        """The trace ends once the workers have stopped."""
         self._awaits_workers = True
 
     def on_workers_stopped(self, workers: TraceStopped) -> None:
@@ -82,18 +80,16 @@ class EngineTracing:
         self._step_rows = []
 
     def drain_end(self) -> TraceStopped | None:
-        """The end of the trace whose fragments have been closed since the last call."""
+        """The end of a trace whose fragments are closed now; None without one."""
         problems = self._ending.take()
         if problems is None:
             return None
         return TraceStopped([*problems, *self._workers_problems], self._number)
 
     def pollables(self) -> list[object]:
-        """Sources that are readable when `drain_end` has something to return."""
         return self._ending.pollables
 
     def close(self) -> None:
-        """Returns when all is written, or soon after."""
         self._end_rows()
         self._ending.close()
 
@@ -151,7 +147,6 @@ class EngineTracing:
         self._end_step(result.step, handed_over, args, ended=began)
 
     def worker_lost(self, reason: str) -> None:
-        """Steps under way will have no result."""
         self.tracer.instant("worker lost", {"reason": reason})
         self._end_steps(lost=True)
 

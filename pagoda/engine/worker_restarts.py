@@ -8,8 +8,8 @@ from pagoda.ipc.clock import Clock
 STABLE_S = 30.0
 """A worker that lived this many seconds starts a new count of losses."""
 MAX_IDLE_LOSSES = 8
-"""Short-lived workers in a row, lost without a step in flight, after which the engine gives up. Losses during
-steps need no such limit: the scheduler fails the request that causes them."""
+"""Short-lived workers in a row, lost without a step in flight, after which the engine gives up. Of losses during
+steps the scheduler fails the request that causes them."""
 _MAX_PAUSE_S = 10.0
 
 
@@ -28,7 +28,6 @@ class WorkerRestarts:
         self._ready_at = self._clock.now()
 
     def on_step(self) -> None:
-        """The worker has answered a step."""
         self._idle_losses_in_row = 0
 
     def on_loss(self, reason: str, *, is_idle: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import InvalidRequestError, refuse
 from pagoda.frontend.async_utils import gather_all, merge
 from pagoda.frontend.conversation import Messages, render_conversation
 from pagoda.frontend.fleet import Fleet
@@ -64,11 +64,7 @@ class AsyncLLM:
         self._requests: dict[str, list[str]] = {}
 
     async def start(self) -> None:
-        """Returns when the model is ready.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Returns when the model is ready. Raises ConfigError: it cannot be loaded."""
         fleet = self._fleet = Fleet.of_engines(self._engine, self._policy)
         try:
             self._generator = await start_generator(fleet, self._load_text, RequestTracker())
@@ -154,10 +150,7 @@ class AsyncLLM:
         requests = await prepare()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._requests:
-            raise InvalidRequestError(
-                f"request_id {request_id!r} is that of a request that still runs.",
-                param="request_id",
-            )
+            refuse("request_id", f"{request_id!r} is that of a request that still runs")
         answers = self._answers(requests)
         self._requests[request_id] = [request.request.request_id for request in requests]
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from pagoda.errors import ConfigError, InvalidRequestError
+from pagoda.errors import ConfigError, InvalidRequestError, refuse
 
 MAX_RENDERED_CHARS = 16 * 2**20
 MAX_SWITCH_CHARS = 1024
@@ -129,19 +130,11 @@ class ChatTemplate:
             param = f"chat_template_kwargs.{name}"
             if name not in allowed:
                 known = ", ".join(allowed) or "none"
-                raise InvalidRequestError(
-                    f"{param} is not a switch of this model's chat template; it has: {known}.",
-                    param=param,
-                )
+                refuse(param, f"is not a switch of this model's chat template; it has: {known}")
             if not isinstance(value, bool | int | float | str):
-                raise InvalidRequestError(
-                    f"{param} must be a boolean, a number or a string.", param=param
-                )
+                refuse(param, "must be a boolean, a number or a string")
             if isinstance(value, str) and len(value) > MAX_SWITCH_CHARS:
-                raise InvalidRequestError(
-                    f"{param} must have at most {MAX_SWITCH_CHARS} characters, got {len(value)}.",
-                    param=param,
-                )
+                refuse(param, f"must have at most {MAX_SWITCH_CHARS} characters, got {len(value)}")
 
 
 def _refusal(reason: str) -> InvalidRequestError:
@@ -156,10 +149,7 @@ def _cut_behind_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     content = str(messages[-1].get("content") or "").strip()
     begin = text.rfind(content) if content else -1
     if begin < 0:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message whose content the template renders.",
-            param="continue_final_message",
-        )
+        refuse("continue_final_message", "needs a last message whose content the template renders")
     return text[: begin + len(content)]
 
 
@@ -191,23 +181,11 @@ def _environment() -> jinja2.Environment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _tojson
+    # Unlike Jinja's own filter, this one leaves `<` and friends as they are.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own filter, leaves `<` and friends as they are."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _raise(message: str) -> NoReturn:
@@ -215,11 +193,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def read_template(path: Path) -> str:
-    """The template in a file named by the operator.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The template in a file named by the operator. Raises ConfigError: the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

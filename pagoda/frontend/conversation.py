@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.chat_template import ChatTemplate
 
 MAX_MESSAGES = 8192
@@ -105,9 +105,9 @@ def render_conversation(
     if tools:
         check_tools(tools)
         if not template.takes_tools:
-            _refuse("tools", "are not in this model's chat template")
+            refuse("tools", "are not in this model's chat template")
     if continue_final_message and add_generation_prompt:
-        _refuse("continue_final_message", "and add_generation_prompt exclude each other")
+        refuse("continue_final_message", "and add_generation_prompt exclude each other")
     return template.render(
         template_messages(messages),
         tools=tools,
@@ -138,15 +138,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         InvalidRequestError: a message lacks what its role needs.
     """
     if not messages:
-        raise InvalidRequestError("messages must hold at least one message.", param="messages")
+        refuse("messages", "must hold at least one message")
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _template_message(message: Message, where: str) -> dict[str, Any]:
     if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        _refuse(f"{where}.content", "must be a string or a list of text parts")
+        refuse(f"{where}.content", "must be a string or a list of text parts")
     if message.tool_calls and message.role != "assistant":
-        _refuse(f"{where}.tool_calls", "is only for the role assistant")
+        refuse(f"{where}.tool_calls", "is only for the role assistant")
     content = message.content or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     turn: dict[str, Any] = {"role": message.role, "content": text}
@@ -168,7 +168,7 @@ def _template_call(call: ToolCall, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        _refuse(f"{where}.function.arguments", "must be the text of a JSON object")
+        refuse(f"{where}.function.arguments", "must be the text of a JSON object")
     function = {"name": call.function.name, "arguments": arguments}
     turn: dict[str, Any] = {"type": "function", "function": function}
     return turn if call.id is None else {"id": call.id, **turn}
@@ -181,16 +181,16 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         InvalidRequestError: there are too many, or one is malformed.
     """
     if len(tools) > MAX_TOOLS:
-        _refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
+        refuse("tools", f"takes at most {MAX_TOOLS} tools, got {len(tools)}")
     for i, raw in enumerate(tools):
         try:
             tool = msgspec.convert(raw, Tool)
         except (msgspec.ValidationError, RecursionError) as error:
             reason, _, path = str(error).partition(" - at `$")
-            _refuse(f"tools[{i}]{path.rstrip('`')}", f"is not a tool: {reason}")
+            refuse(f"tools[{i}]{path.rstrip('`')}", f"is not a tool: {reason}")
         where = f"tools[{i}].function"
         if not _FUNCTION_NAME.fullmatch(tool.function.name):
-            _refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+            refuse(f"{where}.name", "must be 1 to 64 letters, digits, dots, dashes or underscores")
         if tool.function.parameters is not None:
             _check_schema(tool.function.parameters, _Path(None, f"{where}.parameters"))
 
@@ -200,21 +200,21 @@ def _check_schema(schema: object, path: _Path) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        _refuse(str(path), "must be a JSON schema, that is, an object")
+        refuse(str(path), "must be a JSON schema, that is, an object")
     if path.depth > MAX_SCHEMA_DEPTH:
-        _refuse(str(path), f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        refuse(str(path), f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     types = schema.get("type", [])
     for name in types if isinstance(types, list) else [types]:
         if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-            _refuse(f"{path}.type", f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}")
+            refuse(f"{path}.type", f"must be one of {', '.join(sorted(_SCHEMA_TYPES))}")
     # Not compiled: that takes seconds for some patterns, and nothing here matches with them.
     pattern = schema.get("pattern", "")
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
         rule = f"must be a regular expression of at most {MAX_PATTERN_CHARS} characters"
-        _refuse(f"{path}.pattern", rule)
+        refuse(f"{path}.pattern", rule)
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        _refuse(f"{path}.properties", "must be an object")
+        refuse(f"{path}.properties", "must be an object")
     for name, child in properties.items():
         _check_schema(child, _Path(path, "properties.", name))
     if "items" in schema:
@@ -235,7 +235,3 @@ class _Path:
     def __str__(self) -> str:
         own = self._prefix + self._name[:_MAX_NAME_CHARS]
         return own if self._parent is None else f"{self._parent}.{own}"
-
-
-def _refuse(param: str, rule: str) -> NoReturn:
-    raise InvalidRequestError(f"{param} {rule}.", param=param)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from pagoda.checkpoints.gguf.reader import Metadata
+from pagoda.checkpoints.fields import Fields
 from pagoda.errors import ConfigError
 from pagoda.frontend.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ _SPLITS = {
 class Vocabulary:
     """The tokens of a file, with what it says of each."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Fields) -> None:
         """Raises ConfigError: a key is missing or wrong."""
         self.metadata = metadata
         self.tokens = metadata.texts(TOKENS)
@@ -110,7 +110,7 @@ class Vocabulary:
             self._refuse(f"has a token of more than {_MAX_TOKEN_CHARS} characters")
         self.types = [_NORMAL] * len(self.tokens)
         if TYPES in metadata:
-            self.types = self._of_each(TYPES, metadata.integers(TYPES))
+            self.types = self.of_each(TYPES, metadata.integers(TYPES))
         # The places of unused tokens are filled with names that stand for no text.
         self.ids = {
             token: i
@@ -150,16 +150,14 @@ class Vocabulary:
             if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and _SPACE_MARK not in token):
                 yield AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
 
-    def scores(self) -> list[float]:
-        return self._of_each(SCORES, self.metadata.numbers(SCORES))
-
-    def _of_each(self, key: str, values: list[T]) -> list[T]:
+    def of_each(self, key: str, values: list[T]) -> list[T]:
+        """Returns `values`, those under `key`, if each token has one."""
         if len(values) != len(self.tokens):
             self._refuse(f"has {len(self.tokens)} tokens, but {key} has {len(values)} values")
         return values
 
     def _refuse(self, fault: str) -> NoReturn:
-        raise ConfigError(f"{self.metadata.path}: {TOKENS} {fault}.")
+        raise ConfigError(f"{self.metadata.source}: {TOKENS} {fault}.")
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
@@ -172,7 +170,9 @@ def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     except ConfigError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{metadata.path} has no tokenizer that can be built: {error}.") from None
+        raise ConfigError(
+            f"{metadata.source} has no tokenizer that can be built: {error}."
+        ) from None
 
 
 def _backend(vocabulary: Vocabulary) -> Backend:
@@ -194,11 +194,11 @@ def _backend(vocabulary: Vocabulary) -> Backend:
     return backend
 
 
-def _split(metadata: Metadata) -> _Split:
+def _split(metadata: Fields) -> _Split:
     if PRE not in metadata:
         _log.warning(
             "%s has no %s, so texts are cut into words in the way called 'default'; answers may be worse",
-            metadata.path,
+            metadata.source,
             PRE,
         )
     split = _SPLITS.get(metadata.text(PRE, "default"))
@@ -244,13 +244,15 @@ def _sentencepiece(vocabulary: Vocabulary) -> Backend:
     return backend
 
 
-def _merges(metadata: Metadata) -> list[tuple[str, str]]:
+def _merges(metadata: Fields) -> list[tuple[str, str]]:
     """Pairs, the first merges first; a pair is written with one space between its parts."""
     pairs = []
     for merge in metadata.texts(MERGES):
         left, _, right = merge.partition(" ")
         if not left or not right:
-            raise ConfigError(f"{metadata.path}: {MERGES} has {merge!r}, which is not two tokens.")
+            raise ConfigError(
+                f"{metadata.source}: {MERGES} has {merge!r}, which is not two tokens."
+            )
         pairs.append((left, right))
     return pairs
 
@@ -260,7 +262,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
     SentencePiece always merges the pair whose token has the highest score (Kudo and Richardson 2018).
     """
-    ids, scores = vocabulary.ids, vocabulary.scores()
+    ids, scores = vocabulary.ids, vocabulary.of_each(SCORES, vocabulary.metadata.numbers(SCORES))
     joined = [token for token, i in ids.items() if vocabulary.types[i] in (_NORMAL, _USER_DEFINED)]
     merges = []
     for token in sorted(joined, key=lambda token: (-scores[ids[token]], ids[token])):

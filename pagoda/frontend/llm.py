@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pagoda.errors import InvalidRequestError
+from pagoda.errors import refuse
 from pagoda.frontend.async_llm import AsyncLLM, Conversation, Prompt
 from pagoda.frontend.async_utils import gather_all
 from pagoda.frontend.event_loop import new_event_loop
@@ -119,10 +119,10 @@ class LLM:
 
     def _check_prompts(self, count: int, param: str) -> None:
         if count == 1 and self._llm.num_replicas > 1:
-            raise InvalidRequestError(
-                f"{param} has one entry, which one replica answers while the others of "
-                f"data_parallel_size={self._llm.num_replicas} wait; give several, or take data_parallel_size=1.",
-                param=param,
+            refuse(
+                param,
+                "has one entry, which one replica answers while the others of data_parallel_size="
+                f"{self._llm.num_replicas} wait; give several, or take data_parallel_size=1",
             )
 
     def _complete_all(
@@ -215,9 +215,7 @@ def _for_each(values: T | Sequence[T] | None, count: int, name: str) -> list[T |
     if not isinstance(values, Sequence):
         return [values] * count
     if len(values) != count:
-        raise InvalidRequestError(
-            f"{name} has {len(values)} entries for {count} prompts.", param=name
-        )
+        refuse(name, f"has {len(values)} entries for {count} prompts")
     return list(values)
 
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from pagoda.errors import EngineDeadError, InvalidRequestError, OverloadedError, refuse
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.conversation import Message, render_conversation, text_size
 from pagoda.frontend.endpoint import Endpoint
@@ -213,9 +213,9 @@ class TextGenerator:
         token_ids = cast(list[int], token_ids)
         _check_prompt(token_ids, limits.vocab_size, limits.max_model_len, param)
         if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise InvalidRequestError(
-                f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}.",
-                param="cache_salt",
+            refuse(
+                "cache_salt",
+                f"must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(cache_salt)}",
             )
         resolved = _resolve(sampling, limits.max_model_len - len(token_ids), clamp=clamp_max_tokens)
         stops = self._stops_of(sampling) if sampling.stop else None
@@ -307,9 +307,7 @@ def _check_prompt(
     token_ids: Sequence[int], vocab_size: int, max_model_len: int, param: str
 ) -> None:
     if not token_ids:
-        raise InvalidRequestError(
-            f"{param} is empty; it must hold at least one token.", param=param
-        )
+        refuse(param, "is empty; it must hold at least one token")
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
             f"{param} has {len(token_ids)} tokens, but the context holds {max_model_len} "
@@ -318,9 +316,7 @@ def _check_prompt(
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-        raise InvalidRequestError(
-            f"{param} takes token ids from 0 to {vocab_size - 1}, got {wrong}.", param=param
-        )
+        refuse(param, f"takes token ids from 0 to {vocab_size - 1}, got {wrong}")
 
 
 def _resolve(sampling: SamplingParams, room: int, *, clamp: bool) -> SamplingParams:

@@ -43,10 +43,7 @@ class BlockPool:
     """Allocates blocks, counts references and finds cached blocks by key."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        events: KVEventRecorder | None = None,
-        medium: Medium = Medium.DEVICE,
+        self, num_blocks: int, events: KVEventRecorder | None = None, medium: Medium = Medium.DEVICE
     ) -> None:
         """`events` records which blocks of `medium` are removed; the caller of `publish` records those that are
         stored."""
@@ -95,7 +92,6 @@ class BlockPool:
         return taken
 
     def keys(self) -> Collection[bytes]:
-        """Keys of all blocks that can be found."""
         return self._by_key.keys()
 
     def find(self, key: bytes) -> Block | None:

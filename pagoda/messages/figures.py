@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -20,10 +20,9 @@ def added(values: Sequence[Any]) -> Any:
 
 
 class Figure(NamedTuple):
-    """The metadata of one field, given as `Annotated[int, counter(...)]`."""
+    """Metadata of one field, given as `Annotated[int, counter(...)]`."""
 
     is_counter: bool
-    """True for what is counted since the start of a process, False for how things are now."""
     name: str = ""
     """The name in `/metrics`, without `pagoda_`; empty for a field that is not shown under a name of its own."""
     help_text: str = ""
@@ -32,28 +31,9 @@ class Figure(NamedTuple):
     label: str = ""
     """The label that holds the index of an item, if the field is a list."""
     merge: Callable[[Sequence[Any]], Any] = added
-    """Makes one value of those of several replicas."""
 
 
-def gauge(
-    name: str = "",
-    help_text: str = "",
-    *,
-    vllm: tuple[str, ...] = (),
-    merge: Callable[[Sequence[Any]], Any] = added,
-) -> Figure:
-    return Figure(False, name, help_text, vllm, merge=merge)
-
-
-def counter(
-    name: str = "",
-    help_text: str = "",
-    *,
-    vllm: tuple[str, ...] = (),
-    label: str = "",
-    merge: Callable[[Sequence[Any]], Any] = added,
-) -> Figure:
-    return Figure(True, name, help_text, vllm, label, merge)
+gauge, counter = partial(Figure, False), partial(Figure, True)
 
 
 @cache

@@ -24,22 +24,19 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """`max_tokens`, or the model's context, is used up."""
     ABORT = "abort"
-    """The client went away, or the server is shutting down."""
     ERROR = "error"
-    """This request failed; `TokenChunk.error` says why."""
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Address of the KV of a prompt: the engine that computes it, or has computed it and still holds it."""
+    """Address of a prompt's KV: the engine that computes or holds it."""
 
     address: str
     """`tcp://host:port` of that engine's listener (`pagoda.pd.links`)."""
     engine_id: str
-    """New at each start of that engine; an address may have another one behind it by now."""
+    """New at each start of that engine."""
     transfer_id: str
-    """Id under which that engine holds the KV; the engine chooses it and never gives it twice."""
+    """Id of the KV in that engine, never used twice."""
     tp_size: int = 1
     """Tensor-parallel size of that engine, for proxies that ask. Its workers say what each of them has."""
     block_ids: tuple[int, ...] = ()
@@ -51,8 +48,6 @@ class GenerateRequest(
 ):
     """A request as a value: with these fields alone, any replica continues the answer token for token.
 
-    `output_token_ids` is empty for a first arrival and holds the tokens so far for a request that returns
-    after an engine was restarted or that moves elsewhere; the receiver goes on behind them.
     `sampling.seed` and `sampling.max_tokens` are resolved (not None), and `eos_token_ids` are the model's
     (empty with `ignore_eos`), so the engine needs no tokenizer and no defaults.
     """
@@ -61,24 +56,22 @@ class GenerateRequest(
     prompt_token_ids: list[TokenId]
     sampling: SamplingParams
     output_token_ids: list[TokenId] = []
+    """Tokens so far, behind which the receiver goes on."""
     eos_token_ids: tuple[TokenId, ...] = ()
     priority: int = 0
     """Lower comes first, as in vLLM."""
     cache_salt: str | None = None
-    """Prefix-cache hits happen only among requests of the same salt."""
     returns: bool = False
     """An engine took this request before, so it is not refused for want of room."""
     session: str | None = None
     """Requests of the same session may be served by the same replica; has no effect on the answer."""
     holds_kv: bool = False
-    """The answer ends with its next token, and the KV of the prompt is held for another engine, which is told
-    where it is by `TokenChunk.kv_source`."""
+    """The answer ends with its next token; the prompt's KV is held for another engine (`TokenChunk.kv_source`)."""
     kv_source: KVSource | None = None
     """Source of the prompt's KV and of the first token. KV that does not come is computed."""
     traceparent: str | None = None
-    """The span that it is part of, for whoever exports spans (https://www.w3.org/TR/trace-context/)."""
+    """Parent span, as `tracestate` in the form of https://www.w3.org/TR/trace-context/."""
     tracestate: str | None = None
-    """Entries that tracing systems on the way have added (W3C trace context)."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -90,7 +83,7 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A frontend's first message; answered by `EngineReady` as soon as the engine is.
 
-    What else a router says to a host, which refuses a router of another model; an engine does not read it.
+    A host refuses routers of another `model`; an engine reads the version alone.
     """
 
     protocol_version: int = PROTOCOL_VERSION
@@ -106,7 +99,7 @@ class LoadQuery(msgspec.Struct, frozen=True, tag="load"):
 
 
 class SubscribeCache(msgspec.Struct, frozen=True, tag="subscribe_cache"):
-    """Asks for `PrefixCacheUpdate`, from what is cached now on. Who asks again is told from the beginning."""
+    """Asks for `PrefixCacheUpdate`s, the first with all that is cached; so again when asked again."""
 
 
 class SubscribeSteps(msgspec.Struct, frozen=True, tag="subscribe_steps"):
@@ -125,7 +118,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before penalties and temperature)."""
 
     logprob: float
-    """Log-probability of the sampled token."""
     rank: int
     """Rank of the sampled token; 1 is the most likely."""
     top_token_ids: list[int]
@@ -139,11 +131,9 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    """Set on the last chunk."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the answer; None for the model's own end-of-sequence."""
     logprobs: list[TokenLogprobs] | None = None
-    """One entry per token id, where asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the cache at first admission."""
     error: str | None = None
@@ -151,14 +141,12 @@ class TokenChunk(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int | None = None
     """Computed tokens of the prompt, in a chunk that tells of the prompt alone; load tracking uses it."""
     kv_source: KVSource | None = None
-    """Future place of the KV, with `GenerateRequest.holds_kv`, in a chunk that comes once the request is queued.
-    The last chunk repeats it if the KV is there."""
+    """Future place of KV that is held, once the request is queued; again in the last chunk if the KV is there."""
     queue_time_s: float | None = None
-    """Seconds that the request waited in the engine before its first step, in an engine's first chunk. A
-    dispatcher adds the time in which no engine had it, and repeats it when another engine begins before the
-    first token."""
+    """Seconds before the first step, in an engine's first chunk. A dispatcher adds the time in which no engine had
+    the request, and repeats it when another engine begins before the first token."""
     received_ns: int = 0
-    """Time at which the process that holds the chunk received it, on that process's clock, in nanoseconds."""
+    """Nanoseconds on the clock of the process that received the chunk."""
 
     @property
     def is_news(self) -> bool:
@@ -173,10 +161,7 @@ class TokenChunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class PrefixCacheUpdate(msgspec.Struct, frozen=True, tag="cache_news"):
-    """Changes of the cached blocks since the last update.
-
-    Each key is given by its first 8 bytes (`pagoda.kv.block_keys`), one after the other. No key is in both lists.
-    """
+    """Changes of the cached blocks since the last update, as the first 8 bytes of each key; no key is in both."""
 
     stored: bytes
     removed: bytes
@@ -190,7 +175,6 @@ class StepBin(msgspec.Struct, frozen=True, array_like=True):
     age_s: float
     """Seconds between the end of the last step and the message."""
     step: int
-    """The number of the last of them."""
     num_steps: int
     step_time_s: float
     """Seconds of the longest step."""
@@ -199,7 +183,6 @@ class StepBin(msgspec.Struct, frozen=True, array_like=True):
     num_decode_tokens: int
     """Tokens of all steps that requests were given one by one."""
     num_seqs: int
-    """The most in one of them."""
 
 
 class StepStatistics(msgspec.Struct, frozen=True, tag="step_news"):
@@ -207,7 +190,7 @@ class StepStatistics(msgspec.Struct, frozen=True, tag="step_news"):
 
     bins: list[StepBin]
     replica: str = ""
-    """Name of the replica, which the dispatcher in front of it sets; an engine does not know its name."""
+    """Name of the replica, set by the dispatcher in front of it."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -223,7 +206,6 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """One line for the operator: device, dtype, KV cache size."""
     protocol_version: int = PROTOCOL_VERSION
     role: Role = Role.NONE
-    """Role in prefill/decode handoff; all replicas of a server have the same."""
     host_id: str = ""
     """Id of a host, new at each start; empty for an engine."""
     routers: tuple[str, ...] = ()
@@ -235,7 +217,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 
     error: str
     is_user_error: bool
-    """The error is one sentence meant for the user rather than a bug."""
+    """True if `error` is one sentence meant for the user rather than a bug."""
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):

@@ -17,7 +17,7 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostJoin(msgspec.Struct, frozen=True, tag="join"):
-    """A host says to a router that it is there: first, and again and again as long as it is."""
+    """Announcement of a host to a router, repeated as long as the host is there."""
 
     host: HostRecord
 
@@ -30,7 +30,7 @@ class JoinAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="join_answer"):
     refusal: str = ""
     """Sentence that says why the host is not used; empty if it is, or may still be."""
     is_final: bool = False
-    """The router will not use it until it is another one; it need not come again."""
+    """True if the host need not announce itself again: the router will never use it."""
 
 
 class HostLeave(msgspec.Struct, frozen=True, tag="leave"):

@@ -47,32 +47,27 @@ def _merged_tier(tiers: Sequence[TierLoad]) -> TierLoad:
 
 
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Counts of finished steps, and the seconds that each phase of steps took (`PHASES`), since the start."""
+    """Counts of finished steps, and the seconds that each phase of steps took (`PHASES`), since the start.
+
+    The engine schedules, submits and updates; workers prepare inputs, run the model forward and sample.
+    """
 
     num_tokens: int = 0
     """Tokens computed: of prompts and answers, with those that were computed again."""
     num_sequences: int = 0
     """Each sequence counts once in each step."""
     by_tokens: list[int] = []
-    """Steps by their number of tokens: one count for each of `STEP_TOKEN_BOUNDS`, the last for steps above all
-    bounds. Empty before the first step."""
+    """Steps by tokens: a count for each of `STEP_TOKEN_BOUNDS`, and one above; empty before the first step."""
     by_sequences: list[int] = []
     """Steps by their number of sequences (`STEP_SEQUENCE_BOUNDS`)."""
     schedule_s: float = 0.0
-    """The engine makes plans."""
     submit_s: float = 0.0
-    """The engine hands plans over."""
     wait_s: float = 0.0
-    """Time from handing a plan over until its result is there, without computing: the step waits for the one
-    before, and messages are on their way."""
+    """Time from handing a plan over until its result, without computing."""
     prepare_s: float = 0.0
-    """Workers make inputs of plans."""
     forward_s: float = 0.0
-    """Workers run the model."""
     sample_s: float = 0.0
-    """Workers choose tokens."""
     update_s: float = 0.0
-    """The engine takes results."""
 
 
 PHASES = {
@@ -94,8 +89,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, array_like=True):
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     """The load of an engine, or of all replicas behind a dispatcher, and what they have counted.
 
-    A new figure is declared here, with its metadata, and counted in the engine: sums over replicas, `/load`,
-    `/metrics` and docs/metrics.md (`make docs`) follow from the declaration.
+    Sums over replicas, `/load`, `/metrics` and docs/metrics.md (`make docs`) follow from the declarations.
     """
 
     num_running: Annotated[
@@ -112,7 +106,6 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
             vllm=("num_requests_waiting",),
         ),
     ] = 0
-    """`num_waiting` does not count these."""
     num_pending_tokens: Annotated[
         int, gauge("num_tokens_pending", "Prompt and output tokens not yet computed.")
     ] = 0
@@ -131,7 +124,6 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
     num_leased_blocks: Annotated[
         int, gauge("kv_leased_blocks", "KV blocks that are held for other engines.")
     ] = 0
-    """A block of two leases counts twice."""
     step_time_s: Annotated[
         float,
         gauge("step_time_seconds", "Duration of a step, as a moving average.", merge=_largest),
@@ -205,7 +197,6 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
             "expert_tokens_total", "Tokens given to an expert, over all layers.", label="expert"
         ),
     ] = []
-    """Counts by expert; see `StepResult`."""
     expert_rank_tokens: Annotated[
         list[int],
         counter(
@@ -214,18 +205,16 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, tag="load_report"):
             label="rank",
         ),
     ] = []
-    """Counts by tensor-parallel rank that holds experts of its own; empty without expert parallelism."""
+    """Counts by tensor-parallel rank; empty without expert parallelism."""
     steps: Annotated[StepTotals, counter(merge=_merged_steps)] = StepTotals()
     tiers: Annotated[tuple[TierLoad, ...], counter(merge=_merged_tiers)] = ()
     """Tiers below the device, nearest first; other engines, from which KV is fetched, are the last."""
     processes: Annotated[tuple[ProcessMemory, ...], gauge(merge=_concatenated)] = ()
-    """The engine and its workers on the same host; in a dispatcher's report, those of all its engines."""
     is_worker_ready: bool = True
     """False while a lost worker is being replaced."""
     query_id: int | None = None
     """The query that this report answers; None if the engine reports unasked."""
     replicas: tuple[ReplicaLoad, ...] = ()
-    """The replicas that a dispatcher has added up here; empty in an engine's report."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,4 +265,4 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_losses: int = 0
     """Engines lost: the replica's own, or those behind it."""
     report: LoadReport | None = None
-    """The replica's own report, with what its earlier engines have counted; None while it does not answer."""
+    """The replica's report, its earlier engines included; None while it does not answer."""

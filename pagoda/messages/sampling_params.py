@@ -21,10 +21,9 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters by which the tokens of one request are sampled, named as in vLLM.
+    """Parameters by which the tokens of one request are sampled, named as in vLLM; unchecked before `checked()`.
 
-    The fields `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served at the edge,
-    where token ids become text; the rest by the engine and the worker. Nothing is checked before `checked()`.
+    `n`, `stop`, `include_stop_str_in_output` and `skip_special_tokens` are served where token ids become text.
     """
 
     temperature: float = 1.0
@@ -44,9 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (Keskar et al. 2019)."""
     logit_bias: dict[TokenId, float] | None = None
-    """Added to the logits of single tokens."""
     allowed_token_ids: tuple[TokenId, ...] | None = None
-    """The only tokens that may be sampled; None allows all."""
     max_tokens: int | None = 16
     """The most tokens to generate; None means as many as the context holds."""
     min_tokens: int = 0
@@ -56,18 +53,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[TokenId, ...] = ()
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None
     """Return the log-probability of each sampled token and of this many most likely ones."""
     n: int = 1
-    """Number of answers to the same prompt."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def checked(self) -> SamplingParams:
         """The same parameters, with sequences as tuples and a single stop string as a tuple of one.
-
-        Whoever takes parameters from a client calls this once. Decoding a message does not check again.
 
         Raises:
             InvalidRequestError: a value has a wrong type or is out of range; the error names the field.

@@ -8,13 +8,13 @@ from pagoda.telemetry.tracer import TraceSession
 
 
 class StartTrace(msgspec.Struct, frozen=True, omit_defaults=True, tag="start_trace"):
-    """Trace from now on, with all processes that you have started; what they start later traces as well."""
+    """Order to trace from now on, with all processes that the receiver starts."""
 
     session: TraceSession
     num_steps: int | None = None
-    """An engine stops by itself after so many steps; a worker does not read it."""
+    """Steps after which an engine stops by itself; workers do not read it."""
     number: int = 0
-    """Counts what the receiver was told to trace; `TraceStopped` names it."""
+    """Number of the trace, which `TraceStopped` repeats."""
 
 
 class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace"):
@@ -25,9 +25,8 @@ class TraceStopped(msgspec.Struct, frozen=True, omit_defaults=True, tag="trace_s
     """The fragment is closed, and so are those of all processes that this one has started."""
 
     problems: list[str] = []
-    """Sentences that say why tracing had ended before somewhere."""
+    """Sentences on why tracing ended early somewhere."""
     number: int = 0
-    """`StartTrace.number`; of workers, that of their engine counts."""
 
 
 class ClockPing(msgspec.Struct, frozen=True, tag="clock_ping"):

@@ -31,10 +31,8 @@ class KVPart(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     """`keys`, `values`, `key_scales` or `value_scales`."""
     first_head: int
-    """First of the whole model's KV heads."""
     num_heads: int
     head_bytes: int
-    """Bytes of one block of one head."""
 
 
 class KVRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +41,11 @@ class KVRank(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[KVPart, ...]
     num_blocks: int
     descriptors: dict[str, bytes]
-    """Data that the other side needs to connect, by transport; only that transport reads them."""
+    """Addresses by transport, in a form that the transport alone reads."""
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers of another engine, from one of their starts to the next."""
+    """Workers of another engine, from one start to the next."""
 
     peer_id: str
     """Engine id and number of the start: never of two sets of workers."""
@@ -72,12 +70,11 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
     transfer_id: int
     generation: int
-    """Counts starts of the workers: what workers of an earlier one say does not count."""
+    """Number of the workers' start; messages of earlier workers do not count."""
     source: TransferPlace
     target: TransferPlace
     after_step: int = -1
-    """Steps up to this one may still use device blocks of `target`: a worker waits until it has executed them;
-    -1 for none."""
+    """Last step that may still use device blocks of `target`, which workers execute first; -1 for none."""
 
 
 class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"):
@@ -87,7 +84,7 @@ class Transfers(msgspec.Struct, frozen=True, omit_defaults=True, tag="transfers"
     added_peers: list[KVPeer] = []
     """Peers that transfers from now on may name."""
     removed_peers: list[str] = []
-    """Ids of peers that none names any more; what still runs from there may fail."""
+    """Ids of peers that no transfer names any more; those under way may fail."""
 
 
 class TransferLink(msgspec.Struct, frozen=True, tag="transfer_link"):

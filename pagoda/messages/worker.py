@@ -10,8 +10,8 @@ from pagoda.messages.tracing import ClockPing, ClockPong, StartTrace, StopTrace,
 from pagoda.messages.transfers import KVDirectory, KVRank
 
 PROTOCOL_VERSION = 1
-"""Version of this wire and of `pagoda.messages.transfers`, raised when a message changes in a way that an older
-process would misread. A Ray worker on another host may have another installation than its engine."""
+"""Version of this wire and of `pagoda.messages.transfers`, raised when an older process would misread a message.
+A Ray worker may have another installation than its engine."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,19 +20,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     block_sizes: tuple[int, ...]
     """KV block sizes in tokens; the first is preferred."""
     max_batch_tokens: int
-    """The most tokens in one step."""
     max_batch_seqs: int
-    """The most sequences in one step."""
     max_model_len: int
-    """The longest sequence."""
     batch_multiple: int = 1
     """Chunks that do not end a sequence's known tokens are cut to a multiple of this."""
     mixed_steps: bool = True
-    """True if a step may hold prompt chunks and single decode tokens together."""
     weight_formats: tuple[str, ...] = ("float32",)
-    """Formats that weights may have in memory."""
     kv_cache_dtypes: tuple[str, ...] = ("float32",)
-    """Formats of K and V in the cache, whatever that of activations."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello"):
@@ -42,9 +36,9 @@ class WorkerHello(msgspec.Struct, frozen=True, kw_only=True, tag="worker_hello")
     host: str
     """The same for processes that can share memory."""
     stage_address: str = ""
-    """Address at which this rank receives the output of the stage before; empty on the first stage."""
+    """Address that receives the output of the stage before; empty on the first stage."""
     group_address: str = ""
-    """`host:port` where tensor-parallel rank 0 of a stage serves as the meeting point of its group."""
+    """`host:port` of the meeting point that tensor-parallel rank 0 serves for its stage."""
     shared_memory: str = ""
     """Path of the memory that rank 0 of a stage shares with ranks on the same host."""
     num_blocks: int
@@ -70,17 +64,15 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     max_model_len: int
     vocab_size: int
     summary: str
-    """One line for the operator, such as `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
+    """Line for the operator: `cpu (avx512), 2 threads, float32, 4.2 GiB weights`."""
     arithmetic: str = ""
-    """Name of the arithmetic, such as `cpu (avx512)`; equal for workers whose results agree in every bit."""
+    """Name such as `cpu (avx512)`; equal for workers whose results agree in every bit."""
     kv_host_slots: int = 0
-    """Blocks that the arena in host memory holds; of several workers, the smallest of them."""
+    """Blocks in the arena in host memory: the smallest of all workers."""
     kv_directories: tuple[KVDirectory, ...] = ()
-    """Directories of all ranks that keep blocks on disk, in the order of ranks."""
     kv_ranks: tuple[KVRank, ...] = ()
-    """KV of all ranks, in their order, and how workers of other engines reach it; only with handoff."""
     kv_digest: str = ""
-    """Digest of the meaning of KV, however many ranks hold it: equal engines may share KV; only with handoff."""
+    """Digest of the meaning of KV, with handoff: engines of the same digest may share KV."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="worker_failed"):
@@ -103,7 +95,6 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     request_id: str = ""
-    """Request id, for the log."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -124,7 +115,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """(slot, block ids appended to its block table)."""
     freed_slots: list[int] = []
     new_tokens: list[tuple[int, int]] = []
-    """(slot, token id) sampled by the last of several stages; the others learn of it here, before computing."""
+    """(slot, token id) sampled by the last of several stages, for the others."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
@@ -134,11 +125,9 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result"):
     slots: list[int]
     """Slots that sampled, in the order of the plan."""
     token_ids: list[int]
-    """Parallel to `slots`: the sampled token."""
     logprobs: dict[int, TokenLogprobs] = {}
-    """Log-probabilities by slot, where the request asked for them."""
     errors: dict[int, str] = {}
-    """Errors of single requests by slot. Such a slot is not in `slots`."""
+    """Errors of single requests by slot; `slots` lacks these."""
     step_time_s: float = 0.0
     """Seconds of computing; the times of several stages are added up."""
     prepare_time_s: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pagoda.backend.operation import Operation
 from pagoda.telemetry.tracer import Tracer
@@ -24,19 +24,11 @@ class ModelDescription:
     expert_bytes: int = 0
     """Bytes of experts among the weights; a pass reads the experts that its tokens choose."""
     experts_held: int = 0
-    """Experts in each layer that has any."""
     experts_per_token: int = 0
 
     def tell(self, tracer: Tracer) -> None:
         """Writes the description to the current fragment; does nothing while tracing is off."""
-        costs = {
-            "weight_bytes": self.weight_bytes,
-            "flops_per_token": self.flops_per_token,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "expert_bytes": self.expert_bytes,
-            "experts_held": self.experts_held,
-            "experts_per_token": self.experts_per_token,
-        }
+        costs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "operations"}
         tracer.describe("model", costs)
         if not self.operations:
             return

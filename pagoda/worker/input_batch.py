@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pagoda.backend.base import TokenBatch
-from pagoda.messages.worker import SlotStart
+from pagoda.messages.worker import SlotStart, StepPlan
 
 
 def input_batch_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
@@ -21,6 +21,7 @@ class _Slot:
     num_tokens: int
     num_computed_tokens: int
     num_blocks: int
+    request_id: str
 
 
 class InputBatch:
@@ -38,6 +39,24 @@ class InputBatch:
         self._block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32)
         self._slots: dict[int, _Slot] = {}
 
+    def apply(self, plan: StepPlan) -> None:
+        """Frees slots, starts requests and appends blocks, as the plan says.
+
+        Raises:
+            ValueError: the plan does not fit the slots.
+        """
+        for slot in plan.freed_slots:
+            self.free(slot)
+        for start in plan.starts:
+            self.start(start)
+        for slot, block_ids in plan.new_blocks:
+            self.add_blocks(slot, block_ids)
+
+    def log_fields(self, slot: int) -> dict[str, str]:
+        """Extra fields of a log line about a slot's request."""
+        state = self._slots.get(slot)
+        return {"request_id": "-" if state is None else state.request_id}
+
     def start(self, start: SlotStart) -> None:
         """Puts a request into a slot.
 
@@ -52,7 +71,7 @@ class InputBatch:
         if num_tokens >= self._token_ids.shape[1]:
             raise ValueError(f"Slot {start.slot} is started with {num_tokens} tokens, too many.")
         self._token_ids[start.slot, :num_tokens] = torch.tensor(start.token_ids, dtype=torch.int32)
-        self._slots[start.slot] = _Slot(num_tokens, start.num_computed_tokens, 0)
+        self._slots[start.slot] = _Slot(num_tokens, start.num_computed_tokens, 0, start.request_id)
         self.add_blocks(start.slot, start.block_ids)
 
     def add_blocks(self, slot: int, block_ids: list[int]) -> None:
@@ -105,7 +124,6 @@ class InputBatch:
         return state.num_computed_tokens + num_tokens == state.num_tokens
 
     def num_computed_tokens(self, slots: list[int]) -> int:
-        """Computed tokens of these slots together."""
         return sum(self._state(slot).num_computed_tokens for slot in slots)
 
     def advance(self, slot: int, num_tokens: int) -> None:
@@ -113,7 +131,6 @@ class InputBatch:
         self._state(slot).num_computed_tokens += num_tokens
 
     def append(self, slot: int, token_id: int) -> None:
-        """A token was sampled."""
         state = self._state(slot)
         self._token_ids[slot, state.num_tokens] = token_id
         state.num_tokens += 1

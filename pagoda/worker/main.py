@@ -131,7 +131,7 @@ def _step(worker: _Worker, engine: EngineLink, plan: StepPlan, tracer: Tracer) -
             "step": plan.step,
             "tokens": sum(plan.num_tokens),
             "seqs": len(plan.slots),
-            "context_tokens": worker.runner.context_tokens(plan),
+            "context_tokens": worker.runner.batch.num_computed_tokens(plan.slots),
         }
         tracer.span("step", began, batch)
 
@@ -152,10 +152,7 @@ def _start(
         # torch works without numpy, which nothing here needs; its complaint would only alarm.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         config, cores = bind(config)
-        if config.parallel.replica_size == 1:
-            worker, plan, loaded = _start_alone(config, engine, tracer)
-        else:
-            worker, plan, loaded = _start_with_peers(config, engine, context, address, tracer)
+        worker, plan, loaded = _start_rank(config, engine, context, address, tracer)
         if config.has_transfer_link:
             with free_threads(cores):
                 worker = _with_transfers(worker, plan, loaded, context, address, tracer)
@@ -170,31 +167,24 @@ def _start(
 # Importing torch takes a second; until then the engine's hang-up must already be heard.
 
 
-def _start_alone(
-    config: WorkerConfig, engine: EngineLink, tracer: Tracer
-) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
-    began = tracer.e2e()
-    from pagoda.worker.loading import load_runner, plan_worker
-
-    tracer.span("import torch", began)
-    plan = plan_worker(config)
-    loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
-    return _Worker(loaded.runner, loaded.ready, loaded.description), plan, loaded
-
-
-def _start_with_peers(
+def _start_rank(
     config: WorkerConfig,
     engine: EngineLink,
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
     tracer: Tracer,
 ) -> tuple[_Worker, WorkerPlan, LoadedWorker]:
+    """The rank, which meets its peers first where there are any."""
     began = tracer.e2e()
     from pagoda.worker.loading import load_runner, plan_worker
     from pagoda.worker.rendezvous import Rendezvous
 
     tracer.span("import torch", began)
     plan = plan_worker(config)
+    parallel, place = config.parallel, config.place
+    if parallel.replica_size == 1:
+        loaded = load_runner(plan, tracer, on_progress=engine.report_progress)
+        return _Worker(loaded.runner, loaded.ready, loaded.description), plan, loaded
     rendezvous = Rendezvous(
         config, context, address, hidden_size=plan.shard.config.hidden_size, dtype=plan.dtype
     )
@@ -203,7 +193,6 @@ def _start_with_peers(
     group = rendezvous.form_group(peers)
     tracer.span("meet peers", began)
     loaded = load_runner(plan, tracer, peers.num_blocks, group, engine.report_progress)
-    parallel, place = config.parallel, config.place
     worker = _Worker(
         loaded.runner,
         loaded.ready,

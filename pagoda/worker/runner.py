@@ -36,38 +36,12 @@ class Model(Logits, Protocol):
         ...
 
 
-class _Slots:
-    """State of the requests in a rank's slots."""
-
-    def __init__(self, batch: InputBatch) -> None:
-        self.batch = batch
-        self._request_ids: dict[int, str] = {}
-
-    def apply(self, plan: StepPlan) -> None:
-        for slot in plan.freed_slots:
-            self.batch.free(slot)
-            del self._request_ids[slot]
-        for start in plan.starts:
-            self.batch.start(start)
-            self._request_ids[start.slot] = start.request_id
-        for slot, block_ids in plan.new_blocks:
-            self.batch.add_blocks(slot, block_ids)
-
-    def context_tokens(self, plan: StepPlan) -> int:
-        """Tokens that an executed step attended to: each token of its requests counts once."""
-        return self.batch.num_computed_tokens(plan.slots)
-
-    def of(self, slot: int) -> dict[str, str]:
-        """Extra fields of a log line about a slot's request."""
-        return {"request_id": self._request_ids.get(slot, "-")}
-
-
 class StageRunner:
     """A stage before the last: tokens or hidden states in, hidden states out."""
 
     def __init__(self, model: Model, batch: InputBatch, tracer: Tracer) -> None:
         self.model = model
-        self._slots = _Slots(batch)
+        self.batch = batch
         self._clock = StepClock(tracer)
 
     @torch.inference_mode()
@@ -78,8 +52,8 @@ class StageRunner:
             ValueError: the plan does not fit what the worker knows; engine and worker disagree.
         """
         self._clock.start()
-        batch = self._slots.batch
-        self._slots.apply(plan)
+        batch = self.batch
+        batch.apply(plan)
         for slot, token_id in plan.new_tokens:
             batch.append(slot, token_id)
         tokens = batch.prepare(plan.slots, plan.num_tokens)
@@ -95,10 +69,6 @@ class StageRunner:
         return StageState(
             computed, _sum(before.expert_tokens, expert_tokens), times.behind(before.times)
         )
-
-    def context_tokens(self, plan: StepPlan) -> int:
-        """See `_Slots`."""
-        return self._slots.context_tokens(plan)
 
 
 def _sum(one: list[int], other: list[int]) -> list[int]:
@@ -119,7 +89,7 @@ class Runner:
     ) -> None:
         """`alone`: no other rank takes part in a step, so that it can be tried again in parts."""
         self.model = model
-        self._slots = _Slots(batch)
+        self.batch = batch
         self._sampler = sampler
         self._clock = StepClock(tracer)
         self._alone = alone
@@ -145,7 +115,7 @@ class Runner:
         compute = self._compute_isolated if self._alone else self._compute
         sampled, expert_tokens = compute(counts, hidden)
         for slot, error in sampled.errors.items():
-            _log.error("failed in step %d: %s", plan.step, error, extra=self._slots.of(slot))
+            _log.error("failed in step %d: %s", plan.step, error, extra=self.batch.log_fields(slot))
         self.failed |= sampled.errors
         self._advance({s: n for s, n in counts.items() if s not in self.failed}, sampled)
         drawn = [slot for slot in plan.slots if slot in sampled.token_ids]
@@ -167,12 +137,8 @@ class Runner:
             expert_tokens=expert_tokens,
         )
 
-    def context_tokens(self, plan: StepPlan) -> int:
-        """See `_Slots`."""
-        return self._slots.context_tokens(plan)
-
     def _apply(self, plan: StepPlan) -> None:
-        self._slots.apply(plan)
+        self.batch.apply(plan)
         for slot in plan.freed_slots:
             self._sampler.free(slot)
             self.failed.pop(slot, None)
@@ -194,7 +160,7 @@ class Runner:
             none = [0] * len(self.model.take_expert_tokens())
             if len(counts) == 1:
                 (slot,) = counts
-                _log.exception("computing this request raised", extra=self._slots.of(slot))
+                _log.exception("computing this request raised", extra=self.batch.log_fields(slot))
                 return Sampled(errors={slot: BROKE_A_STEP}), none
             _log.exception("computing %d requests together raised", len(counts))
         parts = [self._compute_isolated({slot: count}, hidden) for slot, count in counts.items()]
@@ -207,7 +173,7 @@ class Runner:
         if not counts:
             self._clock.ended("prepare")
             return Sampled(), self.model.take_expert_tokens()
-        batch = self._slots.batch
+        batch = self.batch
         tokens = batch.prepare(list(counts), list(counts.values()))
         self._clock.ended("prepare")
         hidden = self.model.forward(tokens, hidden)
@@ -224,9 +190,9 @@ class Runner:
     def _advance(self, counts: dict[int, int], sampled: Sampled) -> None:
         """Remembers what the step computed and drew."""
         for slot, count in counts.items():
-            self._slots.batch.advance(slot, count)
+            self.batch.advance(slot, count)
         for slot, token_id in sampled.token_ids.items():
-            self._slots.batch.append(slot, token_id)
+            self.batch.append(slot, token_id)
             self._sampler.append(slot, token_id)
 
 

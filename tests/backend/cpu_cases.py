@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,15 +13,13 @@ from pagoda.backend.cpu import native
 from pagoda.backend.reference.backend import ReferenceBackend
 from pagoda.devices import BackendUnavailableError
 
-
-def _sets() -> list[str]:
-    try:
-        return native.available_instruction_sets()
-    except BackendUnavailableError:
-        return []
-
-
-SETS = _sets()
+try:
+    SETS = native.available_instruction_sets()
+except BackendUnavailableError:
+    SETS = []
+needs_kernels = pytest.mark.skipif(
+    not SETS, reason="the kernels are not built, or not for this CPU"
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.int8: 5e-3}
 REFERENCE = ReferenceBackend()
@@ -32,7 +31,7 @@ threads = st.integers(1, 4)
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def random_tensor(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from cpu_cases import (
     assert_close,
     dtypes,
     examples,
+    needs_kernels,
     random_tensor,
     seeds,
     sets,
@@ -28,14 +28,7 @@ from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight
 from pagoda.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
-
-
-@pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = needs_kernels
 
 
 @given(

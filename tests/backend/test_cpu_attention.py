@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +14,7 @@ from cpu_cases import (
     TOLERANCE,
     assert_close,
     dtypes,
+    needs_kernels,
     random_tensor,
     seeds,
     sets,
@@ -31,14 +31,7 @@ from pagoda.backend.reference.backend import ReferenceBackend
 
 KV_DTYPES = [*DTYPES, torch.int8]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
-
-
-@pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = needs_kernels
 
 
 @dataclass(frozen=True)
@@ -92,9 +85,8 @@ class Sequences:
             shape.kv_dtype,
         )
         # What ended requests may have left.
-        for part in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if part is not None:
-                part.fill_(torch.nan if part.is_floating_point() else -128)
+        for part in cache.tensors.values():
+            part.fill_(torch.nan if part.is_floating_point() else -128)
         return cache
 
     def attend(

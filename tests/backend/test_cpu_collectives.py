@@ -17,6 +17,7 @@ from cpu_cases import (
     TOLERANCE,
     assert_close,
     dtypes,
+    needs_kernels,
     random_tensor,
     seeds,
     sets,
@@ -35,7 +36,7 @@ from pagoda.backend.weights import DenseWeight
 from pagoda.parallel.collectives import Alone, Collectives
 from pagoda.parallel.distributed import DistributedCollectives, GroupStore
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
+pytestmark = needs_kernels
 
 _T = TypeVar("_T")
 SLOT = 2**20

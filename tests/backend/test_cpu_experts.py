@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from cpu_cases import (
     SETS,
     TOLERANCE,
     dtypes,
+    needs_kernels,
     random_tensor,
     seeds,
     sets,
@@ -28,17 +29,7 @@ from pagoda.backend.base import ExpertRouting, Experts, StepInput
 from pagoda.backend.cpu.backend import CpuBackend
 from pagoda.backend.weights import DenseWeight, GroupedWeight, LinearWeight, dequantize
 
-needs_kernels = pytest.mark.skipif(
-    not SETS, reason="the kernels are not built, or not for this CPU"
-)
 FORMATS = ("dense", "int8", "int4", "mixed", "ordered")
-
-
-@pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def _ordered(values: Tensor) -> GroupedWeight:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import SETS, random_tensor, sets, threads, token_batch
+from cpu_cases import (
+    SETS,
+    needs_kernels,
+    random_tensor,
+    sets,
+    threads,
+    token_batch,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,25 +25,25 @@ from pagoda.backend.cpu.weights import AttentionMetadata, PackedLinear
 from pagoda.backend.weights import DenseWeight, LinearWeight
 from pagoda.telemetry.tracer import Tracer
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
+pytestmark = needs_kernels
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 4, 2, 32, 64, 96, 50
 DTYPE = torch.bfloat16
 
 
+def _quantized(ops: CpuBackend, kind: str, values: Tensor) -> LinearWeight:
+    if kind == "dense":
+        return DenseWeight(values)
+    return ops.quantize_int8(values) if kind == "int8" else ops.quantize_int4(values, 32)
+
+
 def _linear(ops: CpuBackend, kind: str, outputs: int, inputs: int, seed: int) -> PackedLinear:
     values = random_tensor(outputs, inputs, seed=seed, dtype=DTYPE) * inputs**-0.5
-    quantize: dict[str, Callable[[Tensor], LinearWeight]] = {
-        "dense": DenseWeight,
-        "int8": ops.quantize_int8,
-        "int4": lambda part: ops.quantize_int4(part, 32),
-    }
+    parts = [(kind, values)]
     if kind == "mixed":  # one segment after the other
-        parts = zip(
-            ("dense", "int4"), values.split([outputs // 2, outputs - outputs // 2]), strict=True
-        )
-        return ops.prepare_linear([quantize[name](part) for name, part in parts], None, DTYPE)
-    return ops.prepare_linear([quantize[kind](values)], None, DTYPE)
+        halves = values.split([outputs // 2, outputs - outputs // 2])
+        parts = list(zip(("dense", "int4"), halves, strict=True))
+    return ops.prepare_linear([_quantized(ops, *part) for part in parts], None, DTYPE)
 
 
 @dataclasses.dataclass
@@ -95,9 +101,8 @@ class _Stage:
 def _layer(name: str, kind: str, kv_dtype: torch.dtype) -> _Layer:
     ops = CpuBackend(name)
     cache = ops.allocate_kv_cache(12, 16, KV_HEADS, HEAD_DIM, DTYPE, kv_dtype)
-    for part in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-        if part is not None:
-            part.zero_()
+    for part in cache.tensors.values():
+        part.zero_()
     return _Layer(ops, kind, cache)
 
 
@@ -130,25 +135,21 @@ def test_a_program_gives_the_bits_of_its_operations(
     num_threads: int,
     data: st.DataObject,
 ) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    try:
-        layer = _layer(name, kind, kv_dtype)
-        compiled = layer.ops.compile(layer)
-        for lengths in steps:  # larger and smaller ones in turn use the same memory
-            ids = st.lists(st.integers(0, VOCAB - 1), min_size=sum(lengths), max_size=sum(lengths))
-            step = _step(layer.ops, layer.cache, lengths, data.draw(ids))
-            expected = layer(layer.ops, step)
-            assert torch.equal(compiled(step), expected)
-            began = time.perf_counter_ns()
-            timed, times = compiled.traced(step, Tracer("worker"))
-            elapsed = time.perf_counter_ns() - began
-            assert torch.equal(timed, expected)
-            assert len(times) == len(compiled.operations)
-            assert all(each > 0 for each in times)
-            assert sum(times) <= elapsed
-    finally:
-        torch.set_num_threads(before)
+    layer = _layer(name, kind, kv_dtype)
+    compiled = layer.ops.compile(layer)
+    for lengths in steps:  # larger and smaller ones in turn use the same memory
+        ids = st.lists(st.integers(0, VOCAB - 1), min_size=sum(lengths), max_size=sum(lengths))
+        step = _step(layer.ops, layer.cache, lengths, data.draw(ids))
+        expected = layer(layer.ops, step)
+        assert torch.equal(compiled(step), expected)
+        began = time.perf_counter_ns()
+        timed, times = compiled.traced(step, Tracer("worker"))
+        elapsed = time.perf_counter_ns() - began
+        assert torch.equal(timed, expected)
+        assert len(times) == len(compiled.operations)
+        assert all(each > 0 for each in times)
+        assert sum(times) <= elapsed
 
 
 def test_operations_are_told_by_their_weights() -> None:
@@ -250,20 +251,13 @@ def test_parts_of_an_embedding_table_add_up_to_it(name: str, kind: str) -> None:
     values = random_tensor(VOCAB, HIDDEN, seed=1, dtype=DTYPE) * HIDDEN**-0.5
     total = torch.zeros_like(whole)
     for part in torch.tensor(ids).split(17):
-        weight: LinearWeight = DenseWeight(values[part])
-        if kind != "dense":
-            quantize = layer.ops.quantize_int8 if kind == "int8" else _in_groups(layer.ops)
-            weight = quantize(values[part])
-        rows = _Rows(layer.ops.prepare_linear([weight], None, DTYPE), int(part[0]), VOCAB)
+        packed = layer.ops.prepare_linear([_quantized(layer.ops, kind, values[part])], None, DTYPE)
+        rows = _Rows(packed, int(part[0]), VOCAB)
         recorded = layer.ops.compile(rows)(step)
         assert torch.equal(recorded, rows(layer.ops, step))
         assert torch.equal(recorded[part], whole[part])
         total += recorded
     assert torch.equal(total, whole)
-
-
-def _in_groups(ops: CpuBackend) -> Callable[[Tensor], LinearWeight]:
-    return lambda values: ops.quantize_int4(values, 32)
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB])

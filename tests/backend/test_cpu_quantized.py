@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from cpu_cases import (
+    DTYPES,
+    SETS,
+    dtypes,
+    examples,
+    needs_kernels,
+    random_tensor,
+    seeds,
+    sets,
+    threads,
+)
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda.backend.cpu import native
 from pagoda.backend.cpu.backend import MAX_INT8_INPUTS, CpuBackend
 from pagoda.backend.reference.rounding import quantize_int4, quantize_int8
 from pagoda.backend.weights import (
@@ -23,27 +32,10 @@ from pagoda.backend.weights import (
     weight_shape,
 )
 from pagoda.checkpoints.weight_formats import GROUP_SIZES
-from pagoda.devices import BackendUnavailableError
 
-
-def _sets() -> list[str]:
-    try:
-        return native.available_instruction_sets()
-    except BackendUnavailableError:
-        return []
-
-
-SETS = _sets()
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the kernels are not built, or not for this CPU")
-
-sets = st.sampled_from(SETS or [""])
-dtypes = st.sampled_from(DTYPES)
-seeds = st.integers(0, 2**20)
-threads = st.integers(1, 4)
-examples = settings(max_examples=100, deadline=None, derandomize=True)
+pytestmark = needs_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +52,6 @@ DENSE, INT8 = Format(), Format(8)
 grouped = st.builds(
     Format, st.sampled_from([4, 8]), st.sampled_from(GROUP_SIZES), st.booleans(), st.booleans()
 )
-
-
-@pytest.fixture(autouse=True)
-def _threads_restored() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def _weight(held_as: Format, outputs: int, inputs: int, seed: int) -> LinearWeight:
@@ -92,7 +77,7 @@ def _weight(held_as: Format, outputs: int, inputs: int, seed: int) -> LinearWeig
 
 
 def _rows(rows: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
-    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+    x = random_tensor(rows, inputs, seed=seed, dtype=torch.float32)
     x[:, ::7] *= 10
     return x.to(dtype)
 
@@ -295,7 +280,7 @@ kinds = st.sampled_from(["normal", "ties", "zeros", "tiny", "large"])
 
 
 def _dense(kind: str, outputs: int, inputs: int, seed: int, dtype: torch.dtype) -> Tensor:
-    values = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+    values = random_tensor(outputs, inputs, seed=seed, dtype=torch.float32)
     if kind == "ties":
         values = values.round()
     elif kind == "zeros":

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from test_invariance import assert_row_independent, random_tensor
+from cpu_cases import random_tensor
+from test_invariance import assert_row_independent
 from torch import Tensor
 
 from pagoda.backend.reference.backend import ReferenceBackend
@@ -65,7 +66,6 @@ def _inputs(weight: LinearWeight) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_is_the_same_in_any_company(kind: str, dtype: torch.dtype, threads: int) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     weight = KINDS[kind]
     bias = random_tensor(weight.scales.shape[0], seed=5, dtype=dtype)  # type: ignore[union-attr]
@@ -73,7 +73,6 @@ def test_a_row_is_the_same_in_any_company(kind: str, dtype: torch.dtype, threads
     x = random_tensor(48, _inputs(weight), dtype=dtype)
     assert OPS.linear(x, prepared).dtype == dtype
     assert_row_independent(lambda x: OPS.linear(x, prepared), x)
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -327,7 +327,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         (lambda m: m.flag("x.UINT8", True), "x.UINT8 must be true or false, got 200."),
         (lambda m: m.count("x.BOOL"), "x.BOOL must be a whole number, got True."),
         (lambda m: m.count("x.INT8"), "x.INT8 must not be negative, got -100."),
-        (lambda m: m.positive("none", 0), "none must be a positive whole number, got None."),
+        (lambda m: m.positive("none", 0), "none must be a positive integer, got None."),
         (lambda m: m.number("x.INT8"), "x.INT8 must be a positive number, got -100."),
         (lambda m: m.amount("x.BOOL"), "x.BOOL must be a number, got True."),
         (lambda m: m.texts("x.numbers"), "x.numbers must be a list of strings, got [1.5, -2.0]."),

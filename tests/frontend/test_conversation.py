@@ -71,11 +71,6 @@ def test_messages_that_lack_what_their_role_needs(message: dict[str, Any], param
     assert caught.value.param == param
 
 
-def test_no_messages() -> None:
-    with pytest.raises(InvalidRequestError, match="at least one"):
-        turns()
-
-
 def test_tools_as_they_should_be() -> None:
     nested = {"type": "array", "items": {"type": ["string", "null"], "pattern": "^a+$"}}
     check_tools([tool(type="object", properties={"x": nested}, required=["x"]), tool()])

@@ -79,12 +79,7 @@ def write_tokenizer(
     writer.add_token_types(types)
     if model == "gpt2":
         writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
-    add_keys(writer, metadata)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_keys(writer, metadata)
 
 
 def _type_of(token: str | None, added: AddedToken | None, model: str) -> TokenType:
@@ -99,7 +94,7 @@ def _type_of(token: str | None, added: AddedToken | None, model: str) -> TokenTy
     return TokenType.NORMAL
 
 
-def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+def write_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> Path:
     for name, value in metadata.items():
         key = name if "." in name else f"tokenizer.ggml.{name}"
         if isinstance(value, list):
@@ -112,6 +107,10 @@ def add_keys(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
             writer.add_float32(key, value)
         else:
             writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return writer.path
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
@@ -412,14 +411,10 @@ LETTERS = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "pre": "gpt-2", "model
 def test_wrong_metadata_is_one_sentence(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    writer = GGUFWriter(tmp_path / "t.gguf", "qwen3")
     keys = {key: value for key, value in (LETTERS | changes).items() if value is not None}
-    add_keys(writer, keys)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    path = write_keys(GGUFWriter(tmp_path / "t.gguf", "qwen3"), keys)
     with pytest.raises(ConfigError) as caught:
-        load_gguf_text(tmp_path / "t.gguf")
+        load_gguf_text(path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -433,11 +428,8 @@ def test_flipped_bytes_are_refused_or_read(
     path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     kind = rng.choice(["gpt2", "llama"])
     keys = LETTERS | {"model": kind, "scores": [0.0, 0.0, 1.0], "token_type": [1, 1, 1]}
-    writer = GGUFWriter(path, "qwen3")
-    add_keys(writer, keys | {"bos_token_id": 1, "tokenizer.chat_template": "{{ bos_token }}"})
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    keys |= {"bos_token_id": 1, "tokenizer.chat_template": "{{ bos_token }}"}
+    write_keys(GGUFWriter(path, "qwen3"), keys)
     data = bytearray(path.read_bytes())
     for _ in range(rng.randint(1, 4)):
         data[rng.randrange(len(data))] = rng.choice((0, 1, 0xFF, rng.randrange(256)))

@@ -82,15 +82,9 @@ def _restored_logging() -> Any:
     logging.getLogger("opentelemetry").setLevel(logging.NOTSET)
 
 
-async def ask(
-    texts: TextGenerator, traceparent: str | None = None, route: str = "", key: str = ""
-) -> None:
+async def ask(texts: TextGenerator, traceparent: str | None = None, **fields: Any) -> None:
     client_request = ClientRequest(
-        id="req-1",
-        arrived_ns=texts.tracker.clock_ns(),
-        traceparent=traceparent,
-        route=route,
-        key_name=key,
+        id="req-1", arrived_ns=texts.tracker.clock_ns(), traceparent=traceparent, **fields
     )
     [request] = await texts.prepare(
         "hi", SamplingParams(max_tokens=3), client_request=client_request
@@ -108,7 +102,7 @@ def generator(spans: RequestSpans, endpoint: ScriptedEndpoint) -> TextGenerator:
 async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> None:
     spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
     endpoint.num_cached_tokens = 1
-    await ask(generator(spans, endpoint), PARENT, route="/v1/chat/completions", key="alice")
+    await ask(generator(spans, endpoint), PARENT, route="/v1/chat/completions", key_name="alice")
     await asyncio.to_thread(spans.close)
     [span] = collector.requests()
     assert span.name == "chat tiny"
@@ -142,12 +136,7 @@ async def test_a_request_is_a_part_of_the_clients_span(collector: Collector) -> 
 async def test_what_comes_along_with_the_clients_span_goes_on(collector: Collector) -> None:
     spans, endpoint = RequestSpans(collector.url, "tiny"), ScriptedEndpoint("hello")
     texts = generator(spans, endpoint)
-    client_request = ClientRequest(id="r", arrived_ns=0, traceparent=PARENT, tracestate="a=1,b=2")
-    [request] = await texts.prepare(
-        "hi", SamplingParams(max_tokens=3), client_request=client_request
-    )
-    async for _ in texts.stream(request):
-        pass
+    await ask(texts, PARENT, tracestate="a=1,b=2")
     await ask(texts)
     await asyncio.to_thread(spans.close)
     assert [request.tracestate for request in endpoint.requests] == ["a=1,b=2", None]

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_endpoint import EOS, TEXT, ScriptedEndpoint
 
-from pagoda.errors import InvalidRequestError, OverloadedError
 from pagoda.frontend.async_utils import LongWork
 from pagoda.frontend.request_tracker import ClientRequest, RequestTracker
 from pagoda.frontend.stop import StopStrings
@@ -122,66 +121,8 @@ async def test_max_tokens_is_resolved_against_the_context() -> None:
     assert cut.request.sampling.max_tokens == 254
 
 
-async def test_ignore_eos_leaves_no_end_tokens() -> None:
-    texts, _ = generator()
-    [request] = await texts.prepare("hi", SamplingParams(ignore_eos=True))
-    assert request.request.eos_token_ids == ()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("", "prompt is empty"),
-        ([], "prompt is empty"),
-        ("x" * 256, "prompt has 256 tokens, but the context holds 256"),
-        ([512], "token ids from 0 to 511, got 512"),
-        ([-1], "token ids from 0 to 511, got -1"),
-        ("half \ud800", "surrogate"),
-    ],
-)
-async def test_prompts_that_do_not_fit_are_refused(prompt: str | list[int], message: str) -> None:
-    texts, _ = generator()
-    with pytest.raises(InvalidRequestError, match=message):
-        await texts.prepare(prompt, SamplingParams())
-
-
-@pytest.mark.parametrize("salt", ["", "x" * 257])
-async def test_cache_salts_are_bounded(salt: str) -> None:
-    texts, _ = generator()
-    with pytest.raises(InvalidRequestError, match="cache_salt") as caught:
-        await texts.prepare("hi", SamplingParams(), cache_salt=salt)
-    assert caught.value.param == "cache_salt"
-
-
-def test_token_ids_outside_the_vocabulary_are_refused() -> None:
-    texts, _ = generator()
-    with pytest.raises(InvalidRequestError, match="logit_bias takes token ids below"):
-        texts.check_sampling(SamplingParams(logit_bias={512: 1.0}))
-
-
-async def test_a_long_text_is_tokenized_beside_the_loop() -> None:
-    texts = TextGenerator(ScriptedEndpoint(max_model_len=20_001), TEXT, RequestTracker())
-    assert await texts.encode("x" * 20_000, add_special_tokens=True) == [120] * 20_000
-
-
 def test_no_token_stands_for_more_characters_than_the_longest() -> None:
     assert TEXT.tokenizer.longest_token_chars == len("<|im_start|>")
-
-
-async def test_errors_of_the_endpoint_reach_the_reader() -> None:
-    texts, endpoint = generator()
-    endpoint.raises = OverloadedError("full")
-    with pytest.raises(OverloadedError):
-        await answer_of(texts)
-
-
-async def test_closing_early_aborts() -> None:
-    texts, endpoint = generator("a long answer")
-    [request] = await texts.prepare("hi", SamplingParams())
-    deltas = texts.stream(request)
-    assert (await anext(deltas)).text == "a"
-    await deltas.aclose()
-    assert endpoint.aborted == [request.request.request_id]
 
 
 @given(

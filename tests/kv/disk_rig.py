@@ -25,12 +25,7 @@ from pagoda.kv.events import KVEventRecorder
 from pagoda.kv.host_tier import HostTier
 from pagoda.kv.transfers import TransferLedger
 from pagoda.messages.load import TierLoad
-from pagoda.messages.transfers import (
-    DiskObjects,
-    KVDirectory,
-    Transfer,
-    TransferEnd,
-)
+from pagoda.messages.transfers import DiskObjects, KVDirectory, Transfer, TransferEnd
 from pagoda.messages.worker import Capabilities, WorkerReady
 
 SIZE = 4

@@ -33,9 +33,7 @@ class IndexMachine(RuleBasedStateMachine):
         return sorted(self.model, key=lambda it: (self.model[it][0] // PERIOD, self.model[it][1]))
 
     @rule(
-        directory=st.sampled_from(list(SIZES)),
-        key=st.sampled_from(KEYS),
-        age=st.integers(0, 1000),
+        directory=st.sampled_from(list(SIZES)), key=st.sampled_from(KEYS), age=st.integers(0, 1000)
     )
     def find_on_disk(self, directory: int, key: bytes, age: int) -> None:
         used_at = self.now - age
@@ -117,14 +115,3 @@ def test_slots_are_used_again() -> None:
         index.add(0, KEYS[number % len(KEYS)], number)
         index.remove(0, KEYS[number % len(KEYS)])
     assert index.num_slots == 1
-
-
-def test_two_models_may_have_the_same_key() -> None:
-    index = DiskIndex()
-    index.add_directory(0, 1)
-    index.add_directory(1, 1)
-    index.add(1, KEYS[0], 5)
-    assert not index.has(0, KEYS[0])
-    index.touch(0, KEYS[0], 7)
-    assert not index.remove(0, KEYS[0])
-    assert index.has(1, KEYS[0])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.ipc.clock import VirtualClock
-from pagoda.kv.disk_index import DiskIndex
-from pagoda.kv.disk_policy import AdmissionFilter, Evictor, WriteBackoff, check_quota
-from pagoda.kv.disk_scanner import OWN, Removed
+from pagoda.kv.disk_policy import AdmissionFilter, WriteBackoff, check_quota
 
 
 def key(number: int) -> bytes:
@@ -126,72 +123,6 @@ def test_pauses_grow_while_stores_fail_and_nothing_is_told_again() -> None:
     assert pause.succeeded()
     assert not pause.is_on
     assert [pause.failed(), pause.failed(), pause.failed()] == [None, None, 10]
-
-
-# ---- eviction
-
-UNIT = 100
-OTHER = 1
-
-
-class QuotaRig:
-    """An evictor that keeps a quota of 20 objects, and the index that it keeps it by."""
-
-    def __init__(self, num_own: int, num_others: int = 0) -> None:
-        self.index = DiskIndex()
-        self.index.add_directory(OWN, UNIT)
-        self.index.add_directory(OTHER, UNIT // 2)
-        for number in range(num_others):
-            self.index.add(OTHER, key(number), 64 * number)
-        for number in range(num_own):
-            self.index.add(OWN, key(number), 64 * (1000 + number))
-        self.asked: list[tuple[int, list[bytes]]] = []
-        """Directories and keys that the evictor asked to remove."""
-        self.evictor = Evictor(self.index, self._remove, 20 * UNIT, self.index.remove)
-
-    def _remove(self, directory: int, keys: Sequence[bytes]) -> None:
-        self.asked.append((directory, list(keys)))
-
-
-def test_below_the_high_mark_nothing_goes() -> None:
-    rig = QuotaRig(num_own=15)
-    assert rig.evictor.make_room(2, num_storing=2) == 2
-    assert not rig.asked
-
-
-def test_the_oldest_go_first_whosever_they_are() -> None:
-    rig = QuotaRig(num_own=17, num_others=3)
-    assert rig.evictor.make_room(1, num_storing=0) == 1
-    assert rig.asked == [(OTHER, [key(0), key(1), key(2)])]
-    assert rig.evictor.is_removing(OTHER, key(1))
-    assert not rig.evictor.is_removing(OWN, key(1))
-
-
-def test_what_is_being_removed_takes_room_until_it_is_gone() -> None:
-    rig = QuotaRig(num_own=19)
-    assert rig.evictor.make_room(5, num_storing=0) == 1
-    assert rig.asked == [(OWN, [key(0), key(1)])]
-    assert rig.evictor.make_room(2, num_storing=1) == 0
-    rig.evictor.removed(Removed(OWN, [key(0), key(1)]))
-    assert not rig.evictor.is_removing(OWN, key(0))
-    assert rig.evictor.make_room(2, num_storing=0) == 2
-
-
-def test_what_others_wrote_is_noticed() -> None:
-    rig = QuotaRig(num_own=19)
-    rig.evictor.check(num_storing=0)
-    assert not rig.asked
-    rig.evictor.check(num_storing=1)
-    assert rig.asked == [(OWN, [key(0), key(1), key(2)])]
-
-
-def test_what_is_not_good_is_removed_once() -> None:
-    rig = QuotaRig(num_own=2)
-    rig.evictor.discard([key(0), key(7)])
-    rig.evictor.discard([key(0)])
-    assert rig.asked == [(OWN, [key(0), key(7)])]
-    assert not rig.index.has(OWN, key(0))
-    assert rig.index.num_bytes == UNIT
 
 
 # ---- the quota

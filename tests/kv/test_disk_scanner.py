@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import msgspec
@@ -43,6 +43,22 @@ class Keeper:
         self.poller = select.poll()
         self.poller.register(self.thread.fileno(), select.POLLIN)
 
+    def rescan(self) -> list[News]:
+        """News of a scan that begins as soon as another one may."""
+        self.clock.advance_to(self.clock.now() + 11)
+        self.thread.rescan()
+        return self.until(ScanEnded)
+
+    def probe(self, probe_id: int, keys: Sequence[bytes]) -> list[News]:
+        """News up to the answer."""
+        self.thread.probe(probe_id, keys)
+        return self.until(ProbeAnswer)
+
+    def remove(self, directory: int, keys: Sequence[bytes]) -> list[News]:
+        """News up to the first removal."""
+        self.thread.remove(directory, keys)
+        return self.until(Removed)
+
     def until(self, kind: type[News]) -> list[News]:
         """News up to the first of that kind."""
         news: list[News] = []
@@ -60,20 +76,28 @@ Open = Callable[..., Keeper]
 
 @pytest.fixture
 def keep() -> Iterator[Open]:
-    keepers: list[Keeper] = []
+    """Opens a scanner; the first scan is over if it `is_scanned`."""
+    with ExitStack() as opened:
 
-    def opened(*directories: KVDirectory) -> Keeper:
-        keepers.append(Keeper(*directories))
-        return keepers[-1]
+        def keep(*directories: KVDirectory, is_scanned: bool = False) -> Keeper:
+            keeper = Keeper(*directories)
+            opened.callback(keeper.thread.close)
+            if is_scanned:
+                keeper.until(ScanEnded)
+            return keeper
 
-    yield opened
-    for keeper in keepers:
-        keeper.thread.close()
+        yield keep
 
 
 @pytest.fixture
 def own(tmp_path: Path, manifest: Manifest) -> KVDirectory:
     return directory_of(tmp_path / "kv", manifest)
+
+
+@pytest.fixture
+def other(tmp_path: Path, manifest: Manifest) -> KVDirectory:
+    """The directory of another model."""
+    return directory_of(tmp_path / "kv", manifest, model_digest="other")
 
 
 def directory_of(root: Path, manifest: Manifest, **changes: object) -> KVDirectory:
@@ -213,9 +237,8 @@ def test_directories_of_other_models_are_found_behind_the_own_one(
 
 
 def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
-    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+    own: KVDirectory, other: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     put(other, KEYS)
     (Path(other.path) / MANIFEST_NAME).write_text('{"format_version": 9}')
     assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
@@ -228,21 +251,18 @@ def test_a_directory_whose_manifest_means_nothing_is_left_out_with_a_warning(
     ids=["no-text", "deep", "negative", "empty"],
 )
 def test_no_content_of_a_manifest_ends_the_thread(
-    own: KVDirectory, manifest: Manifest, keep: Open, content: bytes
+    own: KVDirectory, other: KVDirectory, keep: Open, content: bytes
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     (Path(other.path) / MANIFEST_NAME).write_bytes(content)
     put(own, KEYS)
     keeper = keep(own)
     assert found(keeper.until(ScanEnded)) == set(KEYS)
-    keeper.thread.probe(1, KEYS)
-    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, KEYS)]
+    assert keeper.probe(1, KEYS) == [ProbeAnswer(1, KEYS)]
 
 
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(
-    own: KVDirectory, manifest: Manifest, keep: Open
+    own: KVDirectory, other: KVDirectory, keep: Open
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     (Path(other.path) / MANIFEST_NAME).unlink()
     os.mkfifo(Path(other.path) / MANIFEST_NAME)
     assert [type(item) for item in keep(own).until(ScanEnded)] == [ScanEnded]
@@ -252,31 +272,25 @@ def test_work_that_breaks_is_answered_and_other_work_goes_on(
     own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(own, KEYS)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
 
     def broken(*_: object) -> None:
         raise ValueError("nobody foresaw this")
 
     with monkeypatch.context() as patch:
         patch.setattr(disk_scanner, "object_name", broken)
-        keeper.thread.probe(1, KEYS)
-        assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, ())]
-        keeper.thread.remove(OWN, KEYS[:1])
-        assert keeper.until(Removed) == [Removed(OWN, KEYS[:1])]
+        assert keeper.probe(1, KEYS) == [ProbeAnswer(1, ())]
+        assert keeper.remove(OWN, KEYS[:1]) == [Removed(OWN, KEYS[:1])]
         patch.setattr(disk_scanner, "list_files", broken)
         keeper.clock.advance_to(11)
         keeper.thread.rescan()
         while caplog.text.count("ValueError: nobody foresaw this") < 3:
             keeper.thread.probe(2, [])
             keeper.until(ProbeAnswer)
-    keeper.thread.probe(3, KEYS)
-    assert keeper.until(ProbeAnswer) == [ProbeAnswer(3, KEYS)]
+    assert keeper.probe(3, KEYS) == [ProbeAnswer(3, KEYS)]
     fresh = bytes(32)
     put(own, [fresh])
-    keeper.clock.advance_to(22)
-    keeper.thread.rescan()
-    assert fresh in found(keeper.until(ScanEnded))
+    assert fresh in found(keeper.rescan())
 
 
 def test_other_ranks_are_part_of_the_own_directory(
@@ -293,22 +307,18 @@ def test_other_ranks_are_part_of_the_own_directory(
     assert found(news) == set(KEYS[:4])
     assert path_of(second, KEYS[4]).exists()
     assert not path_of(second, KEYS[5]).exists()
-    keeper.thread.remove(OWN, KEYS[:2])
-    assert keeper.until(Removed) == [Removed(OWN, KEYS[:2])]
+    assert keeper.remove(OWN, KEYS[:2]) == [Removed(OWN, KEYS[:2])]
     for directory in (own, second):
         assert [path_of(directory, key).exists() for key in KEYS[:4]] == [False, False, True, True]
 
 
 def test_objects_are_removed_from_the_directory_that_is_meant(
-    own: KVDirectory, manifest: Manifest, keep: Open
+    own: KVDirectory, other: KVDirectory, keep: Open
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     put(own, KEYS)
     put(other, KEYS)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
-    keeper.thread.remove(1, KEYS)
-    keeper.until(Removed)
+    keeper = keep(own, is_scanned=True)
+    keeper.remove(1, KEYS)
     assert all(path_of(own, key).exists() for key in KEYS)
     assert not any(path_of(other, key).exists() for key in KEYS)
 
@@ -316,8 +326,7 @@ def test_objects_are_removed_from_the_directory_that_is_meant(
 def test_many_removals_are_told_in_parts(own: KVDirectory, keep: Open) -> None:
     keys = [number.to_bytes(32) for number in range(600)]
     put(own, keys)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     keeper.thread.remove(OWN, keys)
     removed: list[bytes] = []
     while len(removed) < len(keys):
@@ -332,8 +341,7 @@ def test_what_cannot_be_removed_is_told_as_well(
     own: KVDirectory, keep: Open, read_only: ReadOnly, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(own, KEYS)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     with read_only(Path(own.path)):
         keeper.thread.remove(OWN, [*KEYS, bytes(32)])
         assert [len(item.keys) for item in keeper.until(Removed)] == [len(KEYS) + 1]
@@ -344,20 +352,16 @@ def test_what_cannot_be_removed_is_told_as_well(
 def test_a_probe_finds_objects_up_to_the_first_that_is_not_there(
     own: KVDirectory, keep: Open
 ) -> None:
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     put(own, [*KEYS[:3], *KEYS[4:6]])
-    keeper.thread.probe(5, KEYS)
-    assert keeper.until(ProbeAnswer) == [ProbeAnswer(5, KEYS[:3])]
-    keeper.thread.probe(6, KEYS[3:])
-    assert keeper.until(ProbeAnswer) == [ProbeAnswer(6, [])]
+    assert keeper.probe(5, KEYS) == [ProbeAnswer(5, KEYS[:3])]
+    assert keeper.probe(6, KEYS[3:]) == [ProbeAnswer(6, [])]
 
 
 def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
     own: KVDirectory, keep: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     has_begun, may_go_on = threading.Event(), threading.Event()
     name = disk_scanner.object_name
 
@@ -381,8 +385,7 @@ def test_a_probe_that_is_forgotten_before_its_turn_is_not_answered(
 
 
 def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: Open) -> None:
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     put(own, KEYS[:1])
     os.truncate(path_of(own, KEYS[0]), 7)
     path_of(own, KEYS[1]).parent.mkdir()
@@ -390,8 +393,7 @@ def test_a_probe_does_not_take_everything_for_an_object(own: KVDirectory, keep: 
     path_of(own, KEYS[2]).parent.mkdir()
     path_of(own, KEYS[2]).symlink_to("/dev/zero")
     for number in range(3):
-        keeper.thread.probe(number, KEYS[number:])
-        assert keeper.until(ProbeAnswer) == [ProbeAnswer(number, [])]
+        assert keeper.probe(number, KEYS[number:]) == [ProbeAnswer(number, [])]
 
 
 def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
@@ -411,13 +413,11 @@ def test_probes_are_answered_while_nobody_takes_what_a_scan_finds(
 
 
 def test_a_rescan_waits_until_the_last_one_is_long_ago(own: KVDirectory, keep: Open) -> None:
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     put(own, KEYS)
     keeper.clock.advance_to(9)
     keeper.thread.rescan()
-    keeper.thread.probe(1, [])
-    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, [])]
+    assert keeper.probe(1, []) == [ProbeAnswer(1, [])]
     keeper.clock.advance_to(11)
     assert not keeper.has_news()  # nobody has asked
     keeper.thread.rescan()
@@ -425,20 +425,16 @@ def test_a_rescan_waits_until_the_last_one_is_long_ago(own: KVDirectory, keep: O
 
 
 def test_a_rescan_lists_what_has_changed_only(
-    own: KVDirectory, manifest: Manifest, keep: Open
+    own: KVDirectory, other: KVDirectory, keep: Open
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     for directory in (own, other):
         put(directory, KEYS)
         for fan_out in range(5):
             make_old(Path(directory.path) / f"{fan_out:02x}", 3600)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     path_of(own, KEYS[0]).unlink()
     path_of(other, KEYS[1]).unlink()
-    keeper.clock.advance_to(11)
-    keeper.thread.rescan()
-    news = keeper.until(ScanEnded)
+    news = keeper.rescan()
     assert listed(news) == {0: {key for key in KEYS[1:] if key[0] == 0}}
     assert listed(news, 1) == {1: {key for key in KEYS[2:] if key[0] == 1}}
 
@@ -452,9 +448,7 @@ def test_a_rescan_tells_one_by_one_only_what_was_used_since(own: KVDirectory, ke
     new, copied = b"\0" + b"n" * 31, b"\0" + b"c" * 31
     put(own, [new])
     put(own, [copied], age_s=9000)
-    keeper.clock.advance_to(11)
-    keeper.thread.rescan()
-    news = keeper.until(ScanEnded)
+    news = keeper.rescan()
     assert found(news) == {keys[3], new}
     assert listed(news) == {0: {*keys, new, copied}}
 
@@ -463,57 +457,44 @@ def test_a_fan_out_directory_that_has_just_changed_is_listed_again(
     own: KVDirectory, keep: Open
 ) -> None:
     put(own, KEYS[:1])
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     # Within one tick of the file system's clock a second change leaves the same time.
-    keeper.clock.advance_to(11)
-    keeper.thread.rescan()
-    assert listed(keeper.until(ScanEnded)) == {0: {KEYS[0]}}
+    assert listed(keeper.rescan()) == {0: {KEYS[0]}}
 
 
 def test_nobody_misses_the_directory_of_another_model(
-    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+    own: KVDirectory, other: KVDirectory, keep: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     put(other, KEYS)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     shutil.rmtree(other.path)
-    keeper.clock.advance_to(11)
-    keeper.thread.rescan()
-    assert listed(keeper.until(ScanEnded), 1) == {fan_out: set() for fan_out in range(5)}
+    assert listed(keeper.rescan(), 1) == {fan_out: set() for fan_out in range(5)}
     assert not caplog.messages
 
 
 def test_directories_that_are_gone_are_empty_and_one_warning(
-    own: KVDirectory, manifest: Manifest, keep: Open, caplog: pytest.LogCaptureFixture
+    own: KVDirectory,
+    manifest: Manifest,
+    other: KVDirectory,
+    keep: Open,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = directory_of(Path(own.path).parent, manifest, model_digest="other")
     put(own, KEYS)
     put(other, KEYS)
-    keeper = keep(own)
-    keeper.until(ScanEnded)
+    keeper = keep(own, is_scanned=True)
     shutil.rmtree(Path(own.path).parent)
-    keeper.thread.probe(1, KEYS)
-    assert keeper.until(ProbeAnswer) == [ProbeAnswer(1, [])]
-    keeper.thread.remove(OWN, KEYS)
-    keeper.until(Removed)
-    keeper.clock.advance_to(11)
-    keeper.thread.rescan()
-    news = keeper.until(ScanEnded)
+    assert keeper.probe(1, KEYS) == [ProbeAnswer(1, [])]
+    keeper.remove(OWN, KEYS)
+    news = keeper.rescan()
     empty: dict[int, set[bytes]] = {fan_out: set() for fan_out in range(5)}
     assert listed(news) == listed(news, 1) == empty
     assert not found(news)
     warnings = [record.getMessage() for record in caplog.records]
     assert len([line for line in warnings if own.path in line]) == 1
-    keeper.clock.advance_to(30)
-    keeper.thread.rescan()
-    assert not listed(keeper.until(ScanEnded))
+    assert not listed(keeper.rescan())
     assert len(caplog.records) == len(warnings)
     put(directory_of(Path(own.path).parent, manifest), KEYS)
-    keeper.clock.advance_to(50)
-    keeper.thread.rescan()
-    assert found(keeper.until(ScanEnded)) == set(KEYS)
+    assert found(keeper.rescan()) == set(KEYS)
 
 
 def test_closing_ends_the_thread_in_the_middle_of_a_scan(

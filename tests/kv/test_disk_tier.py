@@ -5,33 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from disk_rig import (
-    EPOCH,
-    KEYS,
-    OTHER_KEYS,
-    SIZE,
-    TOKENS,
-    UNIT,
-    Setup,
-    prefix,
-    ready,
-    stored_keys,
-)
+from disk_rig import EPOCH, KEYS, OTHER_KEYS, SIZE, TOKENS, UNIT, Setup, prefix, ready, stored_keys
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagoda.kv.block_pool import Block
 from pagoda.kv.connector import PrefixRequest
-from pagoda.kv.disk_scanner import (
-    OWN,
-)
+from pagoda.kv.disk_scanner import OWN
 from pagoda.kv.events import BlockRemoved, BlockStored, Medium
-from pagoda.messages.transfers import (
-    DeviceBlocks,
-    DiskObjects,
-    HostSlots,
-    Transfer,
-)
+from pagoda.messages.transfers import DeviceBlocks, DiskObjects, HostSlots, Transfer
 
 # ---- what requests find
 
@@ -348,13 +330,6 @@ def test_workers_of_other_directories_begin_with_what_is_in_them() -> None:
     setup.tier.on_dequeued("r")
 
 
-def test_its_news_can_be_waited_for_until_it_is_closed() -> None:
-    setup = Setup()
-    assert setup.tier.pollables() == [99]
-    setup.tier.close()
-    assert setup.keeper.is_closed
-
-
 # ---- anything in any order
 
 
@@ -458,7 +433,7 @@ class TierMachine(RuleBasedStateMachine):
         assert 0 <= report.num_blocks <= report.num_total_blocks == 12
 
     def teardown(self) -> None:
-        """Once everything has ended and been scanned, the index is the disk, and nothing is held."""
+        """When everything has ended and been scanned, the index is the disk, and nothing is held."""
         while self.open:
             transfer, _ = self.open.pop()
             self.setup.end(transfer)

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from disk_rig import (
-    EPOCH,
-    KEYS,
-    OTHER_KEYS,
-    UNIT,
-    Setup,
-    prefix,
-    stored_keys,
-)
+from disk_rig import EPOCH, KEYS, OTHER_KEYS, UNIT, Setup, prefix, stored_keys
 
 from pagoda.errors import ConfigError
-from pagoda.kv.disk_scanner import (
-    OWN,
-    FanOutListed,
-    News,
-)
+from pagoda.kv.disk_scanner import OWN, FanOutListed, News
 from pagoda.kv.events import BlockRemoved
-from pagoda.messages.transfers import (
-    KVDirectory,
-)
+from pagoda.messages.transfers import KVDirectory
 
 # ---- the quota
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.kv import object_files
 from pagoda.kv.object_files import ObjectFiles
 from pagoda.kv.objects import (
     HEADER_BYTES,
@@ -66,22 +65,6 @@ def test_what_was_written_is_read(files: ObjectFiles) -> None:
     assert not temporaries(files)
 
 
-def test_a_later_object_replaces_an_earlier_one(files: ObjectFiles) -> None:
-    write(files)
-    write(files, number=2)
-    assert read(files) == content(files, 2)
-
-
-def test_without_direct_io_the_bytes_are_the_same(
-    files: ObjectFiles, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_files, "_supports_direct_io", lambda _: False)
-    buffered = ObjectFiles(files.directory, manifest)
-    assert not buffered.direct
-    write(buffered)
-    assert read(files) == read(buffered) == content(files, 1)
-
-
 def test_a_file_system_that_refuses_direct_io_is_used_without(
     files: ObjectFiles, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +79,8 @@ def test_a_file_system_that_refuses_direct_io_is_used_without(
     plain = ObjectFiles(files.directory, manifest)
     assert not plain.direct
     write(plain)
-    assert read(plain) == content(files, 1)
+    monkeypatch.undo()
+    assert read(plain) == read(files) == content(files, 1)
 
 
 def test_what_is_not_there_is_an_error(files: ObjectFiles) -> None:
@@ -109,18 +93,6 @@ def test_an_object_of_another_length_is_an_error(files: ObjectFiles, length: int
     write(files)
     os.truncate(path_of(files), length)
     with pytest.raises(ObjectError, match=f"it has {length} bytes, not 12288"):
-        read(files)
-
-
-@pytest.mark.parametrize("offset", [0, 8, 12, 20, 51, 52, 60, 63, 64, 5000, HEADER_BYTES + 9999])
-def test_a_flipped_byte_on_disk_is_an_error(files: ObjectFiles, offset: int) -> None:
-    write(files)
-    with path_of(files).open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
-    with pytest.raises(ObjectError):
         read(files)
 
 
@@ -161,23 +133,6 @@ def test_what_is_bad_or_not_there_is_not_called_unreadable(files: ObjectFiles) -
         with pytest.raises(ObjectError) as caught:
             read(files, key)
         assert not isinstance(caught.value, ObjectUnreadableError)
-
-
-def test_a_whole_object_under_the_name_of_another_is_an_error(files: ObjectFiles) -> None:
-    write(files, OTHER)
-    path_of(files).parent.mkdir()
-    path_of(files, OTHER).rename(path_of(files))
-    with pytest.raises(ObjectError, match="another key"):
-        read(files)
-
-
-def test_the_object_of_a_longer_payload_in_the_same_room_is_an_error(
-    files: ObjectFiles, manifest: Manifest
-) -> None:
-    longer = msgspec.structs.replace(manifest, payload_bytes=manifest.payload_bytes + 8)
-    write(ObjectFiles(files.directory, longer))
-    with pytest.raises(ObjectError, match="10008 bytes of payload, not 10000"):
-        read(files)
 
 
 def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(files: ObjectFiles) -> None:
@@ -254,7 +209,7 @@ def test_a_bad_object_is_not_used(files: ObjectFiles) -> None:
     path_of(files).parent.mkdir()
     path_of(files, OTHER).rename(path_of(files))
     os.utime(path_of(files), (5000, 5000))
-    with pytest.raises(ObjectError):
+    with pytest.raises(ObjectError, match="another key"):
         read(files)
     assert path_of(files).stat().st_mtime == 5000
 

@@ -84,16 +84,6 @@ def test_each_field_is_said_to_be_wrong(offset: int, problem: str) -> None:
         check(buffer)
 
 
-def test_the_object_of_another_key_is_refused_though_it_is_whole() -> None:
-    with pytest.raises(ObjectError, match="another key"):
-        check(sealed(key=bytes(32)))
-
-
-def test_an_object_of_zeros_is_refused() -> None:
-    with pytest.raises(ObjectError, match="no KV object"):
-        check(bytearray(4096))
-
-
 @given(st.binary(min_size=32, max_size=32))
 def test_names_and_keys_are_the_same(key: bytes) -> None:
     fan_out, name = object_name(key).split("/")

@@ -35,11 +35,7 @@ class Stack:
         self.near = ScriptedTier("near", self.ledger)
         self.far = ScriptedTier("far", self.ledger)
         self.stack = TieredKVConnector(
-            [self.near, self.far],
-            self.pool,
-            self.ledger,
-            self.clock,
-            fail_on_load_failure=fails,
+            [self.near, self.far], self.pool, self.ledger, self.clock, fail_on_load_failure=fails
         )
         self.stack.workers_ready(READY)
 

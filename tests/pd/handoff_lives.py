@@ -246,7 +246,7 @@ class Life:
         self.met["silence"] += 1
         pair, self._network.is_silent = self._pair, True
         until = pair.clock.now() + self._rng.choice([1.0, SILENCE_S + 2 * _MERCY_S])
-        while (at := _next(pair)) is not None and at <= until:
+        while (at := pair.next_event_at()) is not None and at <= until:
             pair.tick()
         self._network.is_silent = False
 
@@ -309,7 +309,7 @@ class Life:
         pair = self._pair
         pair.run_until(self._is_answered)
         answered_at = pair.clock.now()
-        while (at := _next(pair)) is not None and at <= answered_at + LEASE_S + _MERCY_S:
+        while (at := pair.next_event_at()) is not None and at <= answered_at + LEASE_S + _MERCY_S:
             pair.tick()
         pair.check_nothing_left()
         pair.run()
@@ -365,11 +365,6 @@ _NOBODY = KVSource(
     transfer_id=TransferTokens(NO_KEYS).new_id("tcp://nobody:1", "e"),
 )
 _NONSENSE = KVSource(address="http://p/../..", engine_id="", transfer_id="x" * 10_000)
-
-
-def _next(pair: Pair) -> float | None:
-    instants = [engine.next_event_at() for engine in pair.engines]
-    return min((at for at in instants if at is not None), default=None)
 
 
 def live_all(first: int) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from harness import Harness, check_books, in_state
+from harness import Harness, assert_complete, check_books, in_state, make_request
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.engine.request import RequestState
@@ -102,7 +102,6 @@ class Engine:
         self.harness.check_nothing_left()
         if self.harness.core.parts.scheduler.exporter is not None:
             assert self.exporter.leases.num_leases == self.exporter.leases.num_blocks == 0
-            assert not self.exporter.held
             assert not self.exporter.early
         if self.harness.core.parts.remote is not None:
             assert not self.remote.fetches
@@ -126,7 +125,7 @@ class Pair:
         """`lateness` returns the seconds by which both engines' loops turn after the next event: events meet."""
         self.clock = VirtualClock()
         self.sent: list[Message] = []
-        self.told_chunks: list[TokenChunk] = []
+        self.chunks: list[TokenChunk] = []
         """Chunks of the last step of each engine."""
         self._fate = fate
         self._lateness = lateness
@@ -144,6 +143,11 @@ class Pair:
         return [message for message in self.sent if isinstance(message, kind)]
 
     @property
+    def num_loaded(self) -> int:
+        """Blocks that the decode engine has loaded into its nearest tier."""
+        return self.decode.harness.core.load().tiers[0].num_loaded
+
+    @property
     def engines(self) -> tuple[Engine, Engine]:
         return self.prefill, self.decode
 
@@ -154,10 +158,11 @@ class Pair:
         assert news.kv_source is not None
         return news.kv_source
 
-    def submit(self, request: GenerateRequest) -> KVSource:
-        """Sends a request to both engines, as a router does."""
-        source = self.hold(request)
-        self.fetch(request, source)
+    def submit(self, *requests: GenerateRequest) -> KVSource:
+        """Sends requests to both engines, as a router does; returns the last source."""
+        for request in requests:
+            source = self.hold(request)
+            self.fetch(request, source)
         return source
 
     def fetch(self, request: GenerateRequest, source: KVSource) -> None:
@@ -165,9 +170,12 @@ class Pair:
         self.requests[request.request_id] = request
         self.decode.add(msgspec.structs.replace(request, kv_source=source))
 
+    def next_event_at(self) -> float | None:
+        return earliest([engine.next_event_at() for engine in self.engines])
+
     def tick(self) -> bool:
         """Moves time to the next event; False when nothing will happen any more."""
-        instant = earliest([engine.next_event_at() for engine in self.engines])
+        instant = self.next_event_at()
         if instant is None:
             return False
         self.clock.advance_to(instant)
@@ -180,15 +188,17 @@ class Pair:
         self.clock.advance_to(self.clock.now() + self._lateness())
 
     def step(self) -> None:
-        self.told_chunks = [chunk for engine in self.engines for chunk in engine.harness.step()]
+        self.chunks = [chunk for engine in self.engines for chunk in engine.harness.step()]
 
     def run(self, max_ticks: int = 20_000) -> None:
         """Runs until nothing happens any more."""
-        self.step()
-        for _ in range(max_ticks):
-            if not self.tick():
-                return
-        raise AssertionError("the engines go on for ever")
+        self.run_until(lambda: self.next_event_at() is None, max_ticks)
+
+    def finish(self, *requests: GenerateRequest) -> None:
+        """Runs until nothing happens any more: the decode engine has answered `requests`, and nothing is left."""
+        self.run()
+        assert_complete(self.decode.harness, list(requests))
+        self.check_nothing_left()
 
     def run_until(self, condition: Callable[[], bool], max_ticks: int = 20_000) -> None:
         self.step()
@@ -229,6 +239,11 @@ def documents(count: int) -> list[list[int]]:
     return [
         [(token * (number + 2) + number) % 50 for token in range(40)] for number in range(count)
     ]
+
+
+def requests_of(count: int, **options: Any) -> list[GenerateRequest]:
+    """Requests for different documents."""
+    return [make_request(f"r{n}", it, **options) for n, it in enumerate(documents(count))]
 
 
 def is_loading(pair: Pair) -> bool:

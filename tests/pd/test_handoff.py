@@ -25,13 +25,11 @@ def test_the_answer_is_that_of_one_engine() -> None:
     pair = Pair()
     request = make_request("r", PROMPT)
     pair.submit(request)
-    pair.run()
-    assert_complete(pair.decode.harness, [request])
+    pair.finish(request)
     assert pair.prefill.harness.tokens["r"] == pair.decode.harness.tokens["r"][:1]
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
+    assert pair.num_loaded == 10
     assert len(pair.told(KVRelease)) == len(pair.told(KVPrefilled)) == 1
     assert len(pair.told(KVBlocks)) == 2, "one for each chunk"
-    pair.check_nothing_left()
 
 
 def test_chunks_travel_while_the_next_ones_are_computed() -> None:
@@ -41,21 +39,8 @@ def test_chunks_travel_while_the_next_ones_are_computed() -> None:
     remote = pair.decode.remote
     pair.run_until(lambda: bool(remote.reads))
     assert pair.prefill.harness.scheduler.requests, "the prompt is still being computed"
-    pair.run()
+    pair.finish(request)
     assert len(pair.told(KVBlocks)) == 4
-    assert_complete(pair.decode.harness, [request])
-
-
-def test_blocks_that_the_decode_side_has_are_not_fetched() -> None:
-    pair = Pair()
-    pair.decode.add(make_request("before", PROMPT[:22]))
-    pair.run()
-    request = make_request("r", PROMPT)
-    pair.submit(request)
-    pair.run()
-    assert_complete(pair.decode.harness, [request])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 5
-    pair.check_nothing_left()
 
 
 def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
@@ -72,8 +57,7 @@ def test_blocks_that_the_decode_sides_host_tier_has_are_not_fetched() -> None:
         pool.discard(key)
     request = make_request("r", PROMPT)
     pair.submit(request)
-    pair.run()
-    assert_complete(pair.decode.harness, [request])
+    pair.finish(request)
     host, remote = pair.decode.harness.core.load().tiers
     assert (host.num_loaded, remote.num_loaded) == (5, 5)
     pair.check_nothing_left()
@@ -87,7 +71,7 @@ def test_log_probabilities_come_with_the_token() -> None:
     pair.submit(request)
     chunks: list[TokenChunk] = []
     while pair.tick():
-        chunks += pair.told_chunks
+        chunks += pair.chunks
     first = next(chunk for chunk in chunks if chunk.token_ids)
     assert first.logprobs is not None
     assert first.logprobs[0].top_token_ids == first.token_ids
@@ -101,10 +85,8 @@ def test_a_token_without_the_log_probabilities_that_are_asked_for_is_not_taken()
     source = pair.hold(request)
     sampling = msgspec.structs.replace(request.sampling, logprobs=1)
     pair.fetch(msgspec.structs.replace(request, sampling=sampling), source)
-    pair.run()
-    assert_complete(pair.decode.harness, [request])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
-    pair.check_nothing_left()
+    pair.finish(request)
+    assert pair.num_loaded == 10
 
 
 @pytest.mark.parametrize("num_blocks", [18, 200])
@@ -159,7 +141,7 @@ def test_the_client_is_told_what_was_cached_where_the_prompt_was_computed() -> N
     pair.run()
     pair.submit(make_request("r", PROMPT))
     pair.run_until(lambda: pair.decode.harness.tokens["r"] != [])
-    first = next(chunk for chunk in pair.told_chunks if chunk.request_id == "r")
+    first = next(chunk for chunk in pair.chunks if chunk.request_id == "r")
     assert first.num_cached_tokens == 20
 
 
@@ -194,8 +176,7 @@ def test_what_was_fetched_was_not_cached() -> None:
     pair.run()
     request = make_request("r", PROMPT)
     pair.submit(request)
-    pair.run()
-    assert_complete(pair.decode.harness, [request])
+    pair.finish(request)
     load = pair.decode.harness.core.load()
     assert (load.tiers[0].num_loaded, load.num_prefix_hit_tokens) == (5, 20)
     pair.decode.add(make_request("again", PROMPT))
@@ -218,10 +199,8 @@ def test_a_whole_prompt_that_has_no_room_does_not_stay_for_ever() -> None:
     pair.clock.advance_to(pair.clock.now() + STALL_S + 1)
     pair.decode.remote.step()
     assert "r" not in pair.decode.remote.fetches
-    pair.run()
+    pair.finish(blocker, request)
     assert source.transfer_id not in pair.prefill.exporter.leases
-    assert_complete(pair.decode.harness, [blocker, request])
-    pair.check_nothing_left()
 
 
 # ---- a load that ends in the same turn as its request, with a host tier on that side
@@ -233,11 +212,7 @@ def loading_from_host(role: Role, **request_options: Any) -> tuple[Pair, Engine]
     def fate(transfer: Transfer) -> TransferFate:
         return TransferFate(delay_s=1.0 if isinstance(transfer.source, HostSlots) else 0.0)
 
-    tiers = {
-        "kv_host_slots": 64,
-        "kv_tiers": KVTiersConfig(host_bytes=1),
-        "transfer_fate": fate,
-    }
+    tiers = {"kv_host_slots": 64, "kv_tiers": KVTiersConfig(host_bytes=1), "transfer_fate": fate}
     pair = Pair(**{role.value: tiers})
     engine = pair.prefill if role is Role.PREFILL else pair.decode
     if role is Role.PREFILL:
@@ -258,8 +233,7 @@ def test_an_abort_meets_the_end_of_a_load(role: Role) -> None:
     pair, engine = loading_from_host(role)
     pair.clock.advance_to(pair.clock.now() + 2.0)
     engine.harness.core.abort("r")
-    pair.run()
-    pair.check_nothing_left()
+    pair.finish()
 
 
 def test_a_release_meets_the_end_of_a_load() -> None:
@@ -269,8 +243,7 @@ def test_a_release_meets_the_end_of_a_load() -> None:
     pair.clock.advance_to(pair.clock.now() + 2.0)
     pair.prefill.harness.step()
     assert not pair.prefill.harness.scheduler.requests
-    pair.run()
-    pair.check_nothing_left()
+    pair.finish()
 
 
 def test_a_first_token_that_is_the_last_meets_the_end_of_a_load() -> None:
@@ -283,5 +256,4 @@ def test_a_first_token_that_is_the_last_meets_the_end_of_a_load() -> None:
     pair.clock.advance_to(pair.clock.now() + 2.0)
     engine.harness.step()
     assert engine.harness.finished["r"].finish_reason is FinishReason.LENGTH
-    pair.run()
-    pair.check_nothing_left()
+    pair.finish()

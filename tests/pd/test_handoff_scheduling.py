@@ -7,14 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from harness import assert_complete, expected_tokens, in_state, make_request
-from pair import (
-    CHUNKS,
-    PROMPT,
-    Message,
-    Pair,
-    documents,
-    is_loading,
-)
+from pair import CHUNKS, PROMPT, Message, Pair, documents, is_loading, requests_of
 
 from pagoda.engine.request import RequestState
 from pagoda.executor.base import WorkerLost
@@ -69,9 +62,7 @@ def test_a_first_token_that_ends_the_answer_ends_it(end: str) -> None:
     assert pair.clock.now() < 5
     assert pair.decode.harness.finished["r"].finish_reason is FinishReason(end)
     assert pair.prefill.harness.finished["r"].finish_reason is FinishReason(end)
-    pair.run()
-    assert_complete(pair.decode.harness, [request])
-    pair.check_nothing_left()
+    pair.finish(request)
 
 
 # ---- ids are strings on one side, integers on the other (ATOM #253)
@@ -97,11 +88,9 @@ def test_a_request_that_is_preempted_after_its_kv_came_goes_on_rightly() -> None
         pair.submit(request)
         for _ in range(12):
             pair.tick()
-    pair.run()
+    pair.finish(*requests)
     assert pair.decode.harness.scheduler.counters.num_preemptions > 0
-    assert pair.decode.harness.core.load().tiers[0].num_loaded > 0
-    assert_complete(pair.decode.harness, requests)
-    pair.check_nothing_left()
+    assert pair.num_loaded > 0
 
 
 # ---- busy-wait for the handshake; a handshake for every request (ATOM #253)
@@ -109,9 +98,8 @@ def test_a_request_that_is_preempted_after_its_kv_came_goes_on_rightly() -> None
 
 def test_one_handshake_is_enough_and_nobody_is_asked_twice() -> None:
     pair = Pair()
-    requests = [make_request(f"r{n}", document) for n, document in enumerate(documents(6))]
-    for request in requests:
-        pair.submit(request)
+    requests = requests_of(6)
+    pair.submit(*requests)
     pair.run()
     assert len(pair.told(KVHello)) == len(pair.told(KVWelcome)) == 1
     assert len(pair.told(KVSubscribe)) == len(pair.told(KVCheck)) == len(pair.told(KVRelease)) == 6
@@ -167,11 +155,9 @@ def test_a_request_that_has_tokens_gets_one_more() -> None:
     so_far = expected_tokens(request)[:3]
     request = msgspec.structs.replace(request, output_token_ids=so_far)
     pair.submit(request)
-    pair.run()
+    pair.finish(request)
     assert pair.prefill.harness.tokens["r"] == expected_tokens(request)[:4]
-    assert_complete(pair.decode.harness, [request])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 11
-    pair.check_nothing_left()
+    assert pair.num_loaded == 11
 
 
 # ---- dead instances never leave the list; no time-outs (ATOM #253)
@@ -184,7 +170,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
         return () if is_silent else (0.001,)
 
     pair = Pair(fate=fate, prefill=CHUNKS)
-    first, second = (make_request(f"r{n}", document) for n, document in enumerate(documents(2)))
+    first, second = requests_of(2)
     pair.submit(first)
     pair.run_until(lambda: is_loading(pair))
     is_silent = True
@@ -193,10 +179,8 @@ def test_an_engine_that_falls_silent_is_given_up_and_found_again() -> None:
     assert pair.decode.remote.peers.by_address == {}
     is_silent = False
     pair.submit(second)
-    pair.run()
-    assert_complete(pair.decode.harness, [first, second])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 10
-    pair.check_nothing_left()
+    pair.finish(first, second)
+    assert pair.num_loaded == 10
 
 
 # ---- zip() cuts lists of unequal length (ATOM #253)
@@ -214,11 +198,9 @@ def test_fewer_blocks_than_were_said_are_not_all() -> None:
     pair = Pair(fate=fate)
     request = make_request("r", PROMPT)
     pair.submit(request)
-    pair.run()
+    pair.finish(request)
     assert shortened
-    assert_complete(pair.decode.harness, [request])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 0
-    pair.check_nothing_left()
+    assert pair.num_loaded == 0
 
 
 # ---- running and parked requests exceed the sequence limit (ATOM #1647)
@@ -229,9 +211,8 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
         prefill=CHUNKS,
         decode={"max_num_seqs": 2, "transfer_fate": lambda _: TransferFate(delay_s=0.3)},
     )
-    requests = [make_request(f"r{n}", document) for n, document in enumerate(documents(8))]
-    for request in requests:
-        pair.submit(request)
+    requests = requests_of(8)
+    pair.submit(*requests)
     scheduler = pair.decode.harness.scheduler
     most_loading = 0
     while pair.tick():
@@ -240,8 +221,7 @@ def test_requests_whose_kv_is_on_its_way_count_as_running() -> None:
         assert loading + len(scheduler.running) <= 2
         pair.decode.check_books()
     assert most_loading == 2
-    assert_complete(pair.decode.harness, requests)
-    pair.check_nothing_left()
+    pair.finish(*requests)
 
 
 def test_engines_that_wait_for_each_others_room_get_on() -> None:
@@ -255,15 +235,12 @@ def test_engines_that_wait_for_each_others_room_get_on() -> None:
     behind = [third, fourth]
     sources = [pair.hold(request) for request in behind]
     pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
-    for request in first:
-        pair.submit(request)
+    pair.submit(*first)
     for request, source in zip(behind, sources, strict=True):
         pair.fetch(request, source)
-    pair.run()
+    pair.finish(*first, *behind)
     assert pair.told(KVRefused) == []
     assert pair.clock.now() < 5
-    assert_complete(pair.decode.harness, [*first, *behind])
-    pair.check_nothing_left()
 
 
 # ---- what nobody asks for takes the room of what somebody waits for, and is computed for nobody
@@ -301,10 +278,9 @@ def test_a_prompt_whose_kv_is_lost_is_computed_once_more_only(loses_workers: boo
 
 def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
     pair = Pair(
-        prefill={"num_blocks": 34},
-        decode={"transfer_fate": lambda _: TransferFate(delay_s=10.0)},
+        prefill={"num_blocks": 34}, decode={"transfer_fate": lambda _: TransferFate(delay_s=10.0)}
     )
-    held = [make_request(f"r{n}", document) for n, document in enumerate(documents(3))]
+    held = requests_of(3)
     wanted, oldest, newest = (pair.hold(request) for request in held)
     pair.fetch(held[0], wanted)
     pair.run_until(lambda: not pair.prefill.harness.scheduler.requests)
@@ -321,9 +297,7 @@ def test_kv_that_nobody_has_asked_for_gives_way_the_oldest_first() -> None:
     assert pair.prefill.harness.core.load().num_leases_expired == 1
     pair.fetch(held[1], oldest)
     pair.fetch(held[2], newest)
-    pair.run()
-    assert_complete(pair.decode.harness, held)
-    pair.check_nothing_left()
+    pair.finish(*held)
 
 
 def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
@@ -338,17 +312,14 @@ def test_a_request_that_waits_for_its_turn_takes_no_kv_away() -> None:
 
 def test_who_may_not_ask_yet_stops_nobody_who_need_not_ask() -> None:
     pair = Pair(prefill={"max_num_seqs": 1}, decode={"max_num_seqs": 2})
-    fetched = [make_request(f"r{n}", document) for n, document in enumerate(documents(6))]
-    for request in fetched:
-        pair.submit(request)
+    fetched = requests_of(6)
+    pair.submit(*fetched)
     plain = make_request("plain", PROMPT[:9], max_tokens=2)
     pair.decode.add(plain)
     pair.run_until(lambda: bool(pair.decode.harness.finished))
     assert list(pair.decode.harness.finished) == ["plain"]
-    pair.run()
-    assert_complete(pair.decode.harness, [*fetched, plain])
-    assert pair.decode.harness.core.load().tiers[0].num_loaded == 60
-    pair.check_nothing_left()
+    pair.finish(*fetched, plain)
+    assert pair.num_loaded == 60
 
 
 def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
@@ -356,9 +327,7 @@ def test_who_may_not_ask_yet_takes_no_slot_from_lower_priorities() -> None:
     low = make_request("low", PROMPT[:9], max_tokens=40, priority=1)
     pair.decode.add(low)
     pair.run_until(lambda: len(pair.decode.harness.tokens["low"]) > 2)
-    fetched = [make_request(f"r{n}", document) for n, document in enumerate(documents(3))]
-    for request in fetched:
-        pair.submit(request)
-    pair.run()
-    assert_complete(pair.decode.harness, [*fetched, low])
+    fetched = requests_of(3)
+    pair.submit(*fetched)
+    pair.finish(*fetched, low)
     assert pair.decode.harness.scheduler.counters.num_preemptions <= 3

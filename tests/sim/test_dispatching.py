@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from virtual_fleet import (
     VOCAB_SIZE,
     Answer,
@@ -24,7 +24,10 @@ from virtual_fleet import (
     expected,
     lateness,
     request,
+    run_seeds,
     start,
+    start_fleet,
+    virtual,
 )
 
 from pagoda.engine.step_statistics import REPORT_INTERVAL_S
@@ -36,7 +39,6 @@ from pagoda.frontend.prefix_index import PrefixIndex
 from pagoda.messages.frontend import FinishReason
 from pagoda.messages.load import LoadReport, TierLoad
 from pagoda.sim.endpoint import SimEndpoint
-from pagoda.sim.event_loop import run
 
 NUM_SEEDS = 300
 SEEDS_PER_TEST = 50
@@ -60,8 +62,7 @@ async def live(seed: int) -> list[Answer]:
         for _ in range(rng.randint(1, 5))
     ]
     policy = rng.choice(list(POLICIES))
-    dispatcher = Dispatcher(endpoints, POLICIES[policy])
-    await dispatcher.start()
+    dispatcher = await start_fleet(endpoints, policy)
     loop = asyncio.get_running_loop()
     asking: list[asyncio.Task[Answer]] = []
     aborted: set[str] = set()
@@ -69,10 +70,8 @@ async def live(seed: int) -> list[Answer]:
     for index in range(rng.randint(1, 60)):
         shared = [rng.randrange(3)] * rng.choice([0, 8, 24])
         prompt = [*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30)))]
-        asked = msgspec.structs.replace(
-            request(f"r{index}", prompt, rng.randint(1, 40)),
-            session=rng.choice([None, "a", "b", "c"]),
-        )
+        asked = request(f"r{index}", prompt, rng.randint(1, 40))
+        asked = replace(asked, session=rng.choice([None, "a", "b", "c"]))
         leave_after = rng.choice([None, None, None, 1, 5])
         asking.append(asyncio.create_task(ask(dispatcher, asked, leave_after=leave_after)))
         await asyncio.sleep(rng.expovariate(50))
@@ -108,421 +107,342 @@ async def live(seed: int) -> list[Answer]:
             assert "engines in a row died" in (answer.error or "")
         elif not answer.left:
             assert answer.complete
-    await dispatcher.close()
     return answers
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_seeds(first: int) -> None:
-    for seed in range(first, first + SEEDS_PER_TEST):
-        try:
-            run(live(seed), lateness_s=lateness(seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    run_seeds(live, range(first, first + SEEDS_PER_TEST))
 
 
 def test_the_same_seed_is_the_same_life() -> None:
-    assert [a.chunks for a in run(live(17))] == [a.chunks for a in run(live(17))]
+    first, second = (virtual(live)(17) for _ in range(2))
+    assert [a.chunks for a in first] == [a.chunks for a in second]
 
 
 # ---- single situations
 
 
-def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(3)
-        asked = [request(f"r{i}", [i, 1], max_tokens=60) for i in range(12)]
-        answers = [asyncio.create_task(ask(dispatcher, one)) for one in asked]
-        await asyncio.sleep(0.1)
-        lost = endpoints[1]
-        assert dispatcher.num_requests(lost) == 4
-        lost.lose_worker(restart_s=1000)
-        await asyncio.sleep(0.1)
-        assert dispatcher.num_requests(lost) == 0
-        assert all(answer.complete for answer in await asyncio.gather(*answers))
-        assert asyncio.get_running_loop().time() < 1000
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_requests_of_a_replica_without_a_worker_go_elsewhere() -> None:
+    dispatcher, endpoints = await start(3)
+    asked = [request(f"r{i}", [i, 1], max_tokens=60) for i in range(12)]
+    answers = [asyncio.create_task(ask(dispatcher, one)) for one in asked]
+    await asyncio.sleep(0.1)
+    lost = endpoints[1]
+    assert dispatcher.num_requests(lost) == 4
+    lost.lose_worker(restart_s=1000)
+    await asyncio.sleep(0.1)
+    assert dispatcher.num_requests(lost) == 0
+    assert all(answer.complete for answer in await asyncio.gather(*answers))
+    assert asyncio.get_running_loop().time() < 1000
 
 
-def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        endpoints[1].kill(restart_s=0.1)
-        await asyncio.sleep(0.2)
-        await dispatcher.close()
-        assert [slot.num_losses for slot in dispatcher.slots] == [0, 1]
-
-    run(main())
+@virtual
+async def test_what_is_closed_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    dispatcher, endpoints = await start(2)
+    endpoints[1].kill(restart_s=0.1)
+    await asyncio.sleep(0.2)
+    await dispatcher.close()
+    assert [slot.num_losses for slot in dispatcher.slots] == [0, 1]
     assert "was lost" not in caplog.text
 
 
-def test_time_without_a_replica_is_time_in_the_queue() -> None:
-    async def main() -> None:
-        dispatcher, (endpoint,) = await start(1)
-        endpoint.kill(restart_s=3.0)
-        answer = asyncio.create_task(ask(dispatcher, request("r")))
-        await asyncio.sleep(3.001)  # its prompt is being computed
-        endpoint.kill(restart_s=2.0)
-        chunks = (await answer).chunks
-        told = [chunk.queue_time_s for chunk in chunks if chunk.queue_time_s is not None]
-        assert told == [pytest.approx(5.001)]
-        assert chunks[0].queue_time_s is not None
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_time_without_a_replica_is_time_in_the_queue() -> None:
+    dispatcher, (endpoint,) = await start(1)
+    endpoint.kill(restart_s=3.0)
+    answer = asyncio.create_task(ask(dispatcher, request("r")))
+    await asyncio.sleep(3.001)  # its prompt is being computed
+    endpoint.kill(restart_s=2.0)
+    chunks = (await answer).chunks
+    told = [chunk.queue_time_s for chunk in chunks if chunk.queue_time_s is not None]
+    assert told == [pytest.approx(5.001)]
+    assert chunks[0].queue_time_s is not None
 
 
-def test_lost_engines_are_counted_beyond_their_ends() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        for _ in range(2):
-            endpoints[1].kill(restart_s=0.1)
-            assert (await dispatcher.load()).replicas[1].report is None
-            await asyncio.sleep(0.2)
-        report = await dispatcher.load()
-        assert [replica.num_losses for replica in report.replicas] == [0, 2]
-        assert report.num_engine_restarts == 2
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_counters_of_an_engine_that_dies_between_two_reports_are_not_lost() -> None:
-    async def main() -> None:
-        dispatcher, (endpoint,) = await start(1)
-
-        async def generated() -> int:
-            """Tokens counted until now, as the replica and the whole report them."""
-            report = await dispatcher.load()
-            [replica] = report.replicas
-            own = replica.report
-            assert own is None or own.num_generated_tokens == report.num_generated_tokens
-            return report.num_generated_tokens
-
-        await ask(dispatcher, request("r0", max_tokens=3))
-        assert await generated() == 3
-        await ask(dispatcher, request("r1", max_tokens=20))
-        await asyncio.sleep(REPORT_INTERVAL_S)
-        endpoint.kill(restart_s=0.1)
-        # The next engine makes more steps than any report has said of the first.
-        await ask(dispatcher, request("r2", max_tokens=30))
-        assert await generated() == 3 + 20 + 30
-        # What is lost is at most what was counted within the interval.
-        await ask(dispatcher, request("r3", max_tokens=5))
-        endpoint.kill(restart_s=0.1)
-        assert await generated() == 53
+@virtual
+async def test_lost_engines_are_counted_beyond_their_ends() -> None:
+    dispatcher, endpoints = await start(2)
+    for _ in range(2):
+        endpoints[1].kill(restart_s=0.1)
+        assert (await dispatcher.load()).replicas[1].report is None
         await asyncio.sleep(0.2)
-        assert await generated() == 53
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
-    async def main() -> None:
-        dispatcher, (only,) = await start(1)
-        answer = asyncio.create_task(ask(dispatcher, request("r", [1, 2], max_tokens=60)))
-        await asyncio.sleep(0.1)
-        only.lose_worker(restart_s=0.1)
-        assert (await answer).complete
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+    report = await dispatcher.load()
+    assert [replica.num_losses for replica in report.replicas] == [0, 2]
+    assert report.num_engine_restarts == 2
 
 
-def test_what_a_replica_ends_unasked_goes_on_elsewhere() -> None:
+@virtual
+async def test_counters_of_an_engine_that_dies_between_two_reports_are_not_lost() -> None:
+    dispatcher, (endpoint,) = await start(1)
+
+    async def generated() -> int:
+        """Tokens counted until now, as the replica and the whole report them."""
+        report = await dispatcher.load()
+        [replica] = report.replicas
+        own = replica.report
+        assert own is None or own.num_generated_tokens == report.num_generated_tokens
+        return report.num_generated_tokens
+
+    await ask(dispatcher, request("r0", max_tokens=3))
+    assert await generated() == 3
+    await ask(dispatcher, request("r1", max_tokens=20))
+    await asyncio.sleep(REPORT_INTERVAL_S)
+    endpoint.kill(restart_s=0.1)
+    # The next engine makes more steps than any report has said of the first.
+    await ask(dispatcher, request("r2", max_tokens=30))
+    assert await generated() == 3 + 20 + 30
+    # What is lost is at most what was counted within the interval.
+    await ask(dispatcher, request("r3", max_tokens=5))
+    endpoint.kill(restart_s=0.1)
+    assert await generated() == 53
+    await asyncio.sleep(0.2)
+    assert await generated() == 53
+
+
+@virtual
+async def test_a_request_without_anywhere_to_go_waits_for_the_worker() -> None:
+    dispatcher, (only,) = await start(1)
+    answer = asyncio.create_task(ask(dispatcher, request("r", [1, 2], max_tokens=60)))
+    await asyncio.sleep(0.1)
+    only.lose_worker(restart_s=0.1)
+    assert (await answer).complete
+
+
+@virtual
+async def test_what_a_replica_ends_unasked_goes_on_elsewhere() -> None:
     """A host that ends aborts what it still has then."""
-
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
-        await asyncio.sleep(0.1)
-        await endpoints[0].drain(0)
-        assert (await asking).complete
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+    dispatcher, endpoints = await start(2)
+    asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+    await asyncio.sleep(0.1)
+    await endpoints[0].drain(0)
+    assert (await asking).complete
 
 
-def test_what_the_only_replica_ends_unasked_waits() -> None:
-    async def main() -> None:
-        dispatcher, (only,) = await start(1)
-        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
-        await asyncio.sleep(0.1)
-        await only.abort("r")
-        await asyncio.sleep(0.1)
-        assert not asking.done()
-        assert (await asking).complete
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_what_the_only_replica_ends_unasked_waits() -> None:
+    dispatcher, (only,) = await start(1)
+    asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+    await asyncio.sleep(0.1)
+    await only.abort("r")
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    assert (await asking).complete
 
 
-def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2, "round-robin")
-        prompt = list(range(30))
-        await ask(dispatcher, request("first", prompt))
-        await ask(dispatcher, request("other", prompt[::-1]))
-        asking = asyncio.create_task(ask(dispatcher, request("second", prompt)))
-        await asyncio.sleep(0.1)
-        endpoints[0].kill(restart_s=1)
-        answer = await asking
-        assert answer.complete
-        assert {chunk.num_cached_tokens for chunk in answer.chunks} == {28}
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_the_client_is_told_what_the_first_engine_had_cached() -> None:
+    dispatcher, endpoints = await start(2, "round-robin")
+    prompt = list(range(30))
+    await ask(dispatcher, request("first", prompt))
+    await ask(dispatcher, request("other", prompt[::-1]))
+    asking = asyncio.create_task(ask(dispatcher, request("second", prompt)))
+    await asyncio.sleep(0.1)
+    endpoints[0].kill(restart_s=1)
+    answer = await asking
+    assert answer.complete
+    assert {chunk.num_cached_tokens for chunk in answer.chunks} == {28}
 
 
-def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2, "prefix-affinity")
-        prompt = list(range(60))
-        await ask(dispatcher, request("first", prompt))
-        [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
-        for i in range(5):
-            await ask(dispatcher, request(f"again{i}", prompt))
-        assert [len(slot.prefixes) > 0 for slot in dispatcher.slots].count(True) == 1
-        endpoints[home.number].kill(restart_s=0.01)
-        assert len(home.prefixes) == 0
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_prefixes_are_forgotten_with_the_engine_that_had_them() -> None:
+    dispatcher, endpoints = await start(2, "prefix-affinity")
+    prompt = list(range(60))
+    await ask(dispatcher, request("first", prompt))
+    [home] = [slot for slot in dispatcher.slots if len(slot.prefixes)]
+    for i in range(5):
+        await ask(dispatcher, request(f"again{i}", prompt))
+    assert [len(slot.prefixes) > 0 for slot in dispatcher.slots].count(True) == 1
+    endpoints[home.number].kill(restart_s=0.01)
+    assert len(home.prefixes) == 0
 
 
-def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_have() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(3, "round-robin")
-        asked = [request(f"r{i}", [i] * 9) for i in range(6)]
-        await asyncio.gather(*(ask(dispatcher, one) for one in asked))
-        above = PrefixIndex(1000)
-        unfollow = dispatcher.subscribe_cache(above.apply)
-        await asyncio.sleep(0.1)
-        assert above.told == cached_by(endpoints)
-        await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))
-        endpoints[0].kill(restart_s=0.5)
-        await asyncio.sleep(0.1)
-        assert above.told == cached_by(endpoints)
-        await asyncio.sleep(1)
-        await asyncio.gather(*(ask(dispatcher, request(f"t{i}", [i, 2] * 8)) for i in range(6)))
-        dispatcher.remove(endpoints[2])
-        await asyncio.sleep(0.1)
-        assert above.told == cached_by(endpoints[:2])
-        assert len(above) > 10
-        unfollow()
-        await asyncio.gather(*(ask(dispatcher, request(f"u{i}", [i, 3] * 8)) for i in range(6)))
-        assert above.told != cached_by(endpoints[:2])
-        await dispatcher.close()
-        await endpoints[2].close()
-
-    run(main())
+@virtual
+async def test_who_comes_late_and_sees_many_replicas_as_one_knows_what_all_of_them_have() -> None:
+    dispatcher, endpoints = await start(3, "round-robin")
+    asked = [request(f"r{i}", [i] * 9) for i in range(6)]
+    await asyncio.gather(*(ask(dispatcher, one) for one in asked))
+    above = PrefixIndex(1000)
+    unfollow = dispatcher.subscribe_cache(above.apply)
+    await asyncio.sleep(0.1)
+    assert above.told == cached_by(endpoints)
+    await asyncio.gather(*(ask(dispatcher, request(f"s{i}", [i, 1] * 8)) for i in range(6)))
+    endpoints[0].kill(restart_s=0.5)
+    await asyncio.sleep(0.1)
+    assert above.told == cached_by(endpoints)
+    await asyncio.sleep(1)
+    await asyncio.gather(*(ask(dispatcher, request(f"t{i}", [i, 2] * 8)) for i in range(6)))
+    dispatcher.remove(endpoints[2])
+    await asyncio.sleep(0.1)
+    assert above.told == cached_by(endpoints[:2])
+    assert len(above) > 10
+    unfollow()
+    await asyncio.gather(*(ask(dispatcher, request(f"u{i}", [i, 3] * 8)) for i in range(6)))
+    assert above.told != cached_by(endpoints[:2])
+    await endpoints[2].close()
 
 
 def cached_by(endpoints: Sequence[SimEndpoint]) -> set[int]:
     return set().union(*(endpoint.cached_keys() for endpoint in endpoints))
 
 
-def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2, "prefix-affinity")
-        await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
-        await asyncio.sleep(REPORT_INTERVAL_S + 0.1)
-        assert_caches_are_known(dispatcher)
-        assert [endpoint.next_wakeup() for endpoint in endpoints] == [None] * 2
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_an_idle_fleet_whose_caches_are_followed_has_nothing_to_do() -> None:
+    dispatcher, endpoints = await start(2, "prefix-affinity")
+    await asyncio.gather(*(ask(dispatcher, request(f"r{i}", [i] * 9)) for i in range(6)))
+    await asyncio.sleep(REPORT_INTERVAL_S + 0.1)
+    assert_caches_are_known(dispatcher)
+    assert [endpoint.next_wakeup() for endpoint in endpoints] == [None] * 2
 
 
-def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        for index, endpoint in enumerate(endpoints):
-            report = await endpoint.load()
-            host = TierLoad(name="host", num_blocks=2, num_total_blocks=5, num_loaded=1)
-            disk = TierLoad(
-                name="disk",
-                num_blocks=7 + index,
-                num_total_blocks=50,
-                num_stored=3,
-                is_indexed=index == 0,
-                is_shared=True,
-            )
-            report = msgspec.structs.replace(report, num_awaiting_kv=1, tiers=(host, disk))
-            endpoint.load = partial(answered, report)  # type: ignore[method-assign]
-        load = await dispatcher.load()
-        assert load.num_awaiting_kv == 2
-        assert load.tiers == (
-            TierLoad(name="host", num_blocks=4, num_total_blocks=10, num_loaded=2),
-            TierLoad(
-                name="disk",
-                num_blocks=8,
-                num_total_blocks=50,
-                num_stored=6,
-                is_indexed=False,
-                is_shared=True,
-            ),
-        )
-        await dispatcher.close()
-
+@virtual
+async def test_tiers_of_replicas_add_up_and_their_directory_counts_once() -> None:
     async def answered(report: LoadReport) -> LoadReport:
         return report
 
-    run(main())
+    dispatcher, endpoints = await start(2)
+    shared = TierLoad(name="disk", num_total_blocks=50, num_stored=3, is_shared=True)
+    for index, endpoint in enumerate(endpoints):
+        host = TierLoad(name="host", num_blocks=2, num_total_blocks=5, num_loaded=1)
+        disk = replace(shared, num_blocks=7 + index, is_indexed=index == 0)
+        report = replace(await endpoint.load(), num_awaiting_kv=1, tiers=(host, disk))
+        endpoint.load = partial(answered, report)  # type: ignore[method-assign]
+    load = await dispatcher.load()
+    assert load.num_awaiting_kv == 2
+    assert load.tiers == (
+        TierLoad(name="host", num_blocks=4, num_total_blocks=10, num_loaded=2),
+        replace(shared, num_blocks=8, num_stored=6, is_indexed=False),
+    )
 
 
-def test_a_degraded_replica_is_avoided_but_better_than_none() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        endpoints[0].lose_worker(restart_s=8)
-        await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
-        load = await dispatcher.load()
-        assert [r.state for r in load.replicas] == ["degraded", "ready"]
-        assert [r.report and r.report.num_prompt_tokens for r in load.replicas] == [0, 18]
-        endpoints[1].kill(restart_s=100)
-        assert (await ask(dispatcher, request("last"))).complete
-        assert asyncio.get_running_loop().time() < 10
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_a_degraded_replica_is_avoided_but_better_than_none() -> None:
+    dispatcher, endpoints = await start(2)
+    endpoints[0].lose_worker(restart_s=8)
+    await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
+    load = await dispatcher.load()
+    assert [r.state for r in load.replicas] == ["degraded", "ready"]
+    assert [r.report and r.report.num_prompt_tokens for r in load.replicas] == [0, 18]
+    endpoints[1].kill(restart_s=100)
+    assert (await ask(dispatcher, request("last"))).complete
+    assert asyncio.get_running_loop().time() < 10
 
 
-def test_requests_wait_for_the_first_replica_that_is_back() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        endpoints[0].kill(restart_s=30)
-        endpoints[1].kill(restart_s=5)
-        waiting = asyncio.create_task(ask(dispatcher, request("waits")))
-        leaves = asyncio.create_task(ask(dispatcher, request("leaves")))
-        await asyncio.sleep(1)
-        assert (await dispatcher.load()).num_waiting == 2
-        assert (await dispatcher.health()).reason == (
-            "replica 0: the engine is restarting; replica 1: the engine is restarting"
-        )
-        await dispatcher.abort("leaves")
-        assert (await leaves).finish is FinishReason.ABORT
-        assert (await waiting).complete
-        assert 5 <= asyncio.get_running_loop().time() < 6
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_requests_wait_for_the_first_replica_that_is_back() -> None:
+    dispatcher, endpoints = await start(2)
+    endpoints[0].kill(restart_s=30)
+    endpoints[1].kill(restart_s=5)
+    waiting = asyncio.create_task(ask(dispatcher, request("waits")))
+    leaves = asyncio.create_task(ask(dispatcher, request("leaves")))
+    await asyncio.sleep(1)
+    assert (await dispatcher.load()).num_waiting == 2
+    assert (await dispatcher.health()).reason == (
+        "replica 0: the engine is restarting; replica 1: the engine is restarting"
+    )
+    await dispatcher.abort("leaves")
+    assert (await leaves).finish is FinishReason.ABORT
+    assert (await waiting).complete
+    assert 5 <= asyncio.get_running_loop().time() < 6
 
 
-def test_the_smallest_delay_of_full_replicas_is_told() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(2, max_num_seqs=1, max_num_waiting=1)
-        answers = await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
-        assert [answer.complete for answer in answers] == [True] * 4 + [False] * 2
-        refusal = answers[-1].refusal
-        assert isinstance(refusal, OverloadedError)
-        assert refusal.retry_after_s == 1
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_the_smallest_delay_of_full_replicas_is_told() -> None:
+    dispatcher, _ = await start(2, max_num_seqs=1, max_num_waiting=1)
+    answers = await asyncio.gather(*(ask(dispatcher, request(f"r{i}")) for i in range(6)))
+    assert [answer.complete for answer in answers] == [True] * 4 + [False] * 2
+    refusal = answers[-1].refusal
+    assert isinstance(refusal, OverloadedError)
+    assert refusal.retry_after_s == 1
 
 
-def test_an_id_that_is_in_use_is_refused() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(1)
-        first = asyncio.create_task(ask(dispatcher, request("same")))
-        await asyncio.sleep(0)
-        with pytest.raises(InvalidRequestError, match="same is already running"):
-            await ask(dispatcher, request("same"))
-        assert (await first).complete
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_an_answer_counts_as_one_of_the_usual_length() -> None:
+    dispatcher, _ = await start(1)
+    for index in range(200):
+        await ask(dispatcher, request(f"r{index}", max_tokens=3))
+    asking = asyncio.create_task(ask(dispatcher, request("long", [1], max_tokens=100)))
+    await asyncio.sleep(0)
+    assert [slot.work.pending_tokens for slot in dispatcher.slots] == [1 + 4]
+    assert (await asking).complete
 
 
-def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        endpoints[0].kill(restart_s=50)
-        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=100)))
-        await asyncio.sleep(0.1)
-        endpoints[1].give_up("It was broken.")
-        await asyncio.sleep(0.1)
-        endpoints[0].give_up("It was broken too.")
-        refusal = (await asking).refusal
-        assert isinstance(refusal, EngineDeadError)
-        assert str(refusal) == "replica 0: It was broken too."
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
+@virtual
+async def test_an_id_that_is_in_use_is_refused() -> None:
+    dispatcher, _ = await start(1)
+    first = asyncio.create_task(ask(dispatcher, request("same")))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="same is already running"):
+        await ask(dispatcher, request("same"))
+    assert (await first).complete
 
-    run(main())
+
+@virtual
+async def test_the_last_replica_that_is_given_up_ends_what_waits() -> None:
+    dispatcher, endpoints = await start(2)
+    endpoints[0].kill(restart_s=50)
+    asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=100)))
+    await asyncio.sleep(0.1)
+    endpoints[1].give_up("It was broken.")
+    await asyncio.sleep(0.1)
+    endpoints[0].give_up("It was broken too.")
+    refusal = (await asking).refusal
+    assert isinstance(refusal, EngineDeadError)
+    assert str(refusal) == "replica 0: It was broken too."
 
 
 @pytest.mark.parametrize("count", [16, 64])
-def test_many_replicas_share_the_work(count: int) -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(count)
-        asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
-        asking_all = asyncio.gather(*asking)
-        await asyncio.sleep(0.1)
-        assert [len(slot.requests) for slot in dispatcher.slots] == [4] * count
-        for endpoint in endpoints[::3]:
-            endpoint.kill(restart_s=1)
-        assert all(answer.complete for answer in await asking_all)
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_many_replicas_share_the_work(count: int) -> None:
+    dispatcher, endpoints = await start(count)
+    asking = [ask(dispatcher, request(f"r{i}")) for i in range(count * 4)]
+    asking_all = asyncio.gather(*asking)
+    await asyncio.sleep(0.1)
+    assert [len(slot.requests) for slot in dispatcher.slots] == [4] * count
+    for endpoint in endpoints[::3]:
+        endpoint.kill(restart_s=1)
+    assert all(answer.complete for answer in await asking_all)
 
 
 # ---- no replica comes
 
 
-def test_a_request_is_refused_when_no_replica_comes_in_time() -> None:
-    async def main() -> None:
-        endpoint = SimEndpoint(engine())
-        await endpoint.start()
-        dispatcher = Dispatcher([], POLICIES["round-robin"], no_replica_timeout_s=30)
-        dispatcher.add(endpoint)
-        begun = asyncio.create_task(ask(dispatcher, request("begun", max_tokens=100)))
-        await asyncio.sleep(0.5)
-        endpoint.kill(restart_s=20)
-        early = asyncio.create_task(ask(dispatcher, request("early", max_tokens=100)))
-        await asyncio.sleep(20.5)
-        dispatcher.remove(endpoint)
-        await endpoint.close()
-        late = asyncio.create_task(ask(dispatcher, request("late")))
-        loop = asyncio.get_running_loop()
-        for answer in (await begun, await early):
-            assert answer.finish is FinishReason.ERROR
-            assert answer.error == "No replica has taken requests for 30 s."
-        refusal = (await late).refusal
-        assert isinstance(refusal, OverloadedError)
-        assert refusal.retry_after_s == 30
-        assert loop.time() == pytest.approx(51, abs=0.1)
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_a_request_is_refused_when_no_replica_comes_in_time() -> None:
+    endpoint = SimEndpoint(engine())
+    await endpoint.start()
+    dispatcher = Dispatcher([], POLICIES["round-robin"], no_replica_timeout_s=30)
+    dispatcher.add(endpoint)
+    begun = asyncio.create_task(ask(dispatcher, request("begun", max_tokens=100)))
+    await asyncio.sleep(0.5)
+    endpoint.kill(restart_s=20)
+    early = asyncio.create_task(ask(dispatcher, request("early", max_tokens=100)))
+    await asyncio.sleep(20.5)
+    dispatcher.remove(endpoint)
+    await endpoint.close()
+    late = asyncio.create_task(ask(dispatcher, request("late")))
+    loop = asyncio.get_running_loop()
+    for answer in (await begun, await early):
+        assert answer.finish is FinishReason.ERROR
+        assert answer.error == "No replica has taken requests for 30 s."
+    refusal = (await late).refusal
+    assert isinstance(refusal, OverloadedError)
+    assert refusal.retry_after_s == 30
+    assert loop.time() == pytest.approx(51, abs=0.1)
 
 
-def test_a_thousand_replicas_share_the_work_and_lose_a_tenth_of_them() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(1000, "prefix-affinity")
-        prompts = [[group] * 24 + [group, number] for group in range(40) for number in range(30)]
-        asking = [
-            asyncio.create_task(ask(dispatcher, request(f"r{i}", prompt, max_tokens=6)))
-            for i, prompt in enumerate(prompts)
-        ]
-        await asyncio.sleep(0.03)
-        for endpoint in endpoints[::10]:
-            endpoint.kill(restart_s=0.2)
-        assert all(answer.complete for answer in await asyncio.gather(*asking))
-        assert sum(slot.num_losses for slot in dispatcher.slots) == 100
-        await asyncio.sleep(0.5)
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main(), lateness_s=lateness(0))
+@partial(virtual, lateness_s=lateness(0))
+async def test_a_thousand_replicas_share_the_work_and_lose_a_tenth_of_them() -> None:
+    dispatcher, endpoints = await start(1000, "prefix-affinity")
+    prompts = [[group] * 24 + [group, number] for group in range(40) for number in range(30)]
+    asking = [
+        asyncio.create_task(ask(dispatcher, request(f"r{i}", prompt, max_tokens=6)))
+        for i, prompt in enumerate(prompts)
+    ]
+    await asyncio.sleep(0.03)
+    for endpoint in endpoints[::10]:
+        endpoint.kill(restart_s=0.2)
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
+    assert sum(slot.num_losses for slot in dispatcher.slots) == 100
+    await asyncio.sleep(0.5)

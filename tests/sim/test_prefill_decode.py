@@ -9,7 +9,16 @@ from contextlib import aclosing
 
 import msgspec
 import pytest
-from virtual_fleet import Answer, ask, assert_nothing_left, engine, lateness, request
+from virtual_fleet import (
+    Answer,
+    ask,
+    assert_nothing_left,
+    at_end,
+    engine,
+    request,
+    run_seeds,
+    virtual,
+)
 
 from pagoda.engine.config import HandoffConfig
 from pagoda.errors import OverloadedError
@@ -23,7 +32,6 @@ from pagoda.ipc.clock import LoopClock
 from pagoda.messages.frontend import FinishReason, GenerateRequest, KVSource, TokenChunk
 from pagoda.messages.worker_config import CurveKeys, Role
 from pagoda.sim.endpoint import SimEndpoint
-from pagoda.sim.event_loop import run
 from pagoda.sim.network import SimNetwork
 
 P, D, NONE = Role.PREFILL, Role.DECODE, Role.NONE
@@ -87,6 +95,7 @@ async def start(
     for host in hosts:
         await host.start()
         pod.add(host)
+    at_end(end, pod, hosts)
     return pod, hosts
 
 
@@ -107,91 +116,72 @@ def pending_tokens(dispatcher: Dispatcher) -> list[int]:
     return [slot.work.pending_tokens for slot in dispatcher.slots]
 
 
-def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
-    async def main() -> None:
-        pod, [p, d] = await start([P, D])
-        assert (await ask(pod.dispatcher, request("long", LONG))).complete
-        assert (await ask(pod.dispatcher, request("short", SHORT))).complete
-        [copy] = p.taken
-        assert (copy.holds_kv, copy.prompt_token_ids, copy.request_id) == (
-            True,
-            LONG,
-            "long/prefill0",
-        )
-        sources = [taken.kv_source and taken.kv_source.address for taken in d.taken]
-        assert sources == ["tcp://host0:1", None]
-        assert await d.num_fetched() == len(LONG) // 4 * 4
-        assert not any(taken.holds_kv for taken in d.taken)
-        await end(pod, [p, d])
-
-    run(main())
+@virtual
+async def test_a_long_prompt_goes_to_both_and_a_short_one_to_decode_alone() -> None:
+    pod, [p, d] = await start([P, D])
+    assert (await ask(pod.dispatcher, request("long", LONG))).complete
+    assert (await ask(pod.dispatcher, request("short", SHORT))).complete
+    [copy] = p.taken
+    assert (copy.holds_kv, copy.prompt_token_ids, copy.request_id) == (
+        True,
+        LONG,
+        "long/prefill0",
+    )
+    sources = [taken.kv_source and taken.kv_source.address for taken in d.taken]
+    assert sources == ["tcp://host0:1", None]
+    assert await d.num_fetched() == len(LONG) // 4 * 4
+    assert not any(taken.holds_kv for taken in d.taken)
 
 
-def test_what_is_believed_to_be_cached_is_not_computed_elsewhere() -> None:
-    async def main() -> None:
-        pod, [p, d] = await start([P, D])
-        await ask(pod.dispatcher, request("first", LONG))
-        again = await ask(pod.dispatcher, request("again", [*LONG, *SHORT]))
-        more = await ask(pod.dispatcher, request("more", [*LONG, *LONG]))
-        assert again.complete
-        assert more.complete
-        assert [r.request_id for r in p.taken] == ["first/prefill0", "more/prefill1"]
-        await end(pod, [p, d])
-
-    run(main())
+@virtual
+async def test_what_is_believed_to_be_cached_is_not_computed_elsewhere() -> None:
+    pod, [p, _] = await start([P, D])
+    await ask(pod.dispatcher, request("first", LONG))
+    again = await ask(pod.dispatcher, request("again", [*LONG, *SHORT]))
+    more = await ask(pod.dispatcher, request("more", [*LONG, *LONG]))
+    assert again.complete
+    assert more.complete
+    assert [r.request_id for r in p.taken] == ["first/prefill0", "more/prefill1"]
 
 
-def test_hosts_without_a_role_get_no_source() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, NONE])
-        assert (await ask(pod.dispatcher, request("r", LONG))).complete
-        assert not hosts[0].taken
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_hosts_without_a_role_get_no_source() -> None:
+    pod, hosts = await start([P, NONE])
+    assert (await ask(pod.dispatcher, request("r", LONG))).complete
+    assert not hosts[0].taken
 
 
-def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_out() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, P, D, D])
-        asking = [ask(pod.dispatcher, request(f"r{i}", [i, *LONG])) for i in range(12)]
-        assert all(answer.complete for answer in await asyncio.gather(*asking))
-        assert [host.num_prefills for host in hosts] == [6, 6, 0, 0]
-        assert [len(host.taken) for host in hosts] == [6, 6, 6, 6]
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_the_shortest_queue_of_prefill_hosts_is_chosen_and_answers_are_shared_out() -> None:
+    pod, hosts = await start([P, P, D, D])
+    asking = [ask(pod.dispatcher, request(f"r{i}", [i, *LONG])) for i in range(12)]
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
+    assert [host.num_prefills for host in hosts] == [6, 6, 0, 0]
+    assert [len(host.taken) for host in hosts] == [6, 6, 6, 6]
 
 
-def test_what_is_only_on_its_way_is_not_counted_on() -> None:
+@virtual
+async def test_what_is_only_on_its_way_is_not_counted_on() -> None:
     """Neither waited for: who has it computed may leave, and its host may be lost."""
-
-    async def main() -> None:
-        pod, [p, d] = await start([P, D], base_s=0.5)
-        first = asyncio.create_task(ask(pod.dispatcher, request("first", LONG)))
-        await asyncio.sleep(0.01)
-        sibling = asyncio.create_task(ask(pod.dispatcher, request("sibling", LONG)))
-        await asyncio.sleep(0.01)
-        first.cancel()
-        assert (await sibling).complete
-        assert [r.request_id for r in p.taken] == ["first/prefill0", "sibling/prefill1"]
-        assert d.taken[-1].kv_source is not None
-        await end(pod, [p, d])
-
-    run(main())
+    pod, [p, d] = await start([P, D], base_s=0.5)
+    first = asyncio.create_task(ask(pod.dispatcher, request("first", LONG)))
+    await asyncio.sleep(0.01)
+    sibling = asyncio.create_task(ask(pod.dispatcher, request("sibling", LONG)))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    assert (await sibling).complete
+    assert [r.request_id for r in p.taken] == ["first/prefill0", "sibling/prefill1"]
+    assert d.taken[-1].kv_source is not None
 
 
-def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D], base_s=1.0)
-        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=3)))
-        await asyncio.sleep(0.1)
-        assert pending_tokens(pod.dispatcher) == [0, 3]
-        assert pending_tokens(pod.prefill) == [len(LONG) + 3]
-        assert (await asking).complete
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_a_prompt_that_others_compute_is_no_work_where_it_is_answered() -> None:
+    pod, _ = await start([P, D], base_s=1.0)
+    asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=3)))
+    await asyncio.sleep(0.1)
+    assert pending_tokens(pod.dispatcher) == [0, 3]
+    assert pending_tokens(pod.prefill) == [len(LONG) + 3]
+    assert (await asking).complete
 
 
 @pytest.mark.parametrize(
@@ -216,240 +206,203 @@ def test_a_queue_of_prefill_hosts_is_weighed_against_what_the_prompt_would_hold_
     assert is_better == is_here
 
 
-def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
+@virtual
+async def test_an_idle_decode_host_computes_what_would_wait_behind_others() -> None:
     """Prompts come twice as fast as a prefill host computes them. But no streams stand still for one."""
     fields = {"per_token_s": 0.05, "max_num_batched_tokens": 16, "max_num_seqs": 32}
+    pod, [p, _] = await start([P, D], num_blocks=512, **fields)
 
-    async def main() -> None:
-        pod, [p, d] = await start([P, D], num_blocks=512, **fields)
-
-        async def ask_one_by_one(name: str, first_token: int) -> int:
-            """How many of them are computed by the prefill host."""
-            before = p.num_prefills
-            asking = []
-            for number in range(10):
-                asked = request(f"{name}{number}", [first_token + number, *LONG], max_tokens=2)
-                asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
-                await asyncio.sleep(1.0)
-            assert all(answer.complete for answer in await asyncio.gather(*asking))
-            return p.num_prefills - before
-
-        assert 4 <= await ask_one_by_one("idle", 100) <= 7
-        asked = [request(f"stream{i}", [50 + i, *SHORT], max_tokens=100) for i in range(8)]
-        streams = [asyncio.create_task(ask(pod.dispatcher, each)) for each in asked]
-        await asyncio.sleep(5.0)
-        assert await ask_one_by_one("busy", 200) == 10
-        assert all(answer.complete for answer in await asyncio.gather(*streams))
-        await end(pod, [p, d])
-
-    run(main())
-
-
-def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, P, D])
-        hosts[0].is_deaf = True
+    async def ask_one_by_one(name: str, first_token: int) -> int:
+        """How many of them are computed by the prefill host."""
+        before = p.num_prefills
         asking = []
-        for index in range(20):
-            asked = request(f"r{index}", [index, *LONG])
+        for number in range(10):
+            asked = request(f"{name}{number}", [first_token + number, *LONG], max_tokens=2)
             asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1.0)
         assert all(answer.complete for answer in await asyncio.gather(*asking))
-        assert len(hosts[0].taken) <= 5
-        assert [r.state for r in (await pod.prefill.load()).replicas] == ["ejected", "ready"]
-        assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 15
-        await end(pod, hosts)
+        return p.num_prefills - before
 
-    run(main())
-
-
-def test_a_decode_host_that_waits_for_kv_is_not_judged_by_its_silence() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D, D], per_transferred_block_s=1.0)
-        began = asyncio.get_running_loop().time()
-        long = asyncio.create_task(ask(pod.dispatcher, request("long", LONG)))
-        while not long.done():
-            assert (await ask(pod.dispatcher, request(f"r{len(hosts[2].taken)}", [1]))).complete
-            states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
-            assert states == ["ready"] * 3
-        assert (await long).complete
-        assert asyncio.get_running_loop().time() - began > 2 * SILENCE_S
-        await end(pod, hosts)
-
-    run(main())
+    assert 4 <= await ask_one_by_one("idle", 100) <= 7
+    asked = [request(f"stream{i}", [50 + i, *SHORT], max_tokens=100) for i in range(8)]
+    streams = [asyncio.create_task(ask(pod.dispatcher, each)) for each in asked]
+    await asyncio.sleep(5.0)
+    assert await ask_one_by_one("busy", 200) == 10
+    assert all(answer.complete for answer in await asyncio.gather(*streams))
 
 
-def test_what_decode_hosts_have_no_room_for_does_not_go_to_prefill_hosts() -> None:
-    async def main() -> None:
-        pod, [p, d] = await start([P, D], max_num_seqs=1, max_num_waiting=1)
-        asked = [request(f"r{index}", [index, *SHORT]) for index in range(6)]
-        answers = await asyncio.gather(*(ask(pod.dispatcher, one) for one in asked))
-        assert [answer.complete for answer in answers] == [True] * 2 + [False] * 4
-        assert all(isinstance(answer.refusal, OverloadedError) for answer in answers[2:])
-        d.is_full = True
-        assert isinstance((await ask(pod.dispatcher, asked[0])).refusal, OverloadedError)
-        assert not p.taken
-        await end(pod, [p, d])
+@virtual
+async def test_a_prefill_host_that_hangs_gets_nothing_more() -> None:
+    pod, hosts = await start([P, P, D])
+    hosts[0].is_deaf = True
+    asking = []
+    for index in range(20):
+        asked = request(f"r{index}", [index, *LONG])
+        asking.append(asyncio.create_task(ask(pod.dispatcher, asked)))
+        await asyncio.sleep(0.2)
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
+    assert len(hosts[0].taken) <= 5
+    assert [r.state for r in (await pod.prefill.load()).replicas] == ["ejected", "ready"]
+    assert sum(taken.kv_source is not None for taken in hosts[2].taken) >= 15
 
-    run(main())
 
-
-def test_to_be_full_and_to_answer_bad_requests_is_no_illness() -> None:
-    async def main() -> None:
-        pod, hosts = await start([NONE, NONE])
-        hosts[0].is_full = True
-        for index in range(8):
-            assert (await ask(pod.dispatcher, request(f"r{index}"))).complete
-            bad = await ask(pod.dispatcher, request(f"bad{index}", [1] * 500))
-            assert bad.finish is FinishReason.ERROR
-        assert len(hosts[0].taken) >= 5
+@virtual
+async def test_a_decode_host_that_waits_for_kv_is_not_judged_by_its_silence() -> None:
+    pod, hosts = await start([P, D, D], per_transferred_block_s=1.0)
+    began = asyncio.get_running_loop().time()
+    long = asyncio.create_task(ask(pod.dispatcher, request("long", LONG)))
+    while not long.done():
+        assert (await ask(pod.dispatcher, request(f"r{len(hosts[2].taken)}", [1]))).complete
         states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
-        assert states == ["ready", "ready"]
-        await end(pod, hosts)
+        assert states == ["ready"] * 3
+    assert (await long).complete
+    assert asyncio.get_running_loop().time() - began > 2 * SILENCE_S
 
-    run(main())
+
+@virtual
+async def test_what_decode_hosts_have_no_room_for_does_not_go_to_prefill_hosts() -> None:
+    pod, [p, d] = await start([P, D], max_num_seqs=1, max_num_waiting=1)
+    asked = [request(f"r{index}", [index, *SHORT]) for index in range(6)]
+    answers = await asyncio.gather(*(ask(pod.dispatcher, one) for one in asked))
+    assert [answer.complete for answer in answers] == [True] * 2 + [False] * 4
+    assert all(isinstance(answer.refusal, OverloadedError) for answer in answers[2:])
+    d.is_full = True
+    assert isinstance((await ask(pod.dispatcher, asked[0])).refusal, OverloadedError)
+    assert not p.taken
+
+
+@virtual
+async def test_to_be_full_and_to_answer_bad_requests_is_no_illness() -> None:
+    pod, hosts = await start([NONE, NONE])
+    hosts[0].is_full = True
+    for index in range(8):
+        assert (await ask(pod.dispatcher, request(f"r{index}"))).complete
+        bad = await ask(pod.dispatcher, request(f"bad{index}", [1] * 500))
+        assert bad.finish is FinishReason.ERROR
+    assert len(hosts[0].taken) >= 5
+    states = [replica.state for replica in (await pod.dispatcher.load()).replicas]
+    assert states == ["ready", "ready"]
 
 
 @pytest.mark.parametrize("fault", ["silent", "full", "lost", "given up"])
-def test_whatever_happens_to_prefill_is_no_error(fault: str) -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D])
-        p, d = hosts
-        p.says_nothing = fault == "silent"
-        p.is_full = fault == "full"
-        began = asyncio.get_running_loop().time()
-        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG)))
-        await asyncio.sleep(0.001)
-        if fault == "lost":
-            p.kill(restart_s=100)
-        elif fault == "given up":
-            p.give_up("It was broken.")
-            pod.remove(p)
-        answer = await asking
-        assert answer.complete
-        assert asyncio.get_running_loop().time() - began < PATIENCE_S + 0.5
-        if fault in ("silent", "full"):
-            assert [taken.kv_source for taken in d.taken] == [None]
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_whatever_happens_to_prefill_is_no_error(fault: str) -> None:
+    pod, hosts = await start([P, D])
+    p, d = hosts
+    p.says_nothing = fault == "silent"
+    p.is_full = fault == "full"
+    began = asyncio.get_running_loop().time()
+    asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG)))
+    await asyncio.sleep(0.001)
+    if fault == "lost":
+        p.kill(restart_s=100)
+    elif fault == "given up":
+        p.give_up("It was broken.")
+        pod.remove(p)
+    answer = await asking
+    assert answer.complete
+    assert asyncio.get_running_loop().time() - began < PATIENCE_S + 0.5
+    if fault in ("silent", "full"):
+        assert [taken.kv_source for taken in d.taken] == [None]
 
 
-def test_a_prompt_is_not_computed_for_an_answer_that_has_ended() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D], base_s=0.05)
-        answer = await ask(pod.dispatcher, request("r", LONG, max_tokens=2), leave_after=1)
-        assert answer.left
-        assert pod.prefill.num_requests(hosts[0]) == 0
-        await asyncio.sleep(6)
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_a_prompt_is_not_computed_for_an_answer_that_has_ended() -> None:
+    pod, hosts = await start([P, D], base_s=0.05)
+    answer = await ask(pod.dispatcher, request("r", LONG, max_tokens=2), leave_after=1)
+    assert answer.left
+    assert pod.prefill.num_requests(hosts[0]) == 0
+    await asyncio.sleep(6)
 
 
-def test_abort_while_the_request_is_prepared() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D])
-        hosts[0].says_nothing = True
-        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG)))
-        await asyncio.sleep(0)
-        await pod.dispatcher.abort("r")
-        assert (await asking).finish is FinishReason.ABORT
-        assert not hosts[1].taken
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_abort_while_the_request_is_prepared() -> None:
+    pod, hosts = await start([P, D])
+    hosts[0].says_nothing = True
+    asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG)))
+    await asyncio.sleep(0)
+    await pod.dispatcher.abort("r")
+    assert (await asking).finish is FinishReason.ABORT
+    assert not hosts[1].taken
 
 
-def test_a_lost_decode_host_is_followed_by_another_with_the_tokens_so_far() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D, D])
-        asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=60)))
-        await asyncio.sleep(0.3)
-        first = next(host for host in hosts[1:] if host.taken)
-        first.kill(restart_s=100)
-        assert (await asking).complete
-        [second] = [host for host in hosts[1:] if host is not first]
-        assert hosts[0].num_prefills == 2
-        [again] = second.taken
-        assert again.output_token_ids
-        assert again.kv_source is not None
-        assert await second.num_fetched() > len(LONG)
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_a_lost_decode_host_is_followed_by_another_with_the_tokens_so_far() -> None:
+    pod, hosts = await start([P, D, D])
+    asking = asyncio.create_task(ask(pod.dispatcher, request("r", LONG, max_tokens=60)))
+    await asyncio.sleep(0.3)
+    first = next(host for host in hosts[1:] if host.taken)
+    first.kill(restart_s=100)
+    assert (await asking).complete
+    [second] = [host for host in hosts[1:] if host is not first]
+    assert hosts[0].num_prefills == 2
+    [again] = second.taken
+    assert again.output_token_ids
+    assert again.kv_source is not None
+    assert await second.num_fetched() > len(LONG)
 
 
 @pytest.mark.parametrize("field", ["holds_kv", "kv_source"])
-def test_what_somebody_else_has_arranged_goes_through_untouched(field: str) -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, D])
-        source = KVSource(address="elsewhere", engine_id="x", transfer_id="t")
-        given = {"holds_kv": True} if field == "holds_kv" else {"kv_source": source}
-        asked = msgspec.structs.replace(request("r", LONG), **given)
-        chunks = [chunk async for chunk in pod.dispatcher.generate(asked)]
-        assert [host.taken for host in hosts] == (
-            [[asked], []] if field == "holds_kv" else [[], [asked]]
-        )
-        told = [chunk.kv_source for chunk in chunks if chunk.kv_source is not None]
-        assert len(told) == (2 if field == "holds_kv" else 0)
-        assert len({source.transfer_id for source in told}) <= 1
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_what_somebody_else_has_arranged_goes_through_untouched(field: str) -> None:
+    pod, hosts = await start([P, D])
+    source = KVSource(address="elsewhere", engine_id="x", transfer_id="t")
+    given = {"holds_kv": True} if field == "holds_kv" else {"kv_source": source}
+    asked = msgspec.structs.replace(request("r", LONG), **given)
+    chunks = [chunk async for chunk in pod.dispatcher.generate(asked)]
+    assert [host.taken for host in hosts] == (
+        [[asked], []] if field == "holds_kv" else [[], [asked]]
+    )
+    told = [chunk.kv_source for chunk in chunks if chunk.kv_source is not None]
+    assert len(told) == (2 if field == "holds_kv" else 0)
+    assert len({source.transfer_id for source in told}) <= 1
 
 
-def test_prefill_hosts_answer_when_there_is_nobody_else() -> None:
-    async def main() -> None:
-        pod, hosts = await start([P, P])
-        assert (await ask(pod.dispatcher, request("r", LONG))).complete
-        late = Host(D, hosts[0].network, 2)
-        await late.start()
-        pod.add(late)
-        assert (await ask(pod.dispatcher, request("s", LONG))).complete
-        assert [r.request_id for r in late.taken] == ["s"]
-        assert sum(host.num_prefills for host in hosts) == 1
-        await end(pod, [*hosts, late])
-
-    run(main())
+@virtual
+async def test_prefill_hosts_answer_when_there_is_nobody_else() -> None:
+    pod, hosts = await start([P, P])
+    assert (await ask(pod.dispatcher, request("r", LONG))).complete
+    late = Host(D, hosts[0].network, 2)
+    await late.start()
+    pod.add(late)
+    hosts.append(late)
+    assert (await ask(pod.dispatcher, request("s", LONG))).complete
+    assert [r.request_id for r in late.taken] == ["s"]
+    assert sum(host.num_prefills for host in hosts) == 1
 
 
 @pytest.mark.parametrize(
     ("roles", "role"),
     [([P, P], P), ([D, NONE], D), ([P, D], Role.BOTH), ([NONE], NONE), ([Role.BOTH, D], Role.BOTH)],
 )
-def test_a_pod_can_do_what_any_of_its_hosts_can(roles: list[Role], role: Role) -> None:
-    async def main() -> None:
-        pod, hosts = await start(roles)
-        assert pod.dispatcher.limits.role is role
-        await end(pod, hosts)
-
-    run(main())
+@virtual
+async def test_a_pod_can_do_what_any_of_its_hosts_can(roles: list[Role], role: Role) -> None:
+    pod, _ = await start(roles)
+    assert pod.dispatcher.limits.role is role
 
 
-def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
-    async def main() -> None:
-        pod, hosts = await start([D, D], "round-robin")
+@virtual
+async def test_caches_are_followed_only_while_there_are_prefill_hosts() -> None:
+    pod, hosts = await start([D, D], "round-robin")
 
-        def are_followed() -> set[bool]:
-            return {bool(host.connection.num_subscribers) for host in hosts}
+    def are_followed() -> set[bool]:
+        return {bool(host.connection.num_subscribers) for host in hosts}
 
-        assert are_followed() == {False}
-        p = Host(P, hosts[0].network, 2)
-        await p.start()
-        pod.add(p)
-        assert are_followed() == {True}
-        pod.remove(p)
-        assert are_followed() == {False}
-        pod.add(p)
-        assert (await ask(pod.dispatcher, request("r", LONG))).complete
-        assert p.num_prefills == 1
-        await end(pod, [*hosts, p])
-
-    run(main())
+    assert are_followed() == {False}
+    p = Host(P, hosts[0].network, 2)
+    await p.start()
+    pod.add(p)
+    assert are_followed() == {True}
+    pod.remove(p)
+    assert are_followed() == {False}
+    pod.add(p)
+    assert (await ask(pod.dispatcher, request("r", LONG))).complete
+    assert p.num_prefills == 1
+    hosts.append(p)
 
 
 def test_routers_agree_on_the_host_of_a_session_however_hosts_have_joined() -> None:
+    @virtual
     async def homes(names: Sequence[str]) -> dict[str, str]:
         pod, hosts = await start([NONE] * 3)
         for host in hosts:
@@ -462,10 +415,9 @@ def test_routers_agree_on_the_host_of_a_session_however_hosts_have_joined() -> N
         for index in range(20):
             asked = msgspec.structs.replace(request(f"r{index}"), session=str(index))
             assert (await ask(pod.dispatcher, asked)).complete
-        await end(pod, hosts)
         return {taken.session or "": host.name for host in hosts for taken in host.taken}
 
-    mine, theirs = run(homes(["a:1", "b:1", "c:1"])), run(homes(["c:1", "a:1", "b:1"]))
+    mine, theirs = homes(["a:1", "b:1", "c:1"]), homes(["c:1", "a:1", "b:1"])
     assert mine == theirs
     assert set(mine.values()) == {"a:1", "b:1", "c:1"}
 
@@ -508,17 +460,9 @@ async def live(seed: int) -> int:
             assert not answer.tokens
         else:
             assert answer.complete or answer.left
-    await end(pod, hosts)
     return len(asking)
 
 
 @pytest.mark.parametrize("first", range(0, 120, 40))
 def test_seeds(first: int) -> None:
-    count = 0
-    for seed in range(first, first + 40):
-        try:
-            count += run(live(seed), lateness_s=lateness(seed))
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-    assert count > 600
+    assert sum(run_seeds(live, range(first, first + 40))) > 600

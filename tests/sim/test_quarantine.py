@@ -3,125 +3,97 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
-from virtual_fleet import POISON, ask, assert_nothing_left, engine, request, start, worker_breaking
+from virtual_fleet import (
+    POISON,
+    ask,
+    engine,
+    poisoned,
+    request,
+    start,
+    start_fleet,
+    virtual,
+    worker_breaking,
+)
 
-from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.policies import POLICIES
 from pagoda.messages.frontend import FinishReason
 from pagoda.sim.endpoint import SimEndpoint
-from pagoda.sim.event_loop import run
 
 
-def test_a_request_that_is_moved_often_kills_no_engines() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2)
-        for endpoint in endpoints:
-            endpoint.hang(10)
-        asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
-        for _ in range(5):
-            await asyncio.sleep(1.1)
-            [busy] = [slot.replica for slot in dispatcher.slots if slot.requests]
-            await busy.abort("r")
-        assert (await asking).complete
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_a_request_that_is_moved_often_kills_no_engines() -> None:
+    dispatcher, endpoints = await start(2)
+    for endpoint in endpoints:
+        endpoint.hang(10)
+    asking = asyncio.create_task(ask(dispatcher, request("r", max_tokens=60)))
+    for _ in range(5):
+        await asyncio.sleep(1.1)
+        [busy] = [slot.replica for slot in dispatcher.slots if slot.requests]
+        await busy.abort("r")
+    assert (await asking).complete
 
 
-def test_a_request_that_kills_engines_fails_alone() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(3)
-        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
-        bad = request("bad", [POISON])
-        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
-        assert all(answer.complete for answer in answers)
-        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
-        assert failed.error == "3 engines in a row died while this request was running."
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
-
-
-def test_a_request_that_kills_workers_fails_alone() -> None:
-    async def main() -> None:
-        endpoints = [worker_breaking(SimEndpoint(engine())) for _ in range(3)]
-        dispatcher = Dispatcher(endpoints, POLICIES["round-robin"])
-        await dispatcher.start()
-        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
-        bad = request("bad", [POISON])
-        *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
-        assert all(answer.complete for answer in answers)
-        assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@pytest.mark.parametrize("kills", [poisoned, worker_breaking])
+@virtual
+async def test_a_request_that_kills_engines_or_workers_fails_alone(
+    kills: Callable[[SimEndpoint], SimEndpoint],
+) -> None:
+    endpoints = [kills(SimEndpoint(engine(), check_kv=True)) for _ in range(3)]
+    dispatcher = await start_fleet(endpoints, "round-robin")
+    good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(12)]
+    bad = request("bad", [POISON])
+    *answers, failed = await asyncio.gather(*(ask(dispatcher, r) for r in [*good, bad]))
+    assert all(answer.complete for answer in answers)
+    assert (failed.finish, failed.tokens) == (FinishReason.ERROR, [])
+    assert failed.error == "3 engines in a row died while this request was running."
 
 
-def test_two_that_kill_the_only_engine_fail_and_the_others_complete() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(1)
-        good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(5)]
-        bad = [request("bad1", [POISON]), request("bad2", [POISON])]
-        answers = await asyncio.gather(*(ask(dispatcher, r) for r in [*bad, *good]))
-        assert [answer.finish for answer in answers[:2]] == [FinishReason.ERROR] * 2
-        assert all(answer.complete for answer in answers[2:])
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_two_that_kill_the_only_engine_fail_and_the_others_complete() -> None:
+    dispatcher, _ = await start(1)
+    good = [request(f"g{i}", [i, 1], max_tokens=60) for i in range(5)]
+    bad = [request("bad1", [POISON]), request("bad2", [POISON])]
+    answers = await asyncio.gather(*(ask(dispatcher, r) for r in [*bad, *good]))
+    assert [answer.finish for answer in answers[:2]] == [FinishReason.ERROR] * 2
+    assert all(answer.complete for answer in answers[2:])
 
 
-def test_many_deaths_far_apart_do_not_fail_a_request() -> None:
-    async def main() -> None:
-        dispatcher, [only] = await start(1)
-        asking = asyncio.create_task(ask(dispatcher, request("long", max_tokens=100)))
-        for _ in range(6):
-            await asyncio.sleep(0.15)
-            only.kill(restart_s=0.01)
-        assert (await asking).complete
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_many_deaths_far_apart_do_not_fail_a_request() -> None:
+    dispatcher, [only] = await start(1)
+    asking = asyncio.create_task(ask(dispatcher, request("long", max_tokens=100)))
+    for _ in range(6):
+        await asyncio.sleep(0.15)
+        only.kill(restart_s=0.01)
+    assert (await asking).complete
 
 
-def test_requests_that_only_wait_are_not_suspected_when_engines_die() -> None:
+@virtual
+async def test_requests_that_only_wait_are_not_suspected_when_engines_die() -> None:
     """An engine that dies twice among 600 requests costs little more time than the lost steps."""
-
-    async def main() -> None:
-        dispatcher, [only] = await start(1, max_num_waiting=1000, num_blocks=400)
-        asking = [asyncio.create_task(ask(dispatcher, request(f"r{i}"))) for i in range(600)]
-        most_suspects = 0
-        for _ in range(2):
-            await asyncio.sleep(0.105)  # tokens come every 10 ms
-            only.kill(restart_s=0.01)
-            await asyncio.sleep(0.015)
-            suspects = [r for r in dispatcher.requests.values() if r.crash_count]
-            most_suspects = max(most_suspects, len(suspects))
-            # The next in line may have got a place each time.
-            assert sum(tracked.is_suspect for tracked in suspects) <= 1
-        assert 0 < most_suspects <= 2 * 8
-        assert all(answer.complete for answer in await asyncio.gather(*asking))
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+    dispatcher, [only] = await start(1, max_num_waiting=1000, num_blocks=400)
+    asking = [asyncio.create_task(ask(dispatcher, request(f"r{i}"))) for i in range(600)]
+    most_suspects = 0
+    for _ in range(2):
+        await asyncio.sleep(0.105)  # tokens come every 10 ms
+        only.kill(restart_s=0.01)
+        await asyncio.sleep(0.015)
+        suspects = [r for r in dispatcher.requests.values() if r.crash_count]
+        most_suspects = max(most_suspects, len(suspects))
+        # The next in line may have got a place each time.
+        assert sum(tracked.is_suspect for tracked in suspects) <= 1
+    assert 0 < most_suspects <= 2 * 8
+    assert all(answer.complete for answer in await asyncio.gather(*asking))
 
 
 @pytest.mark.parametrize("num_before", [0, 5, 40])
-def test_a_request_that_kills_engines_is_found_behind_others(num_before: int) -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(1, max_num_waiting=1000)
-        good = [request(f"g{i}", [i % 90, 1], max_tokens=10) for i in range(60)]
-        asked = [*good[:num_before], request("bad", [POISON]), *good[num_before:]]
-        answers = await asyncio.gather(*(ask(dispatcher, one) for one in asked))
-        failed = [answer.request.request_id for answer in answers if not answer.complete]
-        assert failed == ["bad"]
-        assert_nothing_left(dispatcher)
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_a_request_that_kills_engines_is_found_behind_others(num_before: int) -> None:
+    dispatcher, _ = await start(1, max_num_waiting=1000)
+    good = [request(f"g{i}", [i % 90, 1], max_tokens=10) for i in range(60)]
+    asked = [*good[:num_before], request("bad", [POISON]), *good[num_before:]]
+    answers = await asyncio.gather(*(ask(dispatcher, one) for one in asked))
+    failed = [answer.request.request_id for answer in answers if not answer.complete]
+    assert failed == ["bad"]

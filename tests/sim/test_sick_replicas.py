@@ -6,13 +6,12 @@ import asyncio
 from collections import Counter
 
 import pytest
-from virtual_fleet import ask, assert_nothing_left, engine, request, start
+from virtual_fleet import ask, engine, request, start, start_fleet, virtual
 
 from pagoda.frontend import outliers
 from pagoda.frontend.dispatcher import Dispatcher
-from pagoda.frontend.policies import POLICIES, PolicyName
+from pagoda.frontend.policies import PolicyName
 from pagoda.sim.endpoint import SimEndpoint
-from pagoda.sim.event_loop import run
 
 
 class Traffic:
@@ -46,102 +45,85 @@ class Traffic:
 
     async def end(self) -> list[float]:
         """How long each took."""
-        durations = await asyncio.gather(*self.asking)
-        assert_nothing_left(self.dispatcher)
-        await self.dispatcher.close()
-        return durations
+        return await asyncio.gather(*self.asking)
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-pending-tokens", "prefix-affinity"])
-def test_a_replica_that_hangs(policy: PolicyName) -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(4, policy)
-        traffic = Traffic(dispatcher)
-        await traffic.come(2)
-        endpoints[2].hang(25)
-        await traffic.come(outliers.SILENCE_S + 2)
-        assert [r.state for r in (await dispatcher.load()).replicas][2] == "ejected"
-        assert (await traffic.come(2))[2] == 0
-        await traffic.come(38)
-        assert (await traffic.come(20))[2] > 0.15 * 20 * traffic.per_s
-        durations = await traffic.end()
-        longest = outliers.STUCK_S + 2
-        assert max(durations) < longest
-        assert sum(duration > 1 for duration in durations) < 0.1 * len(durations)
-
-    run(main())
+@virtual
+async def test_a_replica_that_hangs(policy: PolicyName) -> None:
+    dispatcher, endpoints = await start(4, policy)
+    traffic = Traffic(dispatcher)
+    await traffic.come(2)
+    endpoints[2].hang(25)
+    await traffic.come(outliers.SILENCE_S + 2)
+    assert [r.state for r in (await dispatcher.load()).replicas][2] == "ejected"
+    assert (await traffic.come(2))[2] == 0
+    await traffic.come(38)
+    assert (await traffic.come(20))[2] > 0.15 * 20 * traffic.per_s
+    durations = await traffic.end()
+    longest = outliers.STUCK_S + 2
+    assert max(durations) < longest
+    assert sum(duration > 1 for duration in durations) < 0.1 * len(durations)
 
 
-def test_a_replica_that_is_slow() -> None:
-    async def main() -> None:
-        endpoints = [SimEndpoint(engine(base_s=base_s)) for base_s in (0.02, 0.02, 0.02, 0.2)]
-        dispatcher = Dispatcher(endpoints, POLICIES["round-robin"])
-        await dispatcher.start()
-        traffic = Traffic(dispatcher)
-        placed = await traffic.come(30)
-        share = placed[3] / sum(placed.values())
-        assert 0 < share < 0.1
-        await traffic.end()
-
-    run(main())
+@virtual
+async def test_a_replica_that_is_slow() -> None:
+    endpoints = [SimEndpoint(engine(base_s=base_s)) for base_s in (0.02, 0.02, 0.02, 0.2)]
+    dispatcher = await start_fleet(endpoints, "round-robin")
+    traffic = Traffic(dispatcher)
+    placed = await traffic.come(30)
+    share = placed[3] / sum(placed.values())
+    assert 0 < share < 0.1
+    await traffic.end()
 
 
-def test_a_replica_that_flaps() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(3, "round-robin")
-        traffic = Traffic(dispatcher, per_s=10)
-        shares = []
-        for _ in range(8):
-            placed = await traffic.come(8)
-            shares.append(placed[1] / sum(placed.values()))
-            endpoints[1].kill(restart_s=0.1)
-        assert shares[0] == pytest.approx(1 / 3, abs=0.02)
-        assert max(shares[3:]) < 0.1
-        await traffic.come(50)
-        placed = await traffic.come(20)
-        assert placed[1] / sum(placed.values()) == pytest.approx(1 / 3, abs=0.02)
-        await traffic.end()
-
-    run(main())
+@virtual
+async def test_a_replica_that_flaps() -> None:
+    dispatcher, endpoints = await start(3, "round-robin")
+    traffic = Traffic(dispatcher, per_s=10)
+    shares = []
+    for _ in range(8):
+        placed = await traffic.come(8)
+        shares.append(placed[1] / sum(placed.values()))
+        endpoints[1].kill(restart_s=0.1)
+    assert shares[0] == pytest.approx(1 / 3, abs=0.02)
+    assert max(shares[3:]) < 0.1
+    await traffic.come(50)
+    placed = await traffic.come(20)
+    assert placed[1] / sum(placed.values()) == pytest.approx(1 / 3, abs=0.02)
+    await traffic.end()
 
 
-def test_the_last_one_is_never_left_out() -> None:
-    async def main() -> None:
-        dispatcher, endpoints = await start(2, "round-robin")
-        traffic = Traffic(dispatcher)
-        for _ in range(3):
-            await traffic.come(4)
-            for endpoint in endpoints:
-                endpoint.kill(restart_s=0.1)
-        placed = await traffic.come(2)
-        assert sum(placed.values()) >= 2 * traffic.per_s
-        durations = await traffic.end()
-        assert max(durations) < 3
-
-    run(main())
+@virtual
+async def test_the_last_one_is_never_left_out() -> None:
+    dispatcher, endpoints = await start(2, "round-robin")
+    traffic = Traffic(dispatcher)
+    for _ in range(3):
+        await traffic.come(4)
+        for endpoint in endpoints:
+            endpoint.kill(restart_s=0.1)
+    placed = await traffic.come(2)
+    assert sum(placed.values()) >= 2 * traffic.per_s
+    durations = await traffic.end()
+    assert max(durations) < 3
 
 
-def test_a_client_that_does_not_read_makes_no_replica_silent() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(2, "round-robin")
-        chunks = dispatcher.generate(request("idle", max_tokens=60))
-        await anext(chunks)
-        traffic = Traffic(dispatcher)
-        await traffic.come(3 * outliers.STUCK_S)
-        assert {r.state for r in (await dispatcher.load()).replicas} == {"ready"}
-        tokens = [token async for chunk in chunks for token in chunk.token_ids]
-        assert len(tokens) == 59
-        await traffic.end()
-
-    run(main())
+@virtual
+async def test_a_client_that_does_not_read_makes_no_replica_silent() -> None:
+    dispatcher, _ = await start(2, "round-robin")
+    chunks = dispatcher.generate(request("idle", max_tokens=60))
+    await anext(chunks)
+    traffic = Traffic(dispatcher)
+    await traffic.come(3 * outliers.STUCK_S)
+    assert {r.state for r in (await dispatcher.load()).replicas} == {"ready"}
+    tokens = [token async for chunk in chunks for token in chunk.token_ids]
+    assert len(tokens) == 59
+    await traffic.end()
 
 
-def test_an_idle_fleet_is_not_watched() -> None:
-    async def main() -> None:
-        dispatcher, _ = await start(2)
-        await ask(dispatcher, request("one"))
-        await asyncio.sleep(2)
-        assert not dispatcher.is_judging
-        await dispatcher.close()
-
-    run(main())
+@virtual
+async def test_an_idle_fleet_is_not_watched() -> None:
+    dispatcher, _ = await start(2)
+    await ask(dispatcher, request("one"))
+    await asyncio.sleep(2)
+    assert not dispatcher.is_judging

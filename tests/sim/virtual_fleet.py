@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from pagoda.engine.config import EngineConfig, SimConfig
 from pagoda.errors import EngineDeadError, OverloadedError
@@ -17,9 +20,47 @@ from pagoda.messages.frontend import FinishReason, GenerateRequest, TokenChunk
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.sim.endpoint import SimEndpoint
+from pagoda.sim.event_loop import run
 
 VOCAB_SIZE = 100
 POISON = VOCAB_SIZE + 1
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_at_end: ContextVar[AsyncExitStack] = ContextVar("_at_end")
+
+
+def virtual(
+    test: Callable[P, Coroutine[Any, Any, T]], lateness_s: Callable[[], float] = lambda: 0.0
+) -> Callable[P, T]:
+    """Runs a test in virtual time, and then what the test asked for with `at_end`."""
+
+    async def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        async with AsyncExitStack() as stack:
+            _at_end.set(stack)
+            return await test(*args, **kwargs)
+
+    @wraps(test)
+    def run_whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run(whole(*args, **kwargs), lateness_s=lateness_s)
+
+    return run_whole
+
+
+def at_end(callback: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+    _at_end.get().push_async_callback(callback, *args)
+
+
+def run_seeds(life: Callable[[int], Coroutine[Any, Any, T]], seeds: Sequence[int]) -> list[T]:
+    """The results of lives with each seed; an error names its seed."""
+    results = []
+    for seed in seeds:
+        try:
+            results.append(virtual(life, lateness(seed))(seed))
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    return results
 
 
 def engine(**fields: object) -> EngineConfig:
@@ -144,6 +185,17 @@ async def start(
     count: int, policy: PolicyName = "least-pending-tokens", **fields: object
 ) -> tuple[Dispatcher, list[SimEndpoint]]:
     endpoints = [poisoned(SimEndpoint(engine(**fields), check_kv=True)) for _ in range(count)]
+    return await start_fleet(endpoints, policy), endpoints
+
+
+async def start_fleet(endpoints: Sequence[SimEndpoint], policy: PolicyName) -> Dispatcher:
+    """A dispatcher that the end of the test closes, when all requests have left nothing behind."""
     dispatcher = Dispatcher(endpoints, POLICIES[policy])
     await dispatcher.start()
-    return dispatcher, endpoints
+    at_end(_end, dispatcher)
+    return dispatcher
+
+
+async def _end(dispatcher: Dispatcher) -> None:
+    assert_nothing_left(dispatcher)
+    await dispatcher.close()

@@ -17,7 +17,7 @@ from pagoda.backend.cpu.native import choose_instruction_set
 from pagoda.devices import BackendUnavailableError
 from pagoda.messages.sampling_params import SamplingParams
 from pagoda.messages.tracing import TraceStopped
-from pagoda.messages.worker import StepPlan, WorkerReady
+from pagoda.messages.worker import WorkerReady
 from pagoda.messages.worker_config import WorkerConfig
 from pagoda.parallel.config import ParallelConfig
 from pagoda.telemetry.tracer import TraceLevel, Tracer, TraceSession
@@ -243,9 +243,9 @@ def test_a_step_says_how_many_tokens_it_attended_to(tmp_path: Path) -> None:
     driver.start(0, [3, 4, 5])
     driver.start(1, [6, 7])
     driver.step({0: 2, 1: 2})
-    assert runner.context_tokens(StepPlan(0, [0, 1], [2, 2])) == 4
+    assert runner.batch.num_computed_tokens([0, 1]) == 4
     driver.step({0: 1})
-    assert runner.context_tokens(StepPlan(1, [0], [1])) == 3
+    assert runner.batch.num_computed_tokens([0]) == 3
     traced.tracer.stop()
 
 

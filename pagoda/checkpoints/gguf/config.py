@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from pagoda.checkpoints.config_json import parse_model_config
 from pagoda.checkpoints.families import GGUF_FAMILIES
-from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor, Metadata
+from pagoda.checkpoints.fields import Fields
+from pagoda.checkpoints.gguf.reader import BlockType, GgufFile, GgufTensor
 from pagoda.checkpoints.model_config import GGUF_NAMES, Family, LinearSpec, ModelConfig
 from pagoda.checkpoints.rope import FrequencyFactors
 from pagoda.checkpoints.weight_formats import DenseFormat, GroupedFormat, WeightFormat
@@ -195,7 +196,7 @@ def config_values(file: GgufFile) -> dict[str, object]:
     return values | ({"sliding_window": window} if window else {})
 
 
-def _architecture(metadata: Metadata) -> str:
+def _architecture(metadata: Fields) -> str:
     architecture = metadata.text("general.architecture")
     known = dict.fromkeys(name for name, _ in GGUF_FAMILIES)
     if architecture not in known:
@@ -203,7 +204,7 @@ def _architecture(metadata: Metadata) -> str:
     return architecture
 
 
-def _family(metadata: Metadata, architecture: str) -> Family:
+def _family(metadata: Fields, architecture: str) -> Family:
     key = _window_key(architecture)
     family = GGUF_FAMILIES.get((architecture, metadata.count(key, 0) > 0))
     if family is None:
@@ -215,10 +216,10 @@ def _window_key(architecture: str) -> str:
     return f"{architecture}.attention.sliding_window"
 
 
-def _refuse_other_models(metadata: Metadata, architecture: str) -> None:
+def _refuse_other_models(metadata: Fields, architecture: str) -> None:
     for name in _OTHER_MODELS:
         key = f"{architecture}.{name}"
-        if not metadata.is_zero(key):
+        if metadata.values.get(key, 0) != 0:
             metadata.refuse(key, "is for models that Pagoda does not run")
 
 
@@ -231,7 +232,7 @@ def _vocab_size(file: GgufFile, hidden_size: int) -> int:
             f"but its rows must be of the embedding length {hidden_size}."
         )
     rows, key = table.shape[0], "tokenizer.ggml.tokens"
-    num_tokens = len(file.metadata.texts(key)) if key in file.metadata else 0
+    num_tokens = len(file.metadata.texts(key, []))
     if num_tokens > rows:
         raise ConfigError(
             f"{file.path}: {key} has {num_tokens} tokens, but {EMBEDDING} {rows} rows."
@@ -247,7 +248,7 @@ def _num_layers(file: GgufFile, architecture: str) -> int:
     return num_layers
 
 
-def _head_dim(metadata: Metadata, architecture: str, usual: int) -> int:
+def _head_dim(metadata: Fields, architecture: str, usual: int) -> int:
     key = f"{architecture}.attention.key_length"
     head_dim = metadata.positive(key, max(1, usual))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -258,7 +259,7 @@ def _head_dim(metadata: Metadata, architecture: str, usual: int) -> int:
     return head_dim
 
 
-def _rope_scaling(metadata: Metadata, architecture: str) -> dict[str, object] | None:
+def _rope_scaling(metadata: Fields, architecture: str) -> dict[str, object] | None:
     prefix = f"{architecture}.rope.scaling"
     kind = metadata.text(f"{prefix}.type", "none")
     if kind == "none":
@@ -272,8 +273,7 @@ def _rope_scaling(metadata: Metadata, architecture: str) -> dict[str, object] | 
     for name in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor"):
         if metadata.number(f"{prefix}.{name}", 1.0) != 1:
             metadata.refuse(f"{prefix}.{name}", "must be 1")
-    if not metadata.is_zero(f"{prefix}.yarn_log_multiplier"):
-        metadata.refuse(f"{prefix}.yarn_log_multiplier", "must be absent or 0")
+    metadata.require(f"{prefix}.yarn_log_multiplier", 0)
     return {
         "rope_type": kind,
         "factor": metadata.number(f"{prefix}.factor"),

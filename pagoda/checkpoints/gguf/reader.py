@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
+from pagoda.checkpoints.fields import Fields
 from pagoda.errors import ConfigError
 
 MAGIC = b"GGUF"
@@ -24,7 +25,6 @@ VERSIONS = (2, 3)
 
 Scalar = bool | int | float | str
 Value = Scalar | Sequence["Value"]
-T = TypeVar("T", bool, int, float, str)
 
 _MAX_HEADER_BYTES = 2**27
 """Largest header that is read; the largest vocabularies take a tenth of it."""
@@ -102,8 +102,6 @@ _UNREAD_TYPES = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Place and type of a tensor."""
-
     name: str
     shape: tuple[int, ...]
     """Shape as in torch: elements of the last dimension are neighbours."""
@@ -114,100 +112,12 @@ class GgufTensor:
     num_bytes: int
 
 
-class Metadata:
-    """Typed access to the keys of a file; every error names the file and the key."""
-
-    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
-        self.path = path
-        self._values = values
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def items(self) -> Iterator[tuple[str, Value]]:
-        """Yields keys and values in the order of the keys."""
-        return iter(sorted(self._values.items()))
-
-    def is_zero(self, key: str) -> bool:
-        """Returns True if a key is absent or 0."""
-        return self._values.get(key, 0) == 0
-
-    def refuse(self, key: str, rule: str) -> NoReturn:
-        value = repr(self._values.get(key))
-        shown = value if len(value) <= 80 else f"{value[:80]} ..."
-        raise ConfigError(f"{self.path}: {key} {rule}, got {shown}.")
-
-    def text(self, key: str, default: str | None = None) -> str:
-        return self._scalar(key, str, "a string", default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self._scalar(key, bool, "true or false", default)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 0 on."""
-        value = self._scalar(key, int, "a whole number", default)
-        if value < 0:
-            self.refuse(key, "must not be negative")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.count(key, default)
-        if value == 0:
-            self.refuse(key, "must be a positive whole number")
-        return value
-
-    def amount(self, key: str, default: float | None = None) -> float:
-        """A number, whole or not."""
-        value = self._values.get(key, default)
-        if value is None:
-            self._lacks(key, "a number")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(key, "must be a number")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
-        value = self.amount(key, default)
-        if not 0 < value < math.inf:
-            self.refuse(key, "must be a positive number")
-        return float(value)
-
-    def texts(self, key: str) -> list[str]:
-        return self._list(key, str, "strings")
-
-    def integers(self, key: str) -> list[int]:
-        return self._list(key, int, "whole numbers")
-
-    def numbers(self, key: str) -> list[float]:
-        return self._list(key, float, "numbers")
-
-    def _scalar(self, key: str, kind: type[T], rule: str, default: T | None) -> T:
-        value = self._values.get(key, default)
-        if value is None:
-            self._lacks(key, rule)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.refuse(key, f"must be {rule}")
-        return value
-
-    def _list(self, key: str, kind: type[T], rule: str) -> list[T]:
-        value = self._values.get(key)
-        if value is None:
-            self._lacks(key, f"a list of {rule}")
-        # An array is of one type, so its first value speaks for all.
-        if not isinstance(value, list) or (value and type(value[0]) is not kind):
-            self.refuse(key, f"must be a list of {rule}")
-        return value
-
-    def _lacks(self, key: str, rule: str) -> NoReturn:
-        raise ConfigError(f"{self.path} lacks {key}, {rule}.")
-
-
 @dataclass(frozen=True)
 class GgufFile:
     """A model in one file, or in several of which this is the first."""
 
     path: Path
-    metadata: Metadata
+    metadata: Fields
     tensors: Mapping[str, GgufTensor]
 
     def tensor(self, name: str) -> GgufTensor:
@@ -261,7 +171,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
-def _other_parts(path: Path, metadata: Metadata, num_parts: int) -> Iterator[Path]:
+def _other_parts(path: Path, metadata: Fields, num_parts: int) -> Iterator[Path]:
     """The files `name-00002-of-00003.gguf` and so on beside the first one."""
     prefix = re.sub(rf"-\d{{5}}-of-\d{{5}}\{SUFFIX}$", "", path.name)
     names = [f"{prefix}-{i:05}-of-{num_parts:05}{SUFFIX}" for i in range(1, num_parts + 1)]
@@ -300,7 +210,7 @@ class _Reader:
     def file(self) -> GgufFile:
         self._check_version()
         num_tensors, num_keys = self._number(_U64), self._number(_U64)
-        metadata = Metadata(self._path, self._keys(num_keys))
+        metadata = Fields(self._keys(num_keys), str(self._path))
         tensors = self._tensors(num_tensors, metadata)
         return GgufFile(self._path, metadata, tensors)
 
@@ -384,7 +294,7 @@ class _Reader:
         number: int = value
         return number
 
-    def _tensors(self, count: int, metadata: Metadata) -> dict[str, GgufTensor]:
+    def _tensors(self, count: int, metadata: Fields) -> dict[str, GgufTensor]:
         alignment = metadata.positive("general.alignment", _DEFAULT_ALIGNMENT)
         if alignment & (alignment - 1) or not 8 <= alignment <= 2**20:
             metadata.refuse("general.alignment", "must be a power of two from 8 on")

@@ -11,15 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pagoda.telemetry.fragments import ProcessHeader
-from pagoda.telemetry.merge.model import (
-    ClockSource,
-    Moment,
-    Process,
-    Row,
-    Span,
-    Trace,
-    read_args,
-)
+from pagoda.telemetry.merge.model import ClockSource, Moment, Process, Row, Span, Trace, read_args
 from pagoda.telemetry.merge.reading import ClockEdge, Fragment, read_fragments
 from pagoda.telemetry.merge.roles import in_order
 from pagoda.telemetry.merge.steps import StepArgs
