@@ -153,7 +153,7 @@ class Dispatcher:
         self._on_change(slot)
 
     def _take_in(self, slot: ReplicaSlot) -> None:
-        self.slots.start(slot)
+        self.slots.take_limits(slot)
         if self.is_subscribed:
             self._subscribe(slot)
 

@@ -148,10 +148,8 @@ class ReplicaHealth:
     def share(self, now: float) -> float:
         """The share of requests that the replica gets of those that it would get otherwise: 0 while it is left
         out, and 1 long after."""
-        back_s = now - self.out_until
-        if back_s < 0:
-            return 0.0
-        return min(1.0, max(_FIRST_SHARE, back_s / RETURN_S))
+        grown = (now - self.out_until) / RETURN_S
+        return 0.0 if self.is_out(now) else min(1.0, max(_FIRST_SHARE, grown))
 
 
 class _Group:
@@ -185,15 +183,10 @@ class OutlierDetector:
         self._groups: dict[Hashable, _Group] = {}
 
     def add(self, health: ReplicaHealth, group: Hashable) -> None:
-        """Takes in a replica, which is compared with those of the same group."""
+        """Compares a replica with those of a group from now on; what it did in another group is forgotten."""
+        self.remove(health)
         health.forget(group)
         self._groups.setdefault(group, _Group()).members[health] = None
-
-    def regroup(self, health: ReplicaHealth, group: Hashable) -> None:
-        """Moves a replica to another group; what it did as one of another kind is forgotten."""
-        if health.group != group:
-            self.remove(health)
-            self.add(health, group)
 
     def remove(self, health: ReplicaHealth) -> None:
         """Forgets a replica, which may have been forgotten already."""
