@@ -68,8 +68,6 @@ def chat(
 
 
 class _Conversation:
-    """The messages so far, and the server that answers them."""
-
     def __init__(
         self, connection: Connection, sampling: dict[str, object], system: str | None
     ) -> None:

@@ -131,7 +131,7 @@ async def _write_results(
             connection.client, connection.model, requests, concurrency, lambda: bar.advance(task)
         )
         async with aclosing(results):
-            async for result in results:
+            async for status, result in results:
                 write(msgspec.json.encode(result) + b"\n")
-                num_failed += result.response.status_code != 200
+                num_failed += status != 200
     return num_failed

@@ -169,7 +169,6 @@ class Tracer:
         return row
 
     def close_row(self, row: int) -> None:
-        """Nothing more comes in that row."""
         self._rows.pop(row, None)
 
     def _name_row(self, row: int, name: str) -> None:
@@ -205,7 +204,6 @@ class Tracer:
         self._emit(event)
 
     def instant(self, name: str, args: Args | None = None, *, row: int = MAIN_ROW) -> None:
-        """Something that happened now."""
         if self._session is None:
             return
         event: dict[str, Any] = {

@@ -1,5 +1,3 @@
-"""What the machine is said to have, and the decode limit that follows."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -485,7 +485,7 @@ def test_an_engine_that_ends_lets_go_of_all() -> None:
     ("block_bytes", "sizes"), [(2**24, [2, 2, 2, 1]), (2**25, [1] * 7), (2**40, [1] * 7), (1, [7])]
 )
 def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) -> None:
-    """So that a worker which gives up what takes too long does not give up what comes."""
+    """A worker gives up a transfer that takes too long, not the others."""
     part = KVPart(0, "keys", 0, 2, block_bytes // 2 or 1)
     rank = KVRank(parts=(part,), num_blocks=64, descriptors={})
     hello = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank, rank)), lease_s=30.0)
