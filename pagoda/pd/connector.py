@@ -93,11 +93,9 @@ class RemoteKV:
         self.fetches: dict[str, Fetch] = {}
         """Fetches by request; each is in its peer's `fetches`, too."""
         self.reads: dict[int, tuple[Fetch, Load]] = {}
-        """Reads under way, by transfer."""
         self._events: dict[str, Arrived | Failed] = {}
         """The last event of each request, to be drained."""
         self._changed: set[str] = set()
-        """Requests whose lookup may have another answer now."""
         self.complaints: dict[tuple[str, str], float] = {}
         """Times of the last log of an engine and its problem, oldest first."""
         self._num_loaded = 0
@@ -223,7 +221,6 @@ class RemoteKV:
         """Loaded blocks are counted when they are valid."""
 
     def save(self, offers: Sequence[CachedBlock]) -> int:
-        """No block is kept here."""
         return len(offers)
 
     def fail(self, fetch: Fetch, reason: str) -> None:
@@ -352,7 +349,6 @@ class RemoteKV:
             self._close(fetch, "all has come")
 
     def next_event_at(self) -> float | None:
-        """Time at which to call `step` even if nothing comes."""
         return self.peers.next_event_at()
 
     # ---- the workers, and the engine's loop

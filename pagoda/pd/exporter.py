@@ -46,7 +46,6 @@ class _Held:
 
     request_id: str
     num_blocks: int
-    """Number of blocks that its prompt fills."""
     keys: list[bytes] = field(default_factory=list)
     asker: bytes | None = None
     """Sender of the last subscription, which is told of further blocks."""
@@ -56,14 +55,10 @@ class _Held:
 
 
 class FirstToken(NamedTuple):
-    """The token that ended the computation of a prompt."""
-
     key: bytes
-    """Key of the tokens before it."""
     token_id: int
     logprobs: TokenLogprobs | None
     num_cached_tokens: int
-    """Tokens of the prompt that were cached."""
 
 
 class Unwanted(NamedTuple):
@@ -205,7 +200,6 @@ class KVExporter:
             self._greet(asker, hello)
 
     def workers_lost(self) -> None:
-        """All KV is lost with the workers."""
         self.peer = None
         for transfer_id in list(self.held):
             self.drop(transfer_id, "the workers that held it were lost")
@@ -219,7 +213,6 @@ class KVExporter:
             self.drop(transfer_id, "its lease has run out")
 
     def next_event_at(self) -> float | None:
-        """Time at which the next lease runs out."""
         return self.leases.next_end
 
     def pollables(self) -> list[object]:

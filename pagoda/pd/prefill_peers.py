@@ -41,9 +41,7 @@ STALL_S = 30.0
 """Seconds without news after which a fetch fails while its prompt is being computed. The other engine may lack
 room, which it holds for requests that wait here behind this one."""
 MAX_PREFILL_PEERS = 256
-"""Engines to which there are connections at a time."""
 _RENEWALS = 5
-"""Renewals per lease, at least."""
 _MAX_RENEWAL_S = 1.0
 _PIECE_BYTES = 64 * 2**20
 _PIECE_BLOCKS = 256
@@ -64,7 +62,6 @@ class Load:
         self.next = start
         """First block that no transfer reads yet."""
         self.num_open = 0
-        """Transfers under way."""
         self.is_checking = False
         """All blocks are read, and the other engine was asked whether it held them all the time."""
 
@@ -87,7 +84,6 @@ class Fetch:
         self.is_loaded = False
         self.has_token = False
         self.moved_at = now
-        """Time of the last news."""
 
     @property
     def is_incomplete(self) -> bool:
@@ -107,14 +103,11 @@ class Fetch:
 
 
 class PrefillPeer:
-    """The engine at one address."""
-
     def __init__(self, address: str, now: float) -> None:
         self.address = address
         self.welcome: KVWelcome | None = None
         self.refusal = ""
         self.fetches: dict[str, Fetch] = {}
-        """Fetches by transfer."""
         self.heard_at = now
         self.renew_at = now
 
@@ -133,7 +126,6 @@ class PrefillPeer:
         return self.welcome.peer.ranks if self.welcome else ()
 
     def num_blocks(self) -> int:
-        """Number of blocks that every rank has."""
         return min((rank.num_blocks for rank in self.ranks), default=0)
 
     def piece(self) -> int:
@@ -157,7 +149,6 @@ class PrefillPeers:
         could wait for each other's room.
         """
         self.by_address: dict[str, PrefillPeer] = {}
-        """Peers to which there are connections."""
         self._links = links
         self._clock = clock
         self._owner = owner
@@ -195,7 +186,6 @@ class PrefillPeers:
         return True
 
     def begin(self, peer: PrefillPeer, fetch: Fetch) -> None:
-        """Asks the peer for the blocks of a fetch."""
         if not peer.fetches:
             self._idle.pop(peer.address, None)
             peer.heard_at = self._clock.now()
@@ -306,7 +296,6 @@ class PrefillPeers:
             self.send(peer, fetch.subscription())
 
     def _lose(self, peer: PrefillPeer, reason: str) -> None:
-        """The connection is gone."""
         self._remove_workers(peer)
         del self.by_address[peer.address]
         self._idle.pop(peer.address, None)
@@ -314,7 +303,6 @@ class PrefillPeers:
             self._owner.fail(fetch, reason)
 
     def next_event_at(self) -> float | None:
-        """Time at which to call `step` even if nothing comes."""
         while self._renewals:
             at, address = self._renewals[0]
             peer = self.by_address.get(address)

@@ -177,9 +177,7 @@ async def serve_simulated(
 
 
 async def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve_simulated(port=port)
@@ -314,9 +312,7 @@ async def test_a_directory_of_traces_that_cannot_be_written(tmp_path: Path) -> N
 
 
 async def test_a_server_whose_port_is_taken_leaves_the_traces_of_the_other(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         run = f"frontend-{socket.gethostname()}-127.0.0.1-{port}"
         fragment = tmp_path / f"{run_prefix(run)}frontend.0.0{FRAGMENT_SUFFIX}"
@@ -325,9 +321,7 @@ async def test_a_server_whose_port_is_taken_leaves_the_traces_of_the_other(tmp_p
         with pytest.raises(ConfigError, match="cannot listen"):
             await serve_simulated(port=port, profile=profile)
     assert list(tmp_path.iterdir()) == [fragment]
-    await asyncio.to_thread(
-        clear_fragments, tmp_path, run
-    )  # it is what a server there would remove
+    clear_fragments(tmp_path, run)  # it is what a server there would remove
     assert not fragment.exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kv_tiers
 import msgspec
 import pytest
 
@@ -20,7 +21,6 @@ from pagoda.messages.transfers import (
     Transfer,
     TransferEnd,
 )
-from pagoda.messages.worker import Capabilities, WorkerReady
 from pagoda.pd.connector import Arrived, Failed, RemoteKV
 from pagoda.pd.links import PeerLost
 from pagoda.pd.messages import (
@@ -48,18 +48,7 @@ TOKENS = TransferTokens(keys_of(b"the cluster's secret"))
 T, U, V = (TOKENS.id_of(ADDRESS, "e", token) for token in "tuv")
 """Transfers."""
 HELLO = KVHello(digest="digest arithmetic")
-READY = WorkerReady(
-    capabilities=Capabilities(
-        block_sizes=(4,), max_batch_tokens=1, max_batch_seqs=1, max_model_len=1
-    ),
-    num_blocks=64,
-    block_size=4,
-    max_model_len=64,
-    vocab_size=100,
-    summary="",
-    kv_digest="digest",
-    arithmetic="arithmetic",
-)
+READY = msgspec.structs.replace(kv_tiers.READY, kv_digest="digest", arithmetic="arithmetic")
 
 
 def source(token: str = "t", address: str = ADDRESS, engine_id: str = "e") -> KVSource:
@@ -485,7 +474,7 @@ def test_an_engine_that_ends_lets_go_of_all() -> None:
     ("block_bytes", "sizes"), [(2**24, [2, 2, 2, 1]), (2**25, [1] * 7), (2**40, [1] * 7), (1, [7])]
 )
 def test_much_is_read_in_pieces(rig: Rig, block_bytes: int, sizes: list[int]) -> None:
-    """So that a worker which gives up what takes too long does not give up what comes."""
+    """A worker gives up a transfer that takes too long, not the others."""
     part = KVPart(0, "keys", 0, 2, block_bytes // 2 or 1)
     rank = KVRank(parts=(part,), num_blocks=64, descriptors={})
     hello = KVWelcome(engine_id="e", peer=KVPeer(peer_id="e-1", ranks=(rank, rank)), lease_s=30.0)

@@ -70,13 +70,10 @@ class ShmDescriptor(msgspec.Struct, frozen=True):
     boot_id: str
     """Boot id of the host: another host may have a socket of the same name."""
     name: str
-    """Name of the socket, in the abstract namespace."""
     export_id: bytes
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """Places of the regions in the file."""
-
     offsets: list[int]
     sizes: list[int]
 
@@ -96,8 +93,6 @@ class ShmTransport:
 
 
 class ShmListener:
-    """Passes the file to readers."""
-
     def __init__(self, regions: Sequence[Region], file: MemoryFile, secret: bytes) -> None:
         """
         Raises:
@@ -217,7 +212,6 @@ class ShmLink:
         self._readers.close()
 
     def _unmap(self) -> None:
-        """Unmaps the memory; called when no thread reads any more."""
         _libc.munmap(self._address, self._size)
         self._stream.close()
 

@@ -77,7 +77,6 @@ class StreamServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections and waits for their threads."""
         with self._state:
             if self._is_closed:
                 return

@@ -42,7 +42,6 @@ from pagoda.pd.transport.remote_memory import batches, read_descriptor
 from pagoda.pd.transport.stream_server import HANDSHAKE_S, StreamServer
 
 MAX_SPANS = 4096
-"""Limit of the spans of one request."""
 MAX_REQUEST_BYTES = 2**30
 MAX_STREAMS = 4
 """Streams of one link: one seldom fills the network between hosts."""
